@@ -1,0 +1,1069 @@
+"""NeoBERT (arXiv 2502.19587): 28 pre-RMSNorm blocks with SwiGLU and RoPE, and its task heads.
+
+Shape legend: B batch, L padded length, T packed tokens, N packed texts, D hidden size, H heads, K head size, V vocabulary, C labels.
+
+One forward, two layouts: dense (B, L, D) and packed (1, T, D). Texts are packed by the caller (`cu_seq_lens_q`, ...) or by
+`NeoBERTModel` when `attention_mask` has padding; the blocks do not know which. `_attention_plan` picks the attention function and its
+mask once per forward.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import can_return_tuple, logging
+
+from .configuration_neobert import NeoBERTConfig
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch < 2.10
+    varlen_attn = None
+
+logger = logging.get_logger(__name__)
+
+_PACKING_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def _is_tracing():
+    """True under torch.compile, torch.export and torch.jit.trace, where shapes must not depend on values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+# ---------------------------------------------------------------------------------------------------------------- positions
+
+
+class _RopeSettings:
+    """The fields that `ROPE_INIT_FUNCTIONS` reads, under the names of both transformers 4 and 5."""
+
+    def __init__(self, config):
+        self.hidden_size = config.hidden_size
+        self.num_attention_heads = config.num_attention_heads
+        self.head_dim = config.head_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self.rope_parameters = dict(config.rope_parameters)
+        self.rope_scaling = self.rope_parameters
+        self.rope_theta = self.rope_parameters["rope_theta"]
+        self.partial_rotary_factor = 1.0
+
+    def standardize_rope_params(self):
+        pass
+
+
+def rotary_table(config, position_ids, length):
+    """Cosines and sines of the rotary angles, position * theta^(-2i / K) for pair i (RoFormer, eq. 15), in float32.
+
+    Worked out in every forward: a buffer would be cast by `.to(bfloat16)` and lost by transformers 5 loading.
+
+    Args:
+        position_ids: (B or 1, L).
+        length: the longest text in tokens, which "dynamic" scaling depends on.
+    Returns:
+        cos, sin: (B or 1, L, K / 2) each, times the scaling's attention factor.
+    """
+    device = position_ids.device
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "default":
+        exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
+        frequencies, attention_factor = config.rope_theta**-exponents, 1.0
+    else:
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](_RopeSettings(config), device, seq_len=length)
+    # Autocast would compute the product in low precision: position 4,095 needs more than bf16's 8 bits.
+    with torch.autocast(device_type=device.type, enabled=False):
+        angles = position_ids[..., None].float() * frequencies.float()
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def apply_rotary(x, rotary):
+    """Rotates the adjacent pairs (2i, 2i + 1) of the last axis, in float32.
+
+    Args:
+        x: (B, L, H, ..., K), any strides.
+        rotary: from `prepare_rotary`.
+    Returns:
+        Same shape and dtype as `x`.
+    """
+    if len(rotary) == 1:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotary[0]).flatten(-2).type_as(x)
+    cos, sin = rotary
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (x.float() * cos + swapped.float() * sin).type_as(x)
+
+
+def prepare_rotary(cos, sin):
+    """The table in the form that multiplies q and k of (B, L, H, 2, K) cheapest.
+
+    Eager: one complex number a pair, a single pass over memory. Traced: cosines and signed sines of (.., K), which compilers fuse.
+    """
+    if _is_tracing():
+        cos = cos.repeat_interleave(2, dim=-1)
+        sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
+        return cos[:, :, None, None], sin[:, :, None, None]
+    return (torch.complex(cos, sin)[:, :, None, None],)
+
+
+# ---------------------------------------------------------------------------------------------------------------- attention
+
+
+def eager_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """softmax(q k^T * scaling) v, the reference that can return its weights.
+
+    Args:
+        query, key, value: (B, H, L, K).
+        attention_mask: boolean, True where attention is allowed, or additive; broadcastable to (B, H, L, L); or None.
+    Returns:
+        (B, L, H, K) and the weights (B, H, L, L).
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).type_as(query)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class _TextByText:
+    """Runs a dense attention function on a packed batch, text by text; neighbours of one length together.
+
+    In place of an attention function; the mask it is called with is the list of text lengths.
+    """
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    @torch.compiler.disable
+    def __call__(self, module, query, key, value, lengths, **kwargs):
+        outputs, start, i = [], 0, 0
+        while i < len(lengths):
+            count = 1
+            while i + count < len(lengths) and lengths[i + count] == lengths[i]:
+                count += 1
+            stop = start + count * lengths[i]
+            # (1, H, T, K) -> (count, H, length, K), without a copy
+            q, k, v = (x[0, :, start:stop].unflatten(1, (count, lengths[i])).transpose(0, 1) for x in (query, key, value))
+            output, _ = self.attention(module, q, k, v, None, **kwargs)
+            outputs.append(output.flatten(0, 1))
+            start, i = stop, i + count
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+class _Repadded:
+    """Runs a dense attention function on a packed batch by scattering q, k and v alone to (N, H, longest text, K).
+
+    In place of an attention function; the mask it is called with is (index (N, longest), mask (N, longest)).
+    """
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def __call__(self, module, query, key, value, padding, **kwargs):
+        index, mask = padding
+        q, k, v = (x[0].transpose(0, 1)[index].transpose(1, 2) for x in (query, key, value))
+        output, _ = self.attention(module, q, k, v, mask[:, None, None], **kwargs)
+        return output[mask][None], None
+
+
+def varlen_sdpa(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """torch's own variable-length flash kernel (torch >= 2.10, CUDA, fp16 or bf16), on packed (1, H, T, K)."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    lengths = (kwargs[name] for name in _PACKING_KWARGS)
+    return varlen_attn(q, k, v, *lengths, scale=scaling)[None], None
+
+
+def _flex_on_cpu(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """flex_attention without compilation: torch's compiled CPU kernel has no backward and does not build for changing shapes."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(query, key, value, block_mask=attention_mask, scale=scaling).transpose(1, 2), None
+
+
+def _mask_convention(implementation):
+    """What mask an attention implementation takes: "flash" (2-D or none), "flex" (BlockMask), "additive" or "boolean"."""
+    if implementation in ("eager", "sdpa"):
+        return "boolean"
+    function = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, None)
+    for name, convention in (("flash_attention_2", "flash"), ("flex_attention", "flex"), ("eager", "additive")):
+        if function is not None and function is ALL_MASK_ATTENTION_FUNCTIONS[name]:
+            return convention
+    return "boolean"
+
+
+def _text_index(cu_seq_lens, total):
+    """(T,) index of the text that each packed token belongs to."""
+    tokens = torch.arange(total, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
+    return torch.searchsorted(cu_seq_lens[1:].contiguous(), tokens, right=True)
+
+
+def _block_mask(shape, texts=None, mask=None):
+    """flex_attention's BlockMask: tokens of one text see each other (`texts`, (T,)), or all see the real ones (`mask`, (B, L))."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, length = shape
+    if texts is not None:
+
+        def visible(b, h, q, k):
+            return texts[q] == texts[k]
+    else:
+
+        def visible(b, h, q, k):
+            return mask[b, k]
+
+    device = (texts if texts is not None else mask).device
+    # Compiled, the mask is made block by block; otherwise B x L x L booleans exist for a moment.
+    return create_block_mask(visible, batch, None, length, length, device=device, _compile=device.type == "cuda")
+
+
+class _Layout:
+    """Where each text of a packed batch lies.
+
+    Attributes:
+        cu_seq_lens: (N + 1,) int32, first token of each text, then T.
+        max_length: longest text in tokens.
+        lengths: the N lengths as Python numbers, or None while tracing.
+        index: (T,) of each packed token in the flattened (B * L) batch, or None when the caller packed.
+    """
+
+    def __init__(self, cu_seq_lens, max_length, lengths=None, index=None):
+        self.cu_seq_lens = cu_seq_lens
+        self.max_length = max_length
+        self.lengths = lengths
+        self.index = index
+
+    @classmethod
+    def from_mask(cls, mask):
+        """Layout of a padded batch, or None if there is nothing to gain: no padding, or no token at all.
+
+        Args:
+            mask: (B, L) bool.
+        """
+        lengths = mask.sum(dim=-1)
+        per_row = lengths.tolist()
+        if sum(per_row) in (0, mask.numel()):
+            return None
+        # Sorted by length, so that texts of one length are neighbours.
+        order = lengths.argsort(stable=True)
+        index = mask[order].flatten().nonzero().squeeze(-1)
+        index = order[index // mask.shape[1]] * mask.shape[1] + index % mask.shape[1]
+        per_text = sorted(length for length in per_row if length)
+        cu_seq_lens = torch.tensor([0, *per_text], device=mask.device).cumsum(0).to(torch.int32)
+        return cls(cu_seq_lens, per_text[-1], per_text, index)
+
+    @classmethod
+    def from_kwargs(cls, cu_seq_lens, max_length):
+        """Layout of a batch that the caller packed."""
+        lengths = None if _is_tracing() else cu_seq_lens.diff().tolist()
+        if max_length is None:
+            max_length = max(lengths) if lengths is not None else cu_seq_lens.diff().max()
+        return cls(cu_seq_lens, max_length, lengths)
+
+    @classmethod
+    def from_position_ids(cls, position_ids):
+        """Layout of (1, T) positions that start again at 0 with every text, as `DataCollatorWithFlattening` gives them; or None."""
+        starts = (position_ids[0] == 0).nonzero().squeeze(-1).tolist()
+        if len(starts) < 2 or starts[0] != 0:
+            return None
+        bounds = torch.tensor([*starts, position_ids.shape[1]], dtype=torch.int32, device=position_ids.device)
+        if not torch.equal(position_ids[0], cls(bounds, 0).position_ids(position_ids.shape[1])[0]):
+            return None
+        return cls.from_kwargs(bounds, None)
+
+    def position_ids(self, total):
+        """(1, T): positions within each text."""
+        tokens = torch.arange(total, device=self.cu_seq_lens.device)
+        return (tokens - self.cu_seq_lens[:-1].long()[_text_index(self.cu_seq_lens, total)])[None]
+
+    def pack(self, x):
+        """(B, L, ...) -> (1, T, ...)."""
+        return x.flatten(0, 1)[self.index][None]
+
+    def unpack(self, x, batch, length):
+        """(1, T, ...) -> (B, L, ...) with zeros at padding."""
+        output = x.new_zeros(batch * length, *x.shape[2:])
+        return output.index_copy(0, self.index, x[0]).unflatten(0, (batch, length))
+
+    def kwargs(self):
+        """The keyword arguments of variable-length attention functions."""
+        bounds, longest = self.cu_seq_lens, self.max_length
+        return dict(zip(_PACKING_KWARGS, (bounds, bounds, longest, longest)))
+
+    def padding(self):
+        """index and mask, (N, longest text), of the batch in which every text has a row."""
+        bounds = self.cu_seq_lens.long()
+        steps = torch.arange(self.max_length, device=bounds.device)
+        return (bounds[:-1, None] + steps).clamp(max=bounds[-1] - 1), steps < bounds.diff()[:, None]
+
+
+def _attention_plan(config, implementation, hidden, mask, layout, training):
+    """Attention function and its mask for one forward; the same for every block.
+
+    Args:
+        implementation: name of the attention implementation.
+        hidden: embeddings, (B, L, D) or packed (1, T, D).
+        mask: (B, L) bool, None without padding or when packed.
+        layout: `_Layout` when packed, else None.
+    Returns:
+        function(module, q, k, v, mask, dropout=, scaling=, **kwargs), mask.
+    """
+    function = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+    convention = _mask_convention(implementation)
+    shape = hidden.shape[:2]
+    if convention == "flash":
+        return function, mask
+    if convention == "flex":
+        function = _flex_on_cpu if hidden.device.type == "cpu" else function
+        if layout is not None:
+            return function, _block_mask(shape, texts=_text_index(layout.cu_seq_lens, shape[1]))
+        return function, _block_mask(shape, mask=_visible(mask)) if mask is not None else None
+    if layout is None:
+        allowed = _visible(mask)[:, None, None, :] if mask is not None else None
+    elif layout.lengths is not None and implementation in ("eager", "sdpa"):
+        if hidden.device.type != "cuda" or implementation == "eager":
+            return _TextByText(function), layout.lengths
+        dropout = config.attention_dropout if training else 0.0
+        if _varlen_obstacle(_attention_dtype(hidden), dropout) is None:
+            return varlen_sdpa, None
+        return _Repadded(function), layout.padding()
+    else:
+        texts = _text_index(layout.cu_seq_lens, shape[1])
+        allowed = (texts[:, None] == texts)[None, None]
+    if convention == "additive" and allowed is not None:
+        lowest = torch.finfo(hidden.dtype).min
+        allowed = torch.zeros_like(allowed, dtype=hidden.dtype).masked_fill(~allowed, lowest)
+    return function, allowed
+
+
+def _visible(mask):
+    """`mask` with rows that are all padding seeing everything: softmax over nothing is not finite."""
+    return mask | ~mask.any(dim=-1, keepdim=True)
+
+
+def _attention_dtype(hidden):
+    """The dtype that q, k and v will have."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _varlen_obstacle(dtype, dropout):
+    """Why torch's variable-length kernel cannot run on CUDA, or None."""
+    if varlen_attn is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen (2.10 or newer has)"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernel takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if dropout > 0:
+        return "the kernel has no dropout"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------------- blocks
+
+
+class NeoBERTSwiGLU(nn.Module):
+    """w3(silu(a) * b) with (a, b) the halves of w12(x) (Shazeer 2020); (..., D) -> (..., D)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.w12 = nn.Linear(config.hidden_size, 2 * config.ffn_inner_size, bias=False)
+        self.w3 = nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+def _feed_forward(config):
+    if config.hidden_act == "swiglu":
+        return NeoBERTSwiGLU(config)
+    return nn.Sequential(
+        nn.Linear(config.hidden_size, config.ffn_inner_size, bias=False),
+        nn.GELU(),
+        nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False),
+    )
+
+
+def _norm(config):
+    norm = nn.RMSNorm if config.norm_type == "rms" else nn.LayerNorm
+    return norm(config.hidden_size, eps=config.norm_eps)
+
+
+class NeoBERTBlock(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + ffn(norm(x)).
+
+    Attention functions receive this module: they read `is_causal`, `layer_idx` and `config`.
+    """
+
+    is_causal = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = config.num_attention_heads
+        self.scaling = config.head_size**-0.5
+        self.attention_norm = _norm(config)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.ffn_norm = _norm(config)
+        self.ffn = _feed_forward(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden, rotary, attention, mask, **kwargs):
+        """
+        Args:
+            hidden: (B, L, D), or packed (1, T, D).
+            rotary: from `prepare_rotary`, or None with learned positions.
+            attention, mask: from `_attention_plan`.
+        Returns:
+            hidden states in the same shape, attention weights (B, H, L, L) or None.
+        """
+        attended, weights = self.attend(self.attention_norm(hidden), rotary, attention, mask, **kwargs)
+        hidden = hidden + self.dropout(attended)
+        return hidden + self.dropout(self.ffn(self.ffn_norm(hidden))), weights
+
+    def attend(self, x, rotary, attention, mask, **kwargs):
+        # The rows of qkv.weight are interleaved per head: (H, 3, K).
+        qkv = self.qkv(x).unflatten(-1, (self.num_heads, 3, -1))
+        value = qkv[..., 2, :]
+        query, key = (qkv[..., :2, :] if rotary is None else apply_rotary(qkv[..., :2, :], rotary)).unbind(-2)
+        output, weights = attention(
+            self,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return self.wo(output.flatten(-2)), weights
+
+
+class NeoBERTPreTrainedModel(PreTrainedModel):
+    config_class = NeoBERTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NeoBERTBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flash_attn_2 = True
+    _supports_flash_attn_3 = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # The classes without a decoder load masked-LM checkpoints, and the other way round for the heads.
+    _keys_to_ignore_on_load_unexpected = [r"^decoder\."]
+
+    def _init_weights(self, module):
+        """Paper, section 3: uniform. `torch.nn.init` functions only: transformers 5 skips those on weights already loaded."""
+        if isinstance(module, nn.Linear):
+            nn.init.uniform_(module.weight, -self.config.decoder_init_range, self.config.decoder_init_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.uniform_(module.weight, -self.config.embedding_init_range, self.config.embedding_init_range)
+        elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+            nn.init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+
+    def get_input_embeddings(self):
+        return getattr(self, self.base_model_prefix, self).encoder
+
+    def set_input_embeddings(self, value):
+        getattr(self, self.base_model_prefix, self).encoder = value
+
+    def attention_backend(self):
+        """One sentence: which kernel packed batches run through on the model's device and dtype, and why no faster one does."""
+        implementation, device, dtype = self.config._attn_implementation, self.device.type, self.dtype
+        where = f"{implementation} on {device} in {str(dtype).removeprefix('torch.')}"
+        convention = _mask_convention(implementation)
+        if convention == "flash":
+            return f"{where}: the variable-length kernels of {implementation}."
+        if convention == "flex":
+            return f"{where}: flex_attention with a block mask per text."
+        if implementation == "eager":
+            return f"{where}: matrix products text by text; attn_implementation='sdpa' is faster."
+        if implementation != "sdpa":
+            return f"{where}: the registered function {implementation!r} with a boolean mask."
+        if device != "cuda":
+            return f"{where}: scaled_dot_product_attention text by text; variable-length flash kernels need a CUDA device."
+        obstacle = _varlen_obstacle(dtype, self.config.attention_dropout if self.training else 0.0)
+        if obstacle is None:
+            return f"{where}: torch.nn.attention.varlen (flash kernels of torch itself)."
+        return f"{where}: scaled_dot_product_attention on re-padded q, k, v; not torch.nn.attention.varlen, since {obstacle}."
+
+
+class NeoBERTModel(NeoBERTPreTrainedModel):
+    """The backbone: token ids to hidden states."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.encoder = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        if config.position_embedding_type == "learned":
+            # Row 0 is padding; positions count from 1.
+            self.positional_embedding = nn.Embedding(config.max_position_embeddings + 1, config.hidden_size, padding_idx=0)
+        self.embedding_dropout = nn.Dropout(config.hidden_dropout)
+        self.transformer_encoder = nn.ModuleList(NeoBERTBlock(config, i) for i in range(config.num_hidden_layers))
+        self.layer_norm = _norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        output_attentions=None,
+        output_hidden_states=None,
+        **kwargs,
+    ):
+        """
+        Args:
+            input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their place.
+            attention_mask: (B, L) of ones and zeros, int, bool or float; None if every token is real.
+            token_type_ids: accepted for BERT's sake and ignored.
+            position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the text when packed. A single packed row whose
+                positions start again at 0 is a packed batch.
+            output_attentions: also return (B, H, L, L) weights per block, computed by the eager function.
+            output_hidden_states: also return the num_hidden_layers + 1 hidden states; the last one is normed.
+            kwargs: handed to the attention function as they are. `cu_seq_lens_q`, `cu_seq_lens_k` ((N + 1,) int32) and `max_length_q`,
+                `max_length_k` mark a packed (1, T) batch.
+        Returns:
+            BaseModelOutput in the caller's shape. Where the model packed a padded batch, padding positions are zero.
+        Raises:
+            ValueError: inputs that do not fit together.
+        """
+        hidden, shape = self._embed_tokens(input_ids, inputs_embeds)
+        mask = _checked_mask(attention_mask, shape)
+        position_ids = _checked_positions(position_ids, shape)
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+
+        implementation = self.config._attn_implementation
+        if output_attentions and implementation != "eager":
+            logger.warning_once(f"output_attentions=True: {implementation} returns no weights, the eager function is used instead.")
+            implementation = "eager"
+
+        layout = _caller_layout(shape, attention_mask, position_ids, kwargs)
+        packed_here = False
+        if layout is None and mask is not None and not _is_tracing() and mask.device.type != "meta":
+            layout = _Layout.from_mask(mask)
+            if layout is None and mask.all():
+                mask = None
+            packable = self.config.unpad_inputs and not output_attentions and self._packs(implementation)
+            packed_here = layout is not None and packable
+            layout = layout if packable else None
+
+        longest = layout.max_length if layout is not None else shape[1]
+        self._check_length(longest)
+        positions = self._positions(input_ids, mask, position_ids, layout if not packed_here else None, shape)
+        if self.config.position_embedding_type == "learned":
+            hidden = hidden + self.positional_embedding(positions)
+        if packed_here:
+            hidden, positions = layout.pack(hidden), layout.pack(positions.expand(shape))
+        if layout is not None:
+            mask, kwargs = None, {**layout.kwargs(), **kwargs}
+        rotary = None
+        if self.config.position_embedding_type == "rope":
+            rotary = prepare_rotary(*rotary_table(self.config, positions, longest))
+        attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training)
+        # Mixed precision on a caller's device: an all-masked packed batch cannot reach this point.
+        hidden = self.embedding_dropout(hidden)
+
+        all_hidden, all_weights = [], []
+        for block in self.transformer_encoder:
+            if output_hidden_states:
+                all_hidden.append(hidden)
+            hidden, weights = block(hidden, rotary, attention, allowed, **kwargs)
+            if output_attentions:
+                all_weights.append(weights)
+        hidden = self.layer_norm(hidden)
+        if output_hidden_states:
+            all_hidden.append(hidden)
+        if packed_here:
+            unpacked = [layout.unpack(x, *shape) for x in all_hidden[:-1]]
+            hidden = layout.unpack(hidden, *shape)
+            all_hidden = [*unpacked, hidden] if output_hidden_states else []
+        return BaseModelOutput(
+            last_hidden_state=hidden,
+            hidden_states=tuple(all_hidden) if output_hidden_states else None,
+            attentions=tuple(all_weights) if output_attentions else None,
+        )
+
+    @staticmethod
+    def _packs(implementation):
+        """Whether padded batches may be packed for this implementation: a function that we know nothing of gets a mask."""
+        return implementation in ("eager", "sdpa") or _mask_convention(implementation) in ("flash", "flex")
+
+    def _embed_tokens(self, input_ids, inputs_embeds):
+        """Embeddings (B, L, D) and (B, L)."""
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"Give either input_ids or inputs_embeds; {given} was given.")
+        if inputs_embeds is not None:
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+                raise ValueError(
+                    f"inputs_embeds must have shape (batch, length, {self.config.hidden_size}), but {tuple(inputs_embeds.shape)} was given."
+                )
+            return inputs_embeds, inputs_embeds.shape[:2]
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"input_ids must be a (batch, length) tensor of int64 or int32, but {tuple(input_ids.shape)} of {input_ids.dtype} was given."
+            )
+        rows = self.encoder.weight.shape[0]
+        if input_ids.device.type == "cpu" and input_ids.numel() and not _is_tracing():
+            lowest, highest = input_ids.min().item(), input_ids.max().item()
+            if lowest < 0 or highest >= rows:
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(
+                    f"input_ids must lie between 0 and {rows - 1}, but {wrong} was given; is it this model's tokenizer?"
+                )
+        return self.encoder(input_ids), input_ids.shape
+
+    def _check_length(self, longest):
+        limit = self.config.max_position_embeddings
+        if not isinstance(longest, int) or longest <= limit or _is_tracing():
+            return
+        if self.config.position_embedding_type == "learned":
+            raise ValueError(f"A text of {longest} tokens was given, but learned positions reach {limit}; truncate the texts.")
+        logger.warning_once(
+            f"A text of {longest} tokens is longer than max_position_embeddings={limit}: expect worse results; "
+            "rope_scaling={'rope_type': 'yarn', 'factor': ...} extends the context."
+        )
+
+    def _positions(self, input_ids, mask, position_ids, layout, shape):
+        """(1 or B, L) positions: from 0 for RoPE, from 1 with 0 at padding for learned ones (PAPER ablation M0)."""
+        device = self.encoder.weight.device if input_ids is None else input_ids.device
+        learned = self.config.position_embedding_type == "learned"
+        if position_ids is None and layout is not None:
+            position_ids = layout.position_ids(shape[1])
+        if position_ids is not None:
+            return position_ids + 1 if learned else position_ids
+        if not learned:
+            return torch.arange(shape[1], device=device)[None]
+        if mask is not None:
+            real = mask
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        else:
+            real = torch.ones(shape, dtype=torch.bool, device=device)
+        return real.cumsum(dim=-1) * real
+
+
+# ------------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _checked_mask(attention_mask, shape):
+    """(B, L) bool, or None."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask must have the shape of the tokens, {tuple(shape)}, but {tuple(attention_mask.shape)} was given."
+        )
+    if attention_mask.is_floating_point() and not _is_tracing() and attention_mask.device.type != "meta":
+        if not ((attention_mask == 0) | (attention_mask == 1)).all():
+            raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding, but other values were given.")
+    return attention_mask.to(torch.bool)
+
+
+def _checked_positions(position_ids, shape):
+    """(1 or B, L) or None."""
+    if position_ids is None:
+        return None
+    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if position_ids.dim() != 2 or position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
+        raise ValueError(
+            f"position_ids must have shape {tuple(shape)} or (1, {shape[1]}), but {tuple(position_ids.shape)} was given."
+        )
+    return position_ids
+
+
+def _caller_layout(shape, attention_mask, position_ids, kwargs):
+    """`_Layout` of a batch that the caller packed, or None. `shape` is (B, L)."""
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    if cu_seq_lens is None:
+        restarts = shape[0] == 1 and attention_mask is None and position_ids is not None and not _is_tracing()
+        return _Layout.from_position_ids(position_ids) if restarts and position_ids.device.type != "meta" else None
+    if shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q marks a packed batch of shape (1, tokens), but a batch of {tuple(shape)} was given.")
+    layout = _Layout.from_kwargs(cu_seq_lens, kwargs.get("max_length_q"))
+    if layout.lengths is not None and (min(layout.lengths, default=0) < 0 or sum(layout.lengths) != shape[1] or cu_seq_lens[0] != 0):
+        raise ValueError(
+            f"cu_seq_lens_q must rise from 0 to the number of tokens, {shape[1]}, but {cu_seq_lens.tolist()} was given."
+        )
+    return layout
+
+
+def _check_labels(name, labels, shape, classes, floating=False):
+    """`labels` has `shape`, and its values are classes or -100 (ignored)."""
+    if labels.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, but {tuple(labels.shape)} was given.")
+    if floating:
+        return
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers (int64), but {labels.dtype} was given.")
+    if _is_tracing() or not labels.numel() or labels.device.type == "meta":
+        return
+    wrong = (labels != -100) & ((labels < 0) | (labels >= classes))
+    if wrong.any():
+        raise ValueError(f"{name} must lie between 0 and {classes - 1}, or be -100 (ignored), but {labels[wrong][0].item()} was given.")
+
+
+# -------------------------------------------------------------------------------------------------------------------- heads
+
+
+def _mean(total, count, num_items_in_batch):
+    """`total` over the items of the whole (accumulated) batch if they are given, else over this one's."""
+    if num_items_in_batch is None:
+        return total / count.clamp(min=1)
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def _cross_entropy(logits, labels, num_items_in_batch=None):
+    """Mean cross-entropy, in float32, over labels other than -100; logits (..., C), labels (...)."""
+    labels = labels.flatten().long()
+    total = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=-100, reduction="sum")
+    return _mean(total, (labels != -100).sum(), num_items_in_batch)
+
+
+def _first_real_token(mask):
+    """(B,) index of each row's first real token; 0 where there is none."""
+    return mask.to(torch.int32).argmax(dim=-1)
+
+
+class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
+    """Backbone and decoder: a bias and, unlike BERT, no transform and (as published) no tied weight."""
+
+    _keys_to_ignore_on_load_unexpected = None
+    _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = NeoBERTModel(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings):
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """Inputs as in `NeoBERTModel`.
+
+        Args:
+            labels: (B, L) token ids; -100 is ignored.
+            num_items_in_batch: what the summed loss is divided by; by default the labelled tokens of this batch.
+        Returns:
+            logits (B, L, V), zero at padding where the model packed; with `masked_lm_logits="masked"` and labels (labelled tokens, V).
+        """
+        outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
+        hidden = outputs.last_hidden_state
+        loss = None
+        if labels is not None:
+            _check_labels("labels", labels, hidden.shape[:2], self.decoder.out_features)
+        if labels is not None and self.config.masked_lm_logits == "masked" and not _is_tracing():
+            rows = (labels.flatten() != -100).nonzero().squeeze(-1)
+            logits, labels = self.decoder(hidden.flatten(0, 1)[rows]), labels.flatten()[rows]
+        else:
+            logits = self._decode(hidden, attention_mask)
+        if labels is not None:
+            loss = _cross_entropy(logits, labels, num_items_in_batch)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+    def _decode(self, hidden, attention_mask):
+        """(B, L, D) -> (B, L, V), without work on padding."""
+        if attention_mask is None or not self.config.unpad_inputs or _is_tracing() or attention_mask.device.type == "meta":
+            return self.decoder(hidden)
+        rows = attention_mask.flatten().nonzero().squeeze(-1)
+        if len(rows) in (0, attention_mask.numel()):
+            return self.decoder(hidden)
+        logits = self.decoder(hidden.flatten(0, 1)[rows])
+        padded = logits.new_zeros(attention_mask.numel(), logits.shape[-1])
+        return padded.index_copy(0, rows, logits).unflatten(0, hidden.shape[:2])
+
+
+class _TaskHeadModel(NeoBERTPreTrainedModel):
+    """A backbone with newly initialised linear layers on top: normal(0, classifier_init_range), biases zero."""
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
+            nn.init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+
+class _PooledHeadModel(_TaskHeadModel):
+    """dropout(pooled) -> dense -> tanh -> dropout -> classifier, as in the authors' sequence classifier."""
+
+    def __init__(self, config, outputs):
+        super().__init__(config)
+        self.model = NeoBERTModel(config)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, outputs)
+
+    def pool(self, hidden, attention_mask=None, position_ids=None, **kwargs):
+        """One vector a text: (B, L, D) -> (B, D), or packed (1, T, D) -> (N, D). The first real token, or the mean over real tokens."""
+        mean = self.config.classifier_pooling == "mean"
+        layout = _caller_layout(hidden.shape[:2], attention_mask, position_ids, kwargs)
+        if layout is not None:
+            if not mean:
+                return hidden[0, layout.cu_seq_lens[:-1].long()]
+            lengths = layout.cu_seq_lens.diff()
+            texts = _text_index(layout.cu_seq_lens, hidden.shape[1])
+            return hidden.new_zeros(len(lengths), hidden.shape[-1]).index_add(0, texts, hidden[0]) / lengths[:, None].clamp(min=1)
+        if attention_mask is None:
+            return hidden.mean(dim=1) if mean else hidden[:, 0]
+        mask = attention_mask.to(torch.bool)
+        if mean:
+            return (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), _first_real_token(mask)]
+
+    def classify(self, pooled):
+        return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+class NeoBERTForSequenceClassification(_PooledHeadModel):
+    """Regression, single-label and multi-label classification of texts, chosen by `config.problem_type` as in BERT."""
+
+    def __init__(self, config):
+        super().__init__(config, config.num_labels)
+        self.num_labels = config.num_labels
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """Inputs as in `NeoBERTModel`.
+
+        Args:
+            labels: (B,) classes; (B,) or (B, C) numbers for regression; (B, C) zeros and ones for multi-label.
+            num_items_in_batch: what the summed loss is divided by; by default the labels of this batch.
+        Returns:
+            logits (B, C), or (N, C) for a packed batch.
+        """
+        outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
+        logits = self.classify(self.pool(outputs.last_hidden_state, attention_mask, position_ids, **kwargs))
+        loss = self.loss(logits, labels, num_items_in_batch) if labels is not None else None
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def loss(self, logits, labels, num_items_in_batch=None):
+        """Loss of (B, C) logits by `config.problem_type`; if that is None, by the number of labels and their dtype."""
+        problem = self.config.problem_type
+        if problem is None:
+            whole = not labels.is_floating_point()
+            problem = "regression" if self.num_labels == 1 else "single_label" if whole and labels.dim() == 1 else "multi_label"
+        if problem.startswith("single_label"):
+            _check_labels("labels", labels, logits.shape[:1], self.num_labels)
+            return _cross_entropy(logits, labels, num_items_in_batch)
+        expected = logits.shape[:1] if self.num_labels == 1 and labels.dim() == 1 else logits.shape
+        _check_labels("labels", labels, expected, self.num_labels, floating=True)
+        function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        total = function(logits.float().view_as(labels), labels.float(), reduction="sum")
+        return _mean(total, torch.tensor(labels.numel(), device=total.device), num_items_in_batch)
+
+
+class NeoBERTForMultipleChoice(_PooledHeadModel):
+    """Scores C candidate texts of a question; inputs are (B, C, L)."""
+
+    def __init__(self, config):
+        super().__init__(config, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """
+        Args:
+            input_ids, attention_mask, position_ids: (B, C, L); inputs_embeds: (B, C, L, D).
+            labels: (B,) index of the right candidate.
+        Returns:
+            logits (B, C).
+        """
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None or given.dim() != (3 if input_ids is not None else 4):
+            shape = None if given is None else tuple(given.shape)
+            raise ValueError(f"Multiple choice takes input_ids of (batch, choices, length), but {shape} was given.")
+        choices = given.shape[1]
+        flat = [x.flatten(0, 1) if x is not None else None for x in (input_ids, attention_mask, position_ids, inputs_embeds)]
+        input_ids, attention_mask, position_ids, inputs_embeds = flat
+        outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
+        logits = self.classify(self.pool(outputs.last_hidden_state, attention_mask)).view(-1, choices)
+        loss = None
+        if labels is not None:
+            _check_labels("labels", labels, logits.shape[:1], choices)
+            loss = _cross_entropy(logits, labels, num_items_in_batch)
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class NeoBERTForTokenClassification(_TaskHeadModel):
+    """A label for every token: dropout -> classifier."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = NeoBERTModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """Inputs as in `NeoBERTModel`.
+
+        Args:
+            labels: (B, L) classes; -100 is ignored.
+        Returns:
+            logits (B, L, C).
+        """
+        outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            _check_labels("labels", labels, logits.shape[:2], self.num_labels)
+            loss = _cross_entropy(logits, labels, num_items_in_batch)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class NeoBERTForQuestionAnswering(_TaskHeadModel):
+    """Start and end of the answer: a linear layer with two outputs per token."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = NeoBERTModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        start_positions=None,
+        end_positions=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """Inputs as in `NeoBERTModel`.
+
+        Args:
+            start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row are ignored, as in BERT.
+            num_items_in_batch: what the summed loss is divided by; by default the answers of this batch.
+        Returns:
+            start_logits, end_logits (B, L).
+        """
+        outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            losses = []
+            pairs = (("start_positions", start_positions, start_logits), ("end_positions", end_positions, end_logits))
+            for name, positions, logits in pairs:
+                positions = positions.squeeze(-1) if positions.dim() > 1 else positions
+                positions = positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100)
+                _check_labels(name, positions, logits.shape[:1], logits.shape[1])
+                losses.append(_cross_entropy(logits, positions, num_items_in_batch))
+            loss = sum(losses) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+# Names of the published code, which old auto_maps and other tools use.
+NeoBERT = NeoBERTModel
+NeoBERTLMHead = NeoBERTForMaskedLM
+
+NeoBERTModel.register_for_auto_class("AutoModel")
+NeoBERTForMaskedLM.register_for_auto_class("AutoModelForMaskedLM")
+NeoBERTForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+NeoBERTForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+NeoBERTForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+NeoBERTForMultipleChoice.register_for_auto_class("AutoModelForMultipleChoice")
+
+__all__ = [
+    "NeoBERT",
+    "NeoBERTForMaskedLM",
+    "NeoBERTForMultipleChoice",
+    "NeoBERTForQuestionAnswering",
+    "NeoBERTForSequenceClassification",
+    "NeoBERTForTokenClassification",
+    "NeoBERTLMHead",
+    "NeoBERTModel",
+    "NeoBERTPreTrainedModel",
+]
