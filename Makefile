@@ -1,0 +1,59 @@
+# make demo: from a fresh machine to filled masks; make test: environment and tests. VENV, PYTHON: choose your own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+OLDEST = .venv-4.57
+HARSH = .venv-5.0
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
+
+.PHONY: demo test lint test-oldest test-upstream bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The oldest supported 4.x line, and the loader of 5.0.0, the harshest of the 5.x.
+test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
+	$(OLDEST)/bin/python -m pytest -n 2 $(MODEL_TESTS)
+	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
+
+MODEL_TESTS = tests/test_golden.py tests/test_model_api.py tests/test_heads.py tests/test_rope.py tests/test_attention.py \
+	tests/test_loading.py tests/test_tokenizer.py tests/test_trainer.py tests/test_remote_code_rules.py
+LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.py
+
+# transformers' own common model tests, fetched from its source archive for the version at hand.
+test-upstream: $(VENV)/.test $(OLDEST)/.ready
+	$(BIN)/python scripts/upstream_tests.py
+	$(OLDEST)/bin/python scripts/upstream_tests.py
+
+bench: $(VENV)/.test
+	$(BIN)/neobert throughput --preset cpu --output results/throughput
+
+$(VENV)/.demo: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) constraints.txt --editable . sentence-transformers
+	touch $@
+
+$(VENV)/.test: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) constraints.txt --editable '.[test]'
+	touch $@ $(VENV)/.demo
+
+$(OLDEST)/.ready: setup.cfg constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python $(PIP_INSTALL) constraints-oldest.txt --editable . accelerate datasets peft pytest pytest-xdist
+	touch $@
+
+$(HARSH)/.ready: setup.cfg constraints-5.0.txt
+	$(PYTHON) -m venv $(HARSH)
+	$(HARSH)/bin/python $(PIP_INSTALL) constraints-5.0.txt --editable . accelerate pytest pytest-xdist
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) $(HARSH) build *.egg-info

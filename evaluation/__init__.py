@@ -1,0 +1,1 @@
+"""Measurements: MTEB, pseudo-perplexity, throughput, encoding, and the report made from their result files."""

@@ -1,0 +1,43 @@
+"""Fixtures of all tests: no network, one thread, a tiny model, the golden data and the tokenizer."""
+
+import os
+from pathlib import Path
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_a_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny_config():
+    """Keyword arguments of a NeoBERTConfig with 3 layers of 64."""
+    return {
+        "vocab_size": 200,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+    }
+
+
+@pytest.fixture(scope="session")
+def golden():
+    return ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir():
+    return ROOT / "tokenizer"

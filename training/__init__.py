@@ -1,0 +1,1 @@
+"""Recipes: pre-training, its ablation ladder, GLUE and contrastive fine-tuning."""
