@@ -30,7 +30,7 @@ def read_recipe(dataclass_types, argv, prog=None):
     Raises:
         UserError: a file that is missing or not a mapping, an unknown key, a value of the wrong type.
     """
-    parser = _Parser(dataclass_types, prog=prog, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = _Parser(dataclass_types, prog=prog, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     argv = list(argv)
     values = {}
     while argv and not argv[0].startswith("-"):
@@ -45,6 +45,7 @@ def read_recipe(dataclass_types, argv, prog=None):
     for action in parser._actions:
         if action.dest in values:
             action.required = False
+            values[action.dest] = _typed(action, values[action.dest])
     parser.set_defaults(**values)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -77,6 +78,27 @@ def _read_yaml(path):
         raise UserError(f"{path} must hold 'key: value' lines, but holds a {type(values).__name__}")
     # YAML 1.1 reads 1e-4 (no dot) as text.
     return {key: _number(value) if isinstance(value, str) else value for key, value in values.items()}
+
+
+def _typed(action, value):
+    """A YAML value checked and converted as the command line's would be."""
+    if isinstance(value, list):
+        return [_typed(action, item) for item in value]
+    if value is None or isinstance(value, dict) or action.type is None:
+        return value
+    try:
+        if action.type is int and not isinstance(value, str):
+            converted = int(value)
+            if isinstance(value, bool) or converted != value:
+                raise ValueError
+        else:
+            converted = action.type(value if isinstance(value, bool) else str(value))
+    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+        kind = getattr(action.type, "__name__", "value")
+        raise UserError(f"{action.dest} in the recipe must be of type {kind}, but {value!r} was given") from error
+    if action.choices and converted not in action.choices:
+        raise UserError(f"{action.dest} in the recipe must be one of {', '.join(map(str, action.choices))}, but {value!r} was given")
+    return converted
 
 
 def _number(text):

@@ -1,0 +1,112 @@
+"""The main job in one go: convert the bundled raw training checkpoint, load it as a user would, fill masks, compare sentences.
+
+    make demo        or        python examples/demo.py [--output runs/demo]
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+MASKED = [
+    "a small [MASK] that lives in the sea.",
+    "the capital of [MASK].",
+    "a person who studies [MASK].",
+    "the act of [MASK] something.",
+    "a [MASK] made of wood.",
+]
+SENTENCES = [
+    "a large bird of prey",
+    "a kind of hawk or eagle",
+    "a musical instrument with strings",
+    "an instrument played with a bow, like the violin",
+    "a person who works on a ship",
+]
+
+
+def heading(text):
+    print(f"\n=== {text}\n", flush=True)
+
+
+def convert(output):
+    """The bundled checkpoint to a folder that is ready for the Hub."""
+    heading("1. python convert_checkpoint.py examples/checkpoint")
+    command = [sys.executable, str(ROOT / "convert_checkpoint.py"), str(ROOT / "examples" / "checkpoint"), str(output)]
+    subprocess.run([*command, "--sentence-transformers", "--force"], check=True)
+
+
+def fill_masks(folder):
+    import torch
+    from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+    heading("2. AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters, {model.attention_backend()}")
+
+    heading("3. pipeline('fill-mask')")
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer)
+    width = max(map(len, MASKED))
+    for text in MASKED:
+        guesses = ", ".join(f"{guess['token_str']} ({guess['score']:.0%})" for guess in fill(text, top_k=4))
+        print(f"{text:<{width}}  {guesses}")
+
+
+def hidden_states(folder):
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    heading("4. AutoModel: one padded batch, packed inside the model")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        together = model(**batch).last_hidden_state
+        alone = model(**tokenizer(SENTENCES[-1], return_tensors="pt")).last_hidden_state
+    difference = (together[-1, : alone.shape[1]] - alone[0]).abs().max().item()
+    fill = batch["attention_mask"].float().mean().item()
+    print(f"hidden states {tuple(together.shape)}, {fill:.0%} real tokens; a text alone and in the batch differ by {difference:.1e}")
+
+
+def compare_sentences(folder):
+    from sentence_transformers import SentenceTransformer
+
+    heading("5. SentenceTransformer(folder, trust_remote_code=True): cosine similarity")
+    model = SentenceTransformer(str(folder), trust_remote_code=True)
+    embeddings = model.encode(SENTENCES, show_progress_bar=False)
+    similarity = model.similarity(embeddings, embeddings)
+    width = max(map(len, SENTENCES)) + 4
+    print(" " * width + "".join(f"{i + 1:>7}" for i in range(len(SENTENCES))))
+    for i, sentence in enumerate(SENTENCES):
+        print(f"{i + 1}. {sentence:<{width - 3}}" + "".join(f"{value:7.2f}" for value in similarity[i].tolist()))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="where the converted folder goes")
+    folder = parser.parse_args().output
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore")
+    started = time.time()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    convert(folder)
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    fill_masks(folder)
+    hidden_states(folder)
+    compare_sentences(folder)
+    print(f"\nDone in {time.time() - started:.0f} s. The folder is ready for the Hub: {os.path.relpath(folder)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Pins tokenizer/: BERT uncased WordPiece with a context of 4,096, loaded fast, unchanged by a save."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+def test_is_bert_uncased(tokenizer, tokenizer_dir):
+    vocabulary = (tokenizer_dir / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    assert tokenizer.is_fast, "the tokenizer is the slow one"
+    assert len(tokenizer) == len(vocabulary) == 30522, "the vocabulary is not BERT's"
+    assert [tokenizer.convert_tokens_to_ids(t) for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")] == [0, 100, 101, 102, 103]
+    # Lower case, accents stripped, punctuation split, longest word pieces first: worked out by hand from vocab.txt.
+    tokens = ["[CLS]", "na", "##ive", "cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
+    ids = tokenizer("Naïve Café, playing NeoBERT!")["input_ids"]
+    assert ids == [vocabulary.index(t) for t in tokenizer.convert_ids_to_tokens(ids)], "ids do not follow vocab.txt"
+    assert tokenizer.convert_ids_to_tokens(ids) in (tokens, ["[CLS]", "naive", *tokens[3:]]), "the text is not split as BERT uncased splits it"
+
+
+def test_settings(tokenizer, tokenizer_dir):
+    assert tokenizer.model_max_length == 4096
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"], "token_type_ids would be made for nothing"
+    assert tokenizer.padding_side == "right"
+    batch = tokenizer(["a", "a b c"], padding=True)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert batch["attention_mask"] == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "BertTokenizer", "transformers 4 does not know the class that 5 would write"
+
+
+def test_survives_a_save(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.is_fast
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"].startswith("BertTokenizer")
+    assert (again.model_max_length, again.model_input_names, again.padding_side) == (4096, ["input_ids", "attention_mask"], "right")
+    text = "Masks are [MASK] by the model; 3.14 is pi."
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
