@@ -41,3 +41,13 @@ def golden():
 @pytest.fixture(scope="session")
 def tokenizer_dir():
     return ROOT / "tokenizer"
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory):
+    """Folder of the bundled checkpoint of examples/, converted, with a pooling layer for sentence-transformers."""
+    from neobert.convert_checkpoint import main
+
+    folder = tmp_path_factory.mktemp("bundled") / "model"
+    assert not main([str(ROOT / "examples" / "checkpoint"), str(folder), "--sentence-transformers"]), "the converter failed"
+    return folder
