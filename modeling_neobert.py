@@ -191,6 +191,8 @@ def _flex_on_cpu(module, query, key, value, attention_mask, scaling=None, **kwar
     """flex_attention without compilation: torch's compiled CPU kernel has no backward and does not build for changing shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    if kwargs.get("dropout", 0.0) > 0:
+        raise ValueError("flex_attention has no dropout; set attention_dropout=0 or choose attn_implementation='sdpa'.")
     return flex_attention(query, key, value, block_mask=attention_mask, scale=scaling).transpose(1, 2), None
 
 
@@ -310,7 +312,7 @@ class _Layout:
         return (bounds[:-1, None] + steps).clamp(max=bounds[-1] - 1), steps < bounds.diff()[:, None]
 
 
-def _attention_plan(config, implementation, hidden, mask, layout, training):
+def _attention_plan(config, implementation, hidden, mask, layout, training, with_weights=False):
     """Attention function and its mask for one forward; the same for every block.
 
     Args:
@@ -318,6 +320,7 @@ def _attention_plan(config, implementation, hidden, mask, layout, training):
         hidden: embeddings, (B, L, D) or packed (1, T, D).
         mask: (B, L) bool, None without padding or when packed.
         layout: `_Layout` when packed, else None.
+        with_weights: the function must return its weights, over the whole row.
     Returns:
         function(module, q, k, v, mask, dropout=, scaling=, **kwargs), mask.
     """
@@ -333,7 +336,7 @@ def _attention_plan(config, implementation, hidden, mask, layout, training):
         return function, _block_mask(shape, mask=_visible(mask)) if mask is not None else None
     if layout is None:
         allowed = _visible(mask)[:, None, None, :] if mask is not None else None
-    elif layout.lengths is not None and implementation in ("eager", "sdpa"):
+    elif layout.lengths is not None and implementation in ("eager", "sdpa") and not with_weights:
         if hidden.device.type != "cuda" or implementation == "eager":
             return _TextByText(function), layout.lengths
         dropout = config.attention_dropout if training else 0.0
@@ -562,17 +565,18 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             logger.warning_once(f"output_attentions=True: {implementation} returns no weights, the eager function is used instead.")
             implementation = "eager"
 
-        layout = _caller_layout(shape, attention_mask, position_ids, kwargs)
+        texts = layout = _caller_layout(shape, attention_mask, position_ids, kwargs)
         packed_here = False
         if layout is None and mask is not None and not _is_tracing() and mask.device.type != "meta":
-            layout = _Layout.from_mask(mask)
-            if layout is None and mask.all():
+            texts = _Layout.from_mask(mask)
+            if texts is None and mask.all():
                 mask = None
             packable = self.config.unpad_inputs and not output_attentions and self._packs(implementation)
-            packed_here = layout is not None and packable
-            layout = layout if packable else None
+            packed_here = texts is not None and packable
+            layout = texts if packable else None
 
-        longest = layout.max_length if layout is not None else shape[1]
+        # In real tokens, also where the batch stays padded: "dynamic" RoPE must not depend on padding.
+        longest = texts.max_length if texts is not None else shape[1]
         self._check_length(longest)
         positions = self._positions(input_ids, mask, position_ids, layout if not packed_here else None, shape)
         if self.config.position_embedding_type == "learned":
@@ -584,7 +588,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         rotary = None
         if self.config.position_embedding_type == "rope":
             rotary = prepare_rotary(*rotary_table(self.config, positions, longest))
-        attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training)
+        attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training, output_attentions)
         # Mixed precision on a caller's device: an all-masked packed batch cannot reach this point.
         hidden = self.embedding_dropout(hidden)
 
@@ -623,6 +627,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 raise ValueError(
                     f"inputs_embeds must have shape (batch, length, {self.config.hidden_size}), but {tuple(inputs_embeds.shape)} was given."
                 )
+            if not inputs_embeds.is_floating_point():
+                raise ValueError(f"inputs_embeds must be floating-point, but {inputs_embeds.dtype} was given; token ids go to input_ids.")
             return inputs_embeds, inputs_embeds.shape[:2]
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -679,7 +685,7 @@ def _checked_mask(attention_mask, shape):
         raise ValueError(
             f"attention_mask must have the shape of the tokens, {tuple(shape)}, but {tuple(attention_mask.shape)} was given."
         )
-    if attention_mask.is_floating_point() and not _is_tracing() and attention_mask.device.type != "meta":
+    if attention_mask.dtype != torch.bool and not _is_tracing() and attention_mask.device.type != "meta":
         if not ((attention_mask == 0) | (attention_mask == 1)).all():
             raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding, but other values were given.")
     return attention_mask.to(torch.bool)
@@ -694,6 +700,8 @@ def _checked_positions(position_ids, shape):
         raise ValueError(
             f"position_ids must have shape {tuple(shape)} or (1, {shape[1]}), but {tuple(position_ids.shape)} was given."
         )
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise ValueError(f"position_ids must be whole numbers (int64), but {position_ids.dtype} was given.")
     return position_ids
 
 
@@ -736,8 +744,8 @@ def _mean(total, count, num_items_in_batch):
     if num_items_in_batch is None:
         return total / count.clamp(min=1)
     if torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        return total / num_items_in_batch.to(total.device).clamp(min=1)
+    return total / max(num_items_in_batch, 1)
 
 
 def _cross_entropy(logits, labels, num_items_in_batch=None):
@@ -846,7 +854,9 @@ class _PooledHeadModel(_TaskHeadModel):
                 return hidden[0, layout.cu_seq_lens[:-1].long()]
             lengths = layout.cu_seq_lens.diff()
             texts = _text_index(layout.cu_seq_lens, hidden.shape[1])
-            return hidden.new_zeros(len(lengths), hidden.shape[-1]).index_add(0, texts, hidden[0]) / lengths[:, None].clamp(min=1)
+            # In float32: a sum in bfloat16 stops growing after a few hundred tokens.
+            sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device).index_add(0, texts, hidden[0].float())
+            return (sums / lengths[:, None].clamp(min=1)).to(hidden.dtype)
         if attention_mask is None:
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)

@@ -1,0 +1,131 @@
+"""NeoBERT written from the paper's formulas in float64, one text and one head at a time, and the tiny models that are compared with it.
+
+It shares no line with the model and knows no padding, packing or mask: a text is what is left of its row.
+"""
+
+import math
+
+import torch
+from neobert import NeoBERTConfig
+
+
+FIELDS = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+}
+LEARNED = {"position_embedding_type": "learned", "norm_type": "layer", "hidden_act": "gelu"}
+
+
+def make_model(model_class, seed=0, **fields):
+    """A tiny model in eval mode whose weights are so large that attention is far from uniform and no bias or norm is trivial."""
+    implementation = fields.pop("attn_implementation", "sdpa")
+    model = model_class._from_config(NeoBERTConfig(**{**FIELDS, **fields}), attn_implementation=implementation)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            noise = 1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise
+        elif not name.endswith(("encoder.weight", "positional_embedding.weight")):
+            noise = noise * 1.5 / math.sqrt(parameter.shape[1])
+        parameter.data.copy_(noise)
+    return model.eval()
+
+
+def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
+    """input_ids and attention_mask (B, L) of texts of these lengths, 0 at padding."""
+    generator = torch.Generator().manual_seed(seed)
+    length = length or max(lengths)
+    ids = torch.zeros(len(lengths), length, dtype=torch.long)
+    mask = torch.zeros(len(lengths), length, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        where = slice(0, n) if side == "right" else slice(length - n, length)
+        ids[row, where] = torch.randint(1, vocab_size, (n,), generator=generator)
+        mask[row, where] = 1
+    return ids, mask
+
+
+def rotary_angles(positions, head_size, theta=10000.0):
+    """(L, K / 2) angles in float64: position * theta^(-2i / K)."""
+    pairs = torch.arange(head_size // 2, dtype=torch.float64)
+    return positions.double()[:, None] * theta ** (-2 * pairs / head_size)
+
+
+def rotate(x, angles):
+    """Rotates the pairs (x[2i], x[2i + 1]) of (L, K) by angles (L, K / 2), written as a 2 x 2 matrix a pair."""
+    turned = torch.empty_like(x)
+    turned[:, 0::2] = x[:, 0::2] * angles.cos() - x[:, 1::2] * angles.sin()
+    turned[:, 1::2] = x[:, 0::2] * angles.sin() + x[:, 1::2] * angles.cos()
+    return turned
+
+
+def _norm(x, weights, name, config):
+    weight = weights[f"{name}.weight"]
+    if config.norm_type == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight
+    return x + weights[f"{name}.bias"] if config.norm_type == "layer" else x
+
+
+def _feed_forward(x, weights, name, config):
+    if config.hidden_act == "gelu":
+        x = x @ weights[f"{name}.0.weight"].T
+        return (0.5 * x * (1 + torch.erf(x / math.sqrt(2)))) @ weights[f"{name}.2.weight"].T
+    inner = weights[f"{name}.w3.weight"].shape[1]
+    both = x @ weights[f"{name}.w12.weight"].T
+    gate, value = both[:, :inner], both[:, inner:]
+    return (gate / (1 + torch.exp(-gate)) * value) @ weights[f"{name}.w3.weight"].T
+
+
+def reference_states(model, tokens, positions=None, angles=None):
+    """Every hidden state of one text.
+
+    Args:
+        model: any NeoBERT class; only its weights and configuration are read.
+        tokens: (L,) ids.
+        positions: (L,), by default 0 ... L - 1.
+        angles: (L, K / 2) in place of the plain rotary angles.
+    Returns:
+        list of num_hidden_layers + 1 tensors (L, D) in float64, the last one normed; list of weights (H, L, L) per block.
+    """
+    config = model.config
+    weights = {name.removeprefix("model."): value.detach().double() for name, value in model.state_dict().items()}
+    heads = config.num_attention_heads
+    size = config.hidden_size // heads
+    positions = torch.arange(len(tokens)) if positions is None else positions
+    x = weights["encoder.weight"][tokens]
+    if config.position_embedding_type == "learned":
+        x = x + weights["positional_embedding.weight"][positions + 1]
+    elif angles is None:
+        angles = rotary_angles(positions, size, config.rope_theta)
+    states, attentions = [x], []
+    for i in range(config.num_hidden_layers):
+        layer = f"transformer_encoder.{i}"
+        qkv = _norm(x, weights, f"{layer}.attention_norm", config) @ weights[f"{layer}.qkv.weight"].T
+        outputs, maps = [], []
+        for h in range(heads):
+            # Rows of qkv.weight: head 0's query, key, value, then head 1's, ...
+            q, k, v = (qkv[:, (3 * h + j) * size : (3 * h + j + 1) * size] for j in range(3))
+            if config.position_embedding_type == "rope":
+                q, k = rotate(q, angles), rotate(k, angles)
+            scores = q @ k.T / math.sqrt(size)
+            scores = torch.exp(scores - scores.max(-1, keepdim=True).values)
+            maps.append(scores / scores.sum(-1, keepdim=True))
+            outputs.append(maps[-1] @ v)
+        attentions.append(torch.stack(maps))
+        x = x + torch.cat(outputs, -1) @ weights[f"{layer}.wo.weight"].T
+        x = x + _feed_forward(_norm(x, weights, f"{layer}.ffn_norm", config), weights, f"{layer}.ffn", config)
+        states.append(x)
+    states[-1] = _norm(x, weights, "layer_norm", config)
+    return states, attentions
+
+
+def assert_same(actual, expected, tolerance=1e-5, what="output"):
+    """The largest difference is at most `tolerance` times the largest expected value."""
+    expected = expected.detach().double()
+    difference = (actual.detach().double() - expected).abs().max().item()
+    bound = tolerance * expected.abs().max().item()
+    assert difference <= bound, f"The {what} differs by {difference:.2e}, more than {bound:.2e}."

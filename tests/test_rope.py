@@ -1,0 +1,231 @@
+"""Pins the rotary angles: adjacent pairs, position * theta^(-2i/K) in float32 whatever the model's dtype, and the linear, dynamic and
+yarn extensions in the way transformers 4 (rope_scaling) and 5 (rope_parameters) users write them.
+"""
+
+import math
+
+import pytest
+import torch
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
+from neobert.modeling_neobert import apply_rotary, prepare_rotary, rotary_table
+from .reference import FIELDS, assert_same, make_model, random_batch, reference_states, rotary_angles, rotate
+
+
+K = 16
+
+
+def table(config, positions, length=None):
+    length = length or int(positions.max()) + 1
+    return [x[0].double() for x in rotary_table(config, positions[None], length)]
+
+
+def linear(factor):
+    return rotary_angles(torch.arange(1), K), lambda positions, length: rotary_angles(positions, K) / factor
+
+
+def dynamic_theta(factor, length, limit, theta=10000.0):
+    """NTK-aware base for a text of `length` tokens (never below the trained limit)."""
+    length = max(length, limit)
+    return theta * (factor * length / limit - (factor - 1)) ** (K / (K - 2))
+
+
+def yarn_frequencies(factor, original, theta=10000.0, beta_fast=32, beta_slow=1):
+    """YaRN (arXiv 2309.00071, section 3.2) as every implementation has it: a ramp over the pair index between the two correction bounds."""
+
+    def pair_that_turns(times):
+        return K * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_that_turns(beta_fast)), 0), min(math.ceil(pair_that_turns(beta_slow)), K - 1)
+    pairs = torch.arange(K // 2, dtype=torch.float64)
+    interpolated = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    plain = theta ** (-2 * pairs / K)
+    return plain * (1 - interpolated) + plain / factor * interpolated
+
+
+def test_angles_are_the_formulas():
+    positions = torch.tensor([0, 1, 2, 63, 500, 4095, 4096, 9000])
+    cos, sin = table(NeoBERTConfig(**FIELDS), positions)
+    angles = rotary_angles(positions, K)
+    assert cos.shape == (len(positions), K // 2)
+    # A float32 position times a float32 frequency: half a unit in the last place of an angle below 8,192.
+    assert (cos - angles.cos()).abs().max() < 1e-3 and (sin - angles.sin()).abs().max() < 1e-3
+    small = positions < 64
+    assert (cos - angles.cos())[small].abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("theta", (100.0, 160000))
+def test_theta_is_used(theta):
+    positions = torch.arange(40)
+    cos, _ = table(NeoBERTConfig(**FIELDS, rope_theta=theta), positions)
+    assert (cos - rotary_angles(positions, K, theta).cos()).abs().max() < 5e-6
+
+
+@pytest.mark.parametrize("traced", (False, True))
+def test_adjacent_pairs_are_rotated(traced, monkeypatch):
+    if traced:
+        monkeypatch.setattr("neobert.modeling_neobert._is_tracing", lambda: True)
+    positions = torch.arange(20)
+    x = torch.randn(1, 20, 2, 2, K)
+    turned = apply_rotary(x, prepare_rotary(*rotary_table(NeoBERTConfig(**FIELDS), positions[None], 20)))
+    for head in range(2):
+        for part in range(2):
+            expected = rotate(x[0, :, head, part].double(), rotary_angles(positions, K))
+            assert_same(turned[0, :, head, part], expected, 1e-6, "rotated pair")
+
+
+def _captured_rotary(model, **inputs):
+    """cos + i sin, (L, K / 2), that the first block of a running model receives."""
+    seen = []
+    handle = model.transformer_encoder[0].register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    with torch.no_grad():
+        model(**inputs)
+    handle.remove()
+    return seen[0][0].flatten(0, -2).squeeze()
+
+
+@pytest.mark.parametrize("cast", ("to", "half_load", "autocast"))
+def test_a_bf16_model_has_float32_angles(cast, tmp_path):
+    fields = {**FIELDS, "num_hidden_layers": 1, "max_position_embeddings": 4200}
+    model = NeoBERTModel(NeoBERTConfig(**fields)).eval()
+    if cast == "to":
+        model = model.to(torch.bfloat16)
+    elif cast == "half_load":
+        model.save_pretrained(tmp_path)
+        model = NeoBERTModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    positions = torch.tensor([[3, 255, 4095, 4097, 4099, 8191]])
+    ids = torch.randint(1, 200, positions.shape)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
+        rotary = _captured_rotary(model, input_ids=ids, position_ids=positions)
+    assert rotary.dtype == torch.complex64, f"The angles must be float32, not {rotary.dtype}."
+    angles = rotary_angles(positions[0], K)
+    gap = (rotary.to(torch.complex128) - torch.polar(torch.ones_like(angles), angles)).abs().max().item()
+    assert gap < 1e-3, f"At position 4,095 and beyond the phase is off by {gap:.1e} rad; bfloat16 angles would be off by more than 1."
+
+
+def test_there_are_no_buffers():
+    assert not list(NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS)).buffers()), "A buffer is cast by .to() and lost by transformers 5 loading."
+
+
+@torch.no_grad()
+def test_only_relative_positions_matter():
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([20, 20])
+    here = model(ids).last_hidden_state
+    shifted = model(ids, position_ids=torch.arange(20) + 50).last_hidden_state
+    assert_same(shifted, here, 5e-5, "hidden state of a shifted text")
+    stretched = model(ids, position_ids=torch.arange(20) * 2).last_hidden_state
+    assert (stretched - here).abs().max() > 0.1, "position_ids are ignored."
+
+
+@torch.no_grad()
+def test_position_ids_per_row():
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([12, 12])
+    positions = torch.stack((torch.arange(12) * 3, torch.arange(12).flip(0)))
+    out = model(ids, position_ids=positions).last_hidden_state
+    for row in range(2):
+        assert_same(out[row], reference_states(model, ids[row], positions[row])[0][-1], 1e-5, f"row {row}")
+
+
+WAYS = {
+    "4": lambda rope: {"rope_scaling": rope},
+    "4, type": lambda rope: {"rope_scaling": {**{k: v for k, v in rope.items() if k != "rope_type"}, "type": rope["rope_type"]}},
+    "4, theta beside": lambda rope: {"rope_theta": 10000.0, "rope_scaling": rope},
+    "5": lambda rope: {"rope_parameters": {**rope, "rope_theta": 10000.0}},
+}
+
+
+@pytest.fixture(params=("constructor", "from_pretrained", "set afterwards"))
+def configured(request, tmp_path):
+    """Makes a configuration with the given fields by one of the three ways a user has."""
+
+    def make(**fields):
+        if request.param == "constructor":
+            return NeoBERTConfig(**FIELDS, **fields)
+        if request.param == "from_pretrained":
+            NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
+            return NeoBERTConfig.from_pretrained(tmp_path, **fields)
+        config = NeoBERTConfig(**FIELDS)
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_linear_scaling(configured, way):
+    config = configured(**WAYS[way]({"rope_type": "linear", "factor": 4.0}))
+    positions = torch.arange(300)
+    cos, sin = table(config, positions)
+    angles = rotary_angles(positions, K) / 4
+    assert (cos - angles.cos()).abs().max() < 5e-5 and (sin - angles.sin()).abs().max() < 5e-5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dynamic_scaling(configured, way):
+    config = configured(**WAYS[way]({"rope_type": "dynamic", "factor": 2.0}))
+    for length in (50, 128, 200, 400):
+        positions = torch.arange(length)
+        cos, _ = table(config, positions)
+        theta = dynamic_theta(2.0, length, 128)
+        assert (theta == 10000.0) == (length <= 128), "Dynamic scaling starts past the trained length."
+        gap = (cos - rotary_angles(positions, K, theta).cos()).abs().max()
+        assert gap < 5e-5, f"At {length} tokens the angles are off by {gap}."
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_yarn(configured, way):
+    config = configured(**WAYS[way]({"rope_type": "yarn", "factor": 4.0}))
+    positions = torch.arange(400)
+    cos, sin = table(config, positions)
+    angles = positions.double()[:, None] * yarn_frequencies(4.0, 128)
+    scale = 0.1 * math.log(4.0) + 1
+    assert (cos - scale * angles.cos()).abs().max() < 1e-4 and (sin - scale * angles.sin()).abs().max() < 1e-4
+
+
+def test_yarn_with_its_own_attention_factor_and_original_length():
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "attention_factor": 1.5}
+    for config in (NeoBERTConfig(**FIELDS, rope_scaling=rope), NeoBERTConfig(**FIELDS, rope_parameters={**rope, "rope_theta": 10000.0})):
+        positions = torch.arange(200)
+        cos, _ = table(config, positions)
+        angles = positions.double()[:, None] * yarn_frequencies(2.0, 64)
+        assert (cos - 1.5 * angles.cos()).abs().max() < 5e-5
+
+
+@torch.no_grad()
+def test_the_model_uses_the_scaled_angles():
+    ids, _ = random_batch([40])
+    plain = make_model(NeoBERTModel)
+    model = make_model(NeoBERTModel, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    angles = rotary_angles(torch.arange(40), K) / 4
+    assert_same(model(ids).last_hidden_state[0], reference_states(model, ids[0], angles=angles)[0][-1], 1e-5, "scaled model")
+    assert (model(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
+    yarn = make_model(NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3})
+    assert (yarn(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa", "flex_attention"))
+@torch.no_grad()
+def test_dynamic_scaling_depends_on_the_text_not_on_its_padding(implementation):
+    """A text of 100 tokens in a row of 200 is not a long text: padded, packed and alone agree."""
+    model = make_model(
+        NeoBERTModel,
+        attn_implementation=implementation,
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
+        unpad_inputs=False,
+    )
+    ids, mask = random_batch([100, 60], length=200)
+    padded = model(ids, attention_mask=mask).last_hidden_state
+    alone = model(ids[:1, :100]).last_hidden_state
+    assert_same(padded[0, :100], alone[0], 1e-5, "padded text")
+
+
+def test_scaling_survives_saving(tmp_path):
+    for number, rope in enumerate(({"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16})):
+        config = NeoBERTConfig(**FIELDS, rope_scaling=rope, rope_theta=500.0)
+        config.save_pretrained(tmp_path / str(number))
+        again = NeoBERTConfig.from_pretrained(tmp_path / str(number))
+        assert again.rope_parameters == config.rope_parameters and again.rope_theta == 500.0
+        assert rope.items() <= again.rope_scaling.items()
+    assert NeoBERTConfig(**FIELDS).rope_scaling is None
