@@ -133,6 +133,7 @@ class NeoBERTConfig(PretrainedConfig):
         for parameters in (rope_scaling, rope_parameters):
             if parameters is not None:
                 self.rope_parameters = parameters
+        self.pad_token_id = pad_token_id
         self._check()
         super().__init__(pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs)
         # 5.x no longer keeps these on every config.
@@ -228,6 +229,9 @@ class NeoBERTConfig(PretrainedConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
                 raise ValueError(f"{field} must be a number of at least 0, but {value!r} was given.")
+        pad = self.pad_token_id
+        if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
+            raise ValueError(f"pad_token_id must be None or lie between 0 and {self.vocab_size - 1}, but {pad!r} was given.")
         if not isinstance(self.unpad_inputs, bool):
             raise ValueError(f"unpad_inputs must be True or False, but {self.unpad_inputs!r} was given.")
         if self.hidden_size % self.num_attention_heads:

@@ -661,8 +661,14 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         learned = self.config.position_embedding_type == "learned"
         if position_ids is None and layout is not None:
             position_ids = layout.position_ids(shape[1])
+        if position_ids is not None and learned:
+            limit = self.config.max_position_embeddings
+            if device.type == "cpu" and not _is_tracing() and ((position_ids < 0) | (position_ids >= limit)).any():
+                given = position_ids.min().item() if position_ids.min() < 0 else position_ids.max().item()
+                raise ValueError(f"Learned position_ids must lie between 0 and {limit - 1}, but {given} was given.")
+            return position_ids + 1
         if position_ids is not None:
-            return position_ids + 1 if learned else position_ids
+            return position_ids
         if not learned:
             return torch.arange(shape[1], device=device)[None]
         if mask is not None:
