@@ -106,9 +106,10 @@ def apply_rotary(x, rotary):
 def prepare_rotary(cos, sin):
     """The table in the form that multiplies q and k of (B, L, H, 2, K) cheapest.
 
-    Eager: one complex number a pair, a single pass over memory. Traced: cosines and signed sines of (.., K), which compilers fuse.
+    Eager on CPU and CUDA: one complex number a pair, a single pass over memory. Traced, and on devices that have few operations for
+    complex numbers: cosines and signed sines of (.., K), which compilers fuse.
     """
-    if _is_tracing():
+    if _is_tracing() or cos.device.type not in ("cpu", "cuda", "meta"):
         cos = cos.repeat_interleave(2, dim=-1)
         sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
         return cos[:, :, None, None], sin[:, :, None, None]
