@@ -1,0 +1,451 @@
+"""Pins attention: eager, sdpa, flex, flash and user functions agree, padded, packed or alone, forward and backward; packed texts never
+see each other; what reaches an attention function; and that sdpa makes no B x H x L x L tensor.
+"""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, DataCollatorWithFlattening
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .reference import LEARNED, assert_same, make_model, random_batch, reference_states
+
+
+LENGTHS = [12, 3, 12, 1, 7]
+
+
+def texts_of(lengths, seed=1):
+    ids, mask = random_batch(lengths, seed=seed)
+    return [row[real.bool()] for row, real in zip(ids, mask)]
+
+
+def packed_batch(texts):
+    """input_ids (1, T) and the four packing arguments."""
+    lengths = [len(text) for text in texts]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return {"input_ids": torch.cat(texts)[None], **kwargs}
+
+
+# -------------------------------------------------------------------------------------------------------- implementations
+
+
+class FlashReference:
+    """flash-attn's two functions in plain torch; keeps the arguments of every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    @staticmethod
+    def attend(q, k, v, scale):
+        return torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v)
+
+    def varlen(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        self.calls.append({name: value for name, value in locals().items() if name != "self"})
+        bounds = cu_seqlens_q.tolist()
+        return torch.cat([self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])])
+
+    def dense(
+        self,
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        self.calls.append({"q": q, "k": k, "v": v, "softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p})
+        return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Stands in for the flash-attn package behind transformers' own flash_attention_2."""
+    reference = FlashReference()
+
+    def dense(*args, **kwargs):
+        return reference.dense(*args, **kwargs)
+
+    def varlen(*args, **kwargs):
+        return reference.varlen(*args, **kwargs)
+
+    dense.__signature__ = inspect.signature(reference.dense)
+    varlen.__signature__ = inspect.signature(reference.varlen)
+    pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
+    process = flash_utils._lazy_define_process_function(varlen)
+    if hasattr(flash_utils, "_flash_with_kvcache_fn"):
+        loaded = (dense, varlen, None, pad, unpad), (process, dict)
+    else:
+        loaded = (dense, varlen, pad, unpad), process
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
+    return reference
+
+
+def my_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """What a user registers: plain attention with the boolean mask it is given."""
+    scores = query @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("my_attention", my_attention)
+ALL = ("eager", "sdpa", "flex_attention", "flash_attention_2", "my_attention")
+
+
+def build(model_class, implementation, **fields):
+    model = make_model(model_class, **fields)
+    if implementation == "flash_attention_2":
+        model.config._attn_implementation = implementation  # the flash-attn package is not asked for
+    else:
+        model.set_attn_implementation(implementation)
+    return model
+
+
+# --------------------------------------------------------------------------------------------------------------- forwards
+
+
+@pytest.mark.parametrize("variant", ("neobert", "learned"))
+@pytest.mark.parametrize("implementation", ALL)
+@torch.no_grad()
+def test_padded_packed_and_alone_agree(implementation, variant, flash):
+    fields = LEARNED if variant == "learned" else {}
+    model = build(NeoBERTModel, implementation, **fields)
+    dense = build(NeoBERTModel, implementation, unpad_inputs=False, **fields)
+    texts = texts_of(LENGTHS)
+    ids, mask = random_batch(LENGTHS)
+    layouts = {
+        "padded, packed by the model": model(ids, attention_mask=mask).last_hidden_state[mask.bool()],
+        "padded, not packed": dense(ids, attention_mask=mask).last_hidden_state[mask.bool()],
+        "packed by the caller": model(**packed_batch(texts)).last_hidden_state[0],
+        "alone": torch.cat([model(text[None]).last_hidden_state[0] for text in texts]),
+    }
+    expected = torch.cat([reference_states(model, text)[0][-1] for text in texts])
+    for name, actual in layouts.items():
+        assert_same(actual, expected, 1e-5, f"output of {implementation}, {name},")
+
+
+@pytest.mark.parametrize("flash_kwargs", (True, False))
+@pytest.mark.parametrize("implementation", ALL)
+@torch.no_grad()
+def test_the_flattening_collator(implementation, flash_kwargs, flash):
+    """With and without its flash arguments: without them the positions alone tell the texts apart."""
+    texts = texts_of(LENGTHS)
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_kwargs)([{"input_ids": text.tolist()} for text in texts])
+    batch.pop("labels")
+    assert ("cu_seq_lens_q" in batch) == flash_kwargs
+    hidden = build(NeoBERTModel, implementation)(**batch).last_hidden_state[0]
+    model = make_model(NeoBERTModel)
+    expected = torch.cat([reference_states(model, text)[0][-1] for text in texts])
+    assert_same(hidden, expected, 1e-5, f"packed output of {implementation}")
+
+
+@pytest.mark.parametrize("implementation", ALL)
+@torch.no_grad()
+def test_packed_heads(implementation, flash):
+    texts = texts_of(LENGTHS)
+    packed = packed_batch(texts)
+    ids, mask = random_batch(LENGTHS)
+    for model_class, per_token in ((NeoBERTForMaskedLM, True), (NeoBERTForTokenClassification, True), (NeoBERTForSequenceClassification, False)):
+        model = build(model_class, implementation, num_labels=3)
+        actual, padded = model(**packed).logits, model(ids, attention_mask=mask).logits
+        expected = padded[mask.bool()][None] if per_token else padded
+        assert actual.shape == expected.shape
+        assert_same(actual, expected, 1e-5, f"packed {model_class.__name__}")
+
+
+@torch.no_grad()
+def test_every_token_sees_every_other():
+    """Bidirectional: the last token changes the first output, and the first token the last output."""
+    ids, _ = random_batch([10])
+    for implementation in ("eager", "sdpa", "flex_attention"):
+        model = build(NeoBERTModel, implementation)
+        before = model(ids).last_hidden_state[0]
+        for changed, seen in ((9, 0), (0, 9)):
+            other = ids.clone()
+            other[0, changed] = 1 + other[0, changed] % 198
+            assert (model(other).last_hidden_state[0, seen] - before[seen]).abs().max() > 1e-3, f"{seen} does not see {changed}."
+
+
+@torch.no_grad()
+def test_dynamic_length_of_positions_that_are_not_packing():
+    """Several rows, or positions that do not restart at 0, are an ordinary batch."""
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([8, 8])
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    two = model(ids, position_ids=positions).last_hidden_state
+    assert_same(two[0], reference_states(model, ids[0], positions)[0][-1], 1e-5, "two rows with restarting positions")
+    odd = torch.tensor([0, 1, 5, 3, 0, 1, 2, 9])
+    one = model(ids[:1], position_ids=odd).last_hidden_state
+    assert_same(one[0], reference_states(model, ids[0], odd)[0][-1], 1e-5, "one row with odd positions")
+
+
+# --------------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))
+def test_gradients_agree(implementation, flash):
+    texts = texts_of(LENGTHS)
+    ids, mask = random_batch(LENGTHS)
+    labels = torch.where(mask == 1, (ids * 7) % 200, -100)
+    count = int((labels != -100).sum())
+
+    def gradients(model, *batches):
+        model.zero_grad()
+        for batch in batches:
+            model(**batch, num_items_in_batch=count).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    model = build(NeoBERTForMaskedLM, implementation)
+    alone = [{"input_ids": text[None], "labels": (text[None] * 7) % 200} for text in texts]
+    expected = gradients(build(NeoBERTForMaskedLM, "eager"), *alone)
+    packed = {**packed_batch(texts), "labels": labels[mask.bool()][None]}
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    for name, given in {
+        "alone": gradients(model, *alone),
+        "packed by the caller": gradients(model, packed),
+        "packed by the model": gradients(model, padded),
+        "padded": gradients(build(NeoBERTForMaskedLM, implementation, unpad_inputs=False), padded),
+    }.items():
+        for parameter, gradient in given.items():
+            assert_same(gradient, expected[parameter], 2e-5, f"gradient of {parameter} ({implementation}, {name})")
+
+
+# ------------------------------------------------------------------------------------------------- what a function receives
+
+
+@torch.no_grad()
+def test_a_registered_function_gets_everything_untouched():
+    calls = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        calls.append((module, query, key, value, attention_mask, kwargs))
+        return my_attention(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    model = build(NeoBERTModel, "spy", attention_dropout=0.5)
+    ids, mask = random_batch([9, 5])
+    token = object()
+    model(ids, attention_mask=mask, attention_instances=token)
+    assert len(calls) == 3, f"The function ran {len(calls)} times in 3 layers."
+    for layer, (module, query, key, value, allowed, kwargs) in enumerate(calls):
+        assert module.is_causal is False and module.layer_idx == layer and module.config is model.config
+        assert query.shape == key.shape == value.shape == (2, 4, 9, 16)
+        assert kwargs["attention_instances"] is token, "A caller's keyword argument must arrive as it is."
+        assert kwargs["scaling"] == 0.25 and kwargs["dropout"] == 0.0
+        assert "position_ids" not in kwargs, "position_ids make flash attention look for packing in every layer."
+        assert allowed.dtype == torch.bool and allowed.shape == (2, 1, 1, 9) and torch.equal(allowed[:, 0, 0], mask.bool())
+    calls.clear()
+    model.train()(ids, attention_mask=mask)
+    assert calls[0][-1]["dropout"] == 0.5
+    model.eval()
+    calls.clear()
+    packed = packed_batch(texts_of([5, 3]))
+    model(**packed)
+    *_, allowed, kwargs = calls[0]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        assert kwargs[name] is packed[name], f"{name} was not handed down as it is."
+    expected = torch.block_diag(torch.ones(5, 5), torch.ones(3, 3)).bool()
+    assert torch.equal(allowed.expand(1, 1, 8, 8)[0, 0], expected), "The mask of a packed batch must be block-diagonal."
+
+
+@torch.no_grad()
+def test_a_function_with_additive_masks():
+    """A name registered with the eager mask function gets 0 and the lowest number in place of booleans."""
+    seen = []
+
+    def additive(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        seen.append(attention_mask)
+        scores = query @ key.transpose(-1, -2) * scaling + attention_mask
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    AttentionInterface.register("my_additive", additive)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("my_additive", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    ids, mask = random_batch([9, 5])
+    model = build(NeoBERTModel, "my_additive")
+    out = model(ids, attention_mask=mask).last_hidden_state
+    assert seen[0].dtype == torch.float32
+    for row, n in enumerate((9, 5)):
+        assert_same(out[row, :n], reference_states(model, ids[row, :n])[0][-1], 1e-5, f"text {row}")
+
+
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@torch.no_grad()
+def test_flash_contract(flash, dtype, unpad_inputs):
+    model = build(NeoBERTModel, "flash_attention_2", unpad_inputs=unpad_inputs, attention_dropout=0.25).to(dtype)
+    ids, mask = random_batch(LENGTHS)
+    order = sorted(LENGTHS) if unpad_inputs else LENGTHS
+    model(ids, attention_mask=mask)
+    assert len(flash.calls) == 3
+    for call in flash.calls:
+        for offsets in (call["cu_seqlens_q"], call["cu_seqlens_k"]):
+            assert offsets.dtype == torch.int32 and offsets.is_contiguous(), "The kernel takes int32 offsets."
+            assert offsets.diff().tolist() == order and offsets[0] == 0
+        assert call["max_seqlen_q"] == call["max_seqlen_k"] == 12 and isinstance(call["max_seqlen_q"], int)
+        for name in "qkv":
+            assert call[name].shape == (sum(LENGTHS), 4, 16) and call[name].dtype == dtype and call[name].stride(-1) == 1
+        assert call["softmax_scale"] == 0.25 and call["causal"] is False and call["dropout_p"] == 0.0
+    flash.calls.clear()
+    model.train()(**packed_batch(texts_of(LENGTHS)))
+    assert flash.calls[0]["dropout_p"] == 0.25 and flash.calls[0]["cu_seqlens_q"].dtype == torch.int32
+    flash.calls.clear()
+    model.eval()(ids[:1])
+    assert flash.calls[0]["q"].shape == (1, 12, 4, 16), "Without padding the dense kernel runs."
+    assert flash.calls[0]["causal"] is False and flash.calls[0]["softmax_scale"] == 0.25
+
+
+@torch.no_grad()
+def test_a_hub_kernel_is_packed_like_flash(flash):
+    """The library registers a kernel from the Hub under its repository's name, with flash attention's mask function."""
+    calls = []
+
+    def kernel(module, query, key, value, attention_mask, **kwargs):
+        calls.append((attention_mask, kwargs))
+        texts = kwargs["cu_seq_lens_q"].tolist()
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return torch.cat([flash.attend(q[a:b], k[a:b], v[a:b], kwargs["scaling"]) for a, b in zip(texts, texts[1:])])[None], None
+
+    AttentionInterface.register("some/kernel", kernel)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("some/kernel", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    model = make_model(NeoBERTModel)
+    model.config._attn_implementation = "some/kernel"
+    ids, mask = random_batch(LENGTHS)
+    out = model(ids, attention_mask=mask).last_hidden_state
+    assert calls[0][0] is None and calls[0][1]["max_length_q"] == 12
+    for row, n in enumerate(LENGTHS):
+        assert_same(out[row, :n], reference_states(model, ids[row, :n])[0][-1], 1e-5, f"text {row}")
+
+
+@torch.no_grad()
+def test_attentions_under_flash_fall_back(flash):
+    model = build(NeoBERTModel, "flash_attention_2")
+    ids, mask = random_batch([9, 5])
+    out = model(ids, attention_mask=mask, output_attentions=True)
+    assert not flash.calls and len(out.attentions) == 3
+    for row, n in enumerate((9, 5)):
+        states, attentions = reference_states(model, ids[row, :n])
+        assert_same(out.last_hidden_state[row, :n], states[-1], 1e-5, "hidden state")
+        assert_same(out.attentions[0][row, :, :n, :n], attentions[0], 1e-5, "weights")
+
+
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest storage that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("layout", ("padded", "packed by the model", "packed by the caller"))
+def test_sdpa_makes_no_square_tensor(layout):
+    length = 600
+    ids, mask = random_batch([length, 500])
+    texts = [ids[0], ids[1, :500]]
+    batch = packed_batch(texts) if layout == "packed by the caller" else {"input_ids": ids, "attention_mask": mask}
+    build_model = partial(make_model, NeoBERTModel, max_position_embeddings=length, unpad_inputs=layout != "padded")
+    with LargestTensor() as seen:
+        build_model(attn_implementation="sdpa")(**batch).last_hidden_state.sum().backward()
+    widest = 2 * length * max(3 * 64, 2 * 64)
+    assert seen.largest <= widest < length * length, f"A tensor of {seen.largest} elements was made; activations have {widest}."
+    with LargestTensor() as seen, torch.no_grad():
+        build_model(attn_implementation="eager")(**batch)
+    assert seen.largest >= 4 * 500 * 500, "The eager function should be seen here, or this test is vacuous."
+
+
+# ------------------------------------------------------------------------------------------- CUDA layouts, on any device
+
+
+@torch.no_grad()
+def test_the_layouts_of_cuda_agree_with_text_by_text():
+    """Re-padding and torch's variable-length kernel (here a plain stand-in of its signature) against one call per text."""
+    block = make_model(NeoBERTModel).transformer_encoder[0]
+    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    layout = modeling_neobert._Layout.from_kwargs(bounds, 7)
+    q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
+    sdpa = modeling_neobert.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))])
+    kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs()}
+    repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(), **kwargs)
+    assert_same(repadded[0], expected, 1e-5, "re-padded attention")
+
+
+@torch.no_grad()
+def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10 has no variable-length attention")
+    names = list(inspect.signature(varlen.varlen_attn).parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"] and "scale" in names, names
+    calls = []
+
+    def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=None, **kwargs):
+        calls.append((cu_seq_q, max_q, scale, kwargs))
+        return FlashReference().varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale)
+
+    monkeypatch.setattr(modeling_neobert, "varlen_attn", stand_in)
+    block = make_model(NeoBERTModel).transformer_encoder[0]
+    layout = modeling_neobert._Layout.from_kwargs(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
+    q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
+    out, weights = modeling_neobert.varlen_sdpa(block, q, k, v, None, dropout=0.0, scaling=0.25, **layout.kwargs())
+    assert weights is None and out.shape == (1, 12, 4, 16)
+    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 12))])
+    assert_same(out[0], expected, 1e-5, "variable-length attention")
+    offsets, longest, scale, others = calls[0]
+    assert offsets.dtype == torch.int32 and longest == 8 and scale == 0.25
+    assert not set(others) - set(names), f"torch's kernel takes no {set(others) - set(names)}."
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@torch.no_grad()
+def test_packed_on_cuda(dtype):
+    """Forward in low precision: error at most twice that of the plain implementation in the same dtype."""
+    ids, mask = random_batch([100, 7, 64], length=128)
+    expected = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    ids, mask = ids.cuda(), mask.cuda()
+
+    def error(**fields):
+        model = make_model(NeoBERTModel, **fields).to("cuda", dtype)
+        out = model(ids, attention_mask=mask).last_hidden_state[mask.bool()].float().cpu()
+        return (out - expected).abs().max().item()
+
+    plain = error(attn_implementation="eager", unpad_inputs=False)
+    packed = error(attn_implementation="sdpa")
+    floor = 1e-5 * expected.abs().max().item()
+    assert packed <= max(2 * plain, floor), f"Packed sdpa is off by {packed}, the plain implementation by {plain}."
