@@ -922,6 +922,9 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         expected = logits.shape[:1] if self.num_labels == 1 and labels.dim() == 1 else logits.shape
         _check_labels("labels", labels, expected, self.num_labels, floating=True)
         function = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        if problem != "regression" and not _is_tracing() and labels.device.type != "meta" and ((labels < 0) | (labels > 1)).any():
+            given = labels.max().item() if labels.max() > 1 else labels.min().item()
+            raise ValueError(f"Multi-label labels must lie between 0 and 1, but {given} was given.")
         total = function(logits.float().view_as(labels), labels.float(), reduction="sum")
         return _mean(total, torch.tensor(labels.numel(), device=total.device), num_items_in_batch)
 
@@ -1044,7 +1047,9 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
         outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
-        if start_positions is not None and end_positions is not None:
+        if (start_positions is None) != (end_positions is None):
+            raise ValueError("A loss needs both start_positions and end_positions, but one of them is missing.")
+        if start_positions is not None:
             losses = []
             pairs = (("start_positions", start_positions, start_logits), ("end_positions", end_positions, end_logits))
             for name, positions, logits in pairs:

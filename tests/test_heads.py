@@ -1,0 +1,380 @@
+"""Pins the task heads: logits and losses against formulas in float64, `num_items_in_batch` (accumulated gradients are the whole batch's),
+pooling under any padding and packed, `masked_lm_logits`, and the sentences about wrong labels.
+"""
+
+import pytest
+import torch
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForMultipleChoice,
+    NeoBERTForQuestionAnswering,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+)
+
+from .reference import assert_same, make_model, random_batch, reference_states
+
+
+def log_softmax(logits):
+    logits = logits.double()
+    return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+def cross_entropy(logits, labels):
+    """Sum over labels other than -100 of -log p(label), and their number."""
+    logits, labels = logits.flatten(0, -2), labels.flatten()
+    rows = [-log_softmax(logits[i])[label] for i, label in enumerate(labels.tolist()) if label != -100]
+    return sum(rows, torch.zeros((), dtype=torch.float64)), len(rows)
+
+
+def hidden_of(model, ids):
+    return reference_states(model, ids)[0][-1]
+
+
+def weights(module):
+    return module.weight.detach().double(), module.bias.detach().double()
+
+
+def linear(module, x):
+    weight, bias = weights(module)
+    return x @ weight.T + bias
+
+
+def close(actual, expected, what="loss"):
+    assert_same(torch.as_tensor(actual), torch.as_tensor(expected), 1e-5, what)
+
+
+# ------------------------------------------------------------------------------------------------------------ masked LM
+
+
+def mlm_batch():
+    ids, mask = random_batch([14, 6])
+    labels = torch.full_like(ids, -100)
+    labels[0, [1, 5, 13]] = torch.tensor([7, 0, 199])
+    labels[1, [0, 5]] = torch.tensor([100, 3])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_masked_lm(unpad_inputs):
+    model = make_model(NeoBERTForMaskedLM, unpad_inputs=unpad_inputs)
+    batch = mlm_batch()
+    out = model(**batch)
+    total, count = 0, 0
+    for row, n in enumerate((14, 6)):
+        logits = linear(model.decoder, hidden_of(model, batch["input_ids"][row, :n]))
+        close(out.logits[row, :n], logits, "logits")
+        loss, number = cross_entropy(logits, batch["labels"][row, :n])
+        total, count = total + loss, count + number
+    assert count == 5, "Ignored labels are counted."
+    close(out.loss, total / count)
+    close(model(**batch, num_items_in_batch=20).loss, total / 20)
+    close(model(**batch, num_items_in_batch=torch.tensor(20)).loss, total / 20)
+
+
+def test_masked_lm_without_a_label_has_loss_zero():
+    for logits in ("all", "masked"):
+        model = make_model(NeoBERTForMaskedLM, masked_lm_logits=logits)
+        batch = mlm_batch()
+        batch["labels"].fill_(-100)
+        for items in (None, 0, torch.tensor(0)):
+            loss = model(**batch, num_items_in_batch=items).loss
+            assert loss.item() == 0, f"The loss of no label is {loss.item()}."
+            loss.backward()
+            assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_masked_lm_logits_gives_the_same_loss_and_gradients():
+    everything, masked = make_model(NeoBERTForMaskedLM), make_model(NeoBERTForMaskedLM, masked_lm_logits="masked")
+    batch = mlm_batch()
+    seen = []
+    masked.decoder.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
+    first, second = everything(**batch), masked(**batch)
+    assert seen == [5], f"The decoder ran on {seen} tokens in place of the 5 labelled ones."
+    close(second.loss, first.loss)
+    assert second.logits.shape == (5, 200)
+    close(second.logits, first.logits[batch["labels"] != -100], "logits of labelled tokens")
+    first.loss.backward()
+    second.loss.backward()
+    for (name, p), q in zip(everything.named_parameters(), masked.parameters()):
+        assert_same(q.grad, p.grad, 1e-5, f"gradient of {name}")
+    labels = batch.pop("labels")
+    assert masked(**batch).logits.shape == (2, 14, 200), "Without labels there are logits for every token."
+    close(masked(**batch, labels=labels, num_items_in_batch=9).loss, first.loss * 5 / 9)
+
+
+def test_losses_are_taken_in_float32():
+    model = make_model(NeoBERTForMaskedLM)
+    batch = mlm_batch()
+    expected = model(**batch).loss
+    out = model.to(torch.bfloat16)(**batch)
+    assert out.logits.dtype == torch.bfloat16 and out.loss.dtype == torch.float32
+    assert abs(out.loss.item() - expected.item()) < 0.05 * expected.item()
+
+
+# ---------------------------------------------------------------------------------------------------- pooling, sequences
+
+
+def classify(model, pooled):
+    return linear(model.classifier, torch.tanh(linear(model.dense, pooled)))
+
+
+@pytest.mark.parametrize("pooling", ("cls", "mean"))
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+@torch.no_grad()
+def test_pooling(pooling, unpad_inputs):
+    """tanh(dense(pooled)) -> classifier, pooled over real tokens: right, left, no padding, packed, or the text alone."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling, unpad_inputs=unpad_inputs)
+    lengths = [10, 4, 7]
+    right, right_mask = random_batch(lengths)
+    left, left_mask = random_batch(lengths, side="left")
+    texts = [right[row, :n] for row, n in enumerate(lengths)]
+    assert all(torch.equal(left[row][left_mask[row].bool()], text) for row, text in enumerate(texts))
+    hidden = [hidden_of(model, text) for text in texts]
+    expected = torch.stack([classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden])
+    assert (expected[0] - expected[1]).abs().max() > 0.01, "The texts must differ for this test to mean something."
+    assert_same(model(right, attention_mask=right_mask).logits, expected, 2e-5, "right-padded logits")
+    assert_same(model(left, attention_mask=left_mask).logits, expected, 2e-5, "left-padded logits")
+    assert_same(model(texts[0][None]).logits[0], expected[0], 2e-5, "logits of a text alone")
+    bounds = torch.tensor([0, 10, 14, 21], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 10, "max_length_k": 10}
+    assert_same(model(torch.cat(texts)[None], **packed).logits, expected, 2e-5, "packed logits")
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    assert_same(model(torch.cat(texts)[None], position_ids=positions).logits, expected, 2e-5, "logits of restarting positions")
+
+
+@torch.no_grad()
+def test_mean_pooling_in_bf16_sums_in_float32():
+    """bfloat16 has 8 bits: a running sum of 4,000 ones stops at 256."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean").to(torch.bfloat16)
+    hidden = torch.ones(1, 4000, 64, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 1000, 4000], dtype=torch.int32)
+    for pooled in (
+        model.pool(hidden),
+        model.pool(hidden, attention_mask=torch.ones(1, 4000)),
+        model.pool(hidden, cu_seq_lens_q=bounds, max_length_q=3000),
+    ):
+        assert pooled.dtype == torch.bfloat16
+        assert ((pooled - 1).abs() < 0.01).all(), f"The mean of ones is {pooled.flatten()[0].item()}."
+
+
+def test_head_dropout_acts_in_training_only():
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_dropout=0.5)
+    ids, _ = random_batch([8])
+    assert torch.equal(model(ids).logits, model(ids).logits), "Dropout is active in eval."
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits), "The head has no dropout in training."
+
+
+def sequence_model(**fields):
+    return make_model(NeoBERTForSequenceClassification, **fields)
+
+
+@pytest.mark.parametrize("problem", (None, "single_label_classification"))
+def test_single_label(problem):
+    model = sequence_model(num_labels=3, problem_type=problem)
+    ids, mask = random_batch([6, 3, 5, 4])
+    labels = torch.tensor([2, 0, -100, 1])
+    out = model(ids, attention_mask=mask, labels=labels)
+    total, count = cross_entropy(out.logits, labels)
+    assert count == 3
+    close(out.loss, total / 3)
+    close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=7).loss, total / 7)
+
+
+@pytest.mark.parametrize("problem", (None, "regression"))
+def test_regression(problem):
+    ids, mask = random_batch([6, 3])
+    one = sequence_model(num_labels=1, problem_type=problem)
+    for labels in (torch.tensor([0.5, -2.0]), torch.tensor([[0.5], [-2.0]]), torch.tensor([1, 4])):
+        out = one(ids, attention_mask=mask, labels=labels)
+        squares = (out.logits.double().flatten() - labels.flatten()) ** 2
+        close(out.loss, squares.mean())
+        close(one(ids, attention_mask=mask, labels=labels, num_items_in_batch=8).loss, squares.sum() / 8)
+    several = sequence_model(num_labels=3, problem_type="regression")
+    labels = torch.randn(2, 3)
+    out = several(ids, attention_mask=mask, labels=labels)
+    close(out.loss, ((out.logits.double() - labels) ** 2).mean())
+
+
+@pytest.mark.parametrize("problem", (None, "multi_label_classification"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.int64))
+def test_multi_label(problem, dtype):
+    model = sequence_model(num_labels=3, problem_type=problem)
+    ids, mask = random_batch([6, 3])
+    labels = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=dtype)
+    out = model(ids, attention_mask=mask, labels=labels)
+    p = 1 / (1 + torch.exp(-out.logits.double()))
+    terms = -(labels * p.log() + (1 - labels) * (1 - p).log())
+    close(out.loss, terms.mean())
+    close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=12).loss, terms.sum() / 12)
+
+
+# -------------------------------------------------------------------------------------------------------- other heads
+
+
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_token_classification(unpad_inputs):
+    model = make_model(NeoBERTForTokenClassification, num_labels=5, unpad_inputs=unpad_inputs)
+    ids, mask = random_batch([9, 4])
+    labels = torch.where(mask == 1, ids % 5, -100)
+    labels[0, 2] = -100
+    out = model(ids, attention_mask=mask, labels=labels)
+    for row, n in enumerate((9, 4)):
+        close(out.logits[row, :n], linear(model.classifier, hidden_of(model, ids[row, :n])), "logits")
+    total, count = cross_entropy(out.logits, labels)
+    assert count == 12
+    close(out.loss, total / 12)
+    close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=30).loss, total / 30)
+
+
+def test_question_answering():
+    model = make_model(NeoBERTForQuestionAnswering)
+    ids, mask = random_batch([9, 6, 8])
+    start, end = torch.tensor([1, 5, 0]), torch.tensor([3, 5, 8])
+    out = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+    logits = linear(model.qa_outputs, hidden_of(model, ids[1, :6]))
+    close(out.start_logits[1, :6], logits[:, 0], "start logits")
+    close(out.end_logits[1, :6], logits[:, 1], "end logits")
+    first, second = cross_entropy(out.start_logits, start)[0], cross_entropy(out.end_logits, end)[0]
+    close(out.loss, (first + second) / 2 / 3)
+    column = model(ids, attention_mask=mask, start_positions=start[:, None], end_positions=end[:, None])
+    close(column.loss, out.loss)
+    close(model(ids, attention_mask=mask, start_positions=start, end_positions=end, num_items_in_batch=6).loss, out.loss / 2)
+
+
+def test_question_answering_ignores_answers_outside_of_the_row():
+    model = make_model(NeoBERTForQuestionAnswering)
+    ids, _ = random_batch([9, 9, 9])
+    out = model(ids, start_positions=torch.tensor([1, 9, 400]), end_positions=torch.tensor([3, -1, 8]))
+    first = cross_entropy(out.start_logits[:1], torch.tensor([1]))[0]
+    second = sum(cross_entropy(out.end_logits[i : i + 1], torch.tensor([p]))[0] for i, p in ((0, 3), (2, 8))) / 2
+    close(out.loss, (first + second) / 2)
+    nowhere = model(ids, start_positions=torch.tensor([9, 9, 9]), end_positions=torch.tensor([9, 9, 9]))
+    assert nowhere.loss.item() == 0
+
+
+@pytest.mark.parametrize("pooling", ("cls", "mean"))
+def test_multiple_choice(pooling):
+    model = make_model(NeoBERTForMultipleChoice, classifier_pooling=pooling)
+    lengths = [9, 4, 6, 7, 8, 3]
+    ids, mask = random_batch(lengths)
+    labels = torch.tensor([2, 0])
+    shaped = {"input_ids": ids.view(2, 3, 9), "attention_mask": mask.view(2, 3, 9), "token_type_ids": torch.zeros(2, 3, 9, dtype=torch.long)}
+    out = model(**shaped, labels=labels)
+    hidden = [hidden_of(model, ids[row, :n]) for row, n in enumerate(lengths)]
+    scores = torch.stack([classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden]).view(2, 3)
+    assert_same(out.logits, scores, 2e-5, "logits")
+    total, _ = cross_entropy(scores, labels)
+    close(out.loss, total / 2)
+    close(model(**shaped, labels=labels, num_items_in_batch=8).loss, total / 8)
+    embeds = model.get_input_embeddings()(shaped["input_ids"])
+    assert_same(model(inputs_embeds=embeds, attention_mask=shaped["attention_mask"]).logits, scores, 2e-5, "logits of inputs_embeds")
+    positions = torch.arange(9).expand(2, 3, 9)
+    assert_same(model(**shaped, position_ids=positions).logits, scores, 2e-5, "logits with position_ids")
+
+
+@torch.no_grad()
+def test_one_choice_is_not_taken_for_a_packed_batch():
+    model = make_model(NeoBERTForMultipleChoice)
+    ids, _ = random_batch([6])
+    expected = model(ids.view(1, 1, 6)).logits
+    assert expected.shape == (1, 1)
+    assert model(ids.view(1, 1, 6), position_ids=torch.tensor([0, 1, 2, 0, 1, 2]).view(1, 1, 6)).logits.shape == (1, 1)
+
+
+# ---------------------------------------------------------------------------------------------- gradient accumulation
+
+
+def batches():
+    ids, mask = random_batch([9, 4, 6, 7, 2])
+    tokens = torch.where(mask == 1, (ids * 3) % 3, -100)
+    tokens[0, 3:] = -100
+    common = {"input_ids": ids, "attention_mask": mask}
+    words = torch.where(tokens == -100, -100, ids)
+    candidates = {name: value[:, None].expand(-1, 2, -1).clone() for name, value in common.items()}
+    candidates["input_ids"][:, 1] = candidates["input_ids"][:, 1] * 2 % 200
+    return {
+        "masked LM": (NeoBERTForMaskedLM, {}, {**common, "labels": words}),
+        "masked LM, labelled logits": (NeoBERTForMaskedLM, {"masked_lm_logits": "masked"}, {**common, "labels": words}),
+        "single label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": torch.tensor([0, 2, 1, -100, 0])}),
+        "regression": (NeoBERTForSequenceClassification, {"num_labels": 1}, {**common, "labels": torch.randn(5)}),
+        "multi label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": (torch.rand(5, 3) > 0.5).float()}),
+        "tokens": (NeoBERTForTokenClassification, {"num_labels": 3}, {**common, "labels": tokens}),
+        "choices": (NeoBERTForMultipleChoice, {}, {**candidates, "labels": torch.tensor([0, 1, 1, 0, 1])}),
+    }
+
+
+@pytest.mark.parametrize("items", ("int", "tensor"))
+@pytest.mark.parametrize("head", list(batches()))
+def test_accumulation_gives_the_gradients_of_the_whole_batch(head, items):
+    """Micro-batches of 3 and 2 rows, divided by the label count that Trainer passes, add up to the batch of 5."""
+    model_class, fields, batch = batches()[head]
+    model = make_model(model_class, **fields)
+
+    def gradients(parts, **kwargs):
+        model.zero_grad()
+        losses = []
+        for rows in parts:
+            out = model(**{name: value[rows] for name, value in batch.items()}, **kwargs)
+            out.loss.backward()
+            losses.append(out.loss.item())
+        return sum(losses), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    count = (batch["labels"] != -100).sum()
+    whole, expected = gradients([slice(0, 5)])
+    parts, actual = gradients([slice(0, 3), slice(3, 5)], num_items_in_batch=count if items == "tensor" else count.item())
+    assert abs(whole - parts) < 1e-5 * abs(whole), f"The accumulated loss is {parts}, the whole batch's {whole}."
+    for name, gradient in actual.items():
+        # The gradient of the choices' common bias is zero but for rounding.
+        if expected[name].abs().max() > 1e-7:
+            assert_same(gradient, expected[name], 2e-5, f"accumulated gradient of {name}")
+    ignored, _ = gradients([slice(0, 3), slice(3, 5)])
+    assert abs(ignored - whole) > 1e-3 * abs(whole), "num_items_in_batch makes no difference here, so this test would be vacuous."
+
+
+# ------------------------------------------------------------------------------------------------------------ bad labels
+
+
+IDS = torch.ones(2, 6, dtype=torch.long)
+
+
+BAD_LABELS = {
+    "class beyond the last": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0, 3])}, "between 0 and 2.*3 was"),
+    "one label for two texts": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0])}, r"\(2,\).*\(1,\)"),
+    "float classes": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3, "problem_type": "single_label_classification"},
+        {"labels": torch.tensor([0.0, 1.0])},
+        "whole numbers.*float32",
+    ),
+    "multi-label width": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.ones(2, 4)}, r"\(2, 3\).*\(2, 4\)"),
+    "multi-label range": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.ones(2, 3) * 2}, "between 0 and 1.*2"),
+    "regression length": (NeoBERTForSequenceClassification, {"num_labels": 1}, {"labels": torch.ones(3)}, r"\(2,\).*\(3,\)"),
+    "token labels per text": (NeoBERTForTokenClassification, {"num_labels": 3}, {"labels": torch.tensor([0, 1])}, r"\(2, 6\).*\(2,\)"),
+    "one answer for two texts": (
+        NeoBERTForQuestionAnswering,
+        {},
+        {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([1])},
+        r"start_positions.*\(2,\).*\(1,\)",
+    ),
+    "start without end": (NeoBERTForQuestionAnswering, {}, {"start_positions": torch.tensor([1, 1])}, "start_positions.*end_positions"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LABELS)
+def test_bad_labels(case):
+    model_class, fields, inputs, sentence = BAD_LABELS[case]
+    with pytest.raises(ValueError, match=sentence) as error:
+        make_model(model_class, **fields)(IDS, **inputs)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_choices():
+    model = make_model(NeoBERTForMultipleChoice)
+    with pytest.raises(ValueError, match=r"\(batch, choices, length\).*\(2, 6\)"):
+        model(IDS)
+    with pytest.raises(ValueError, match="between 0 and 1.*5 was"):
+        model(IDS.view(2, 2, 3), labels=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="input_ids"):
+        model()
