@@ -1,0 +1,275 @@
+"""Pre-training text: read from the Hub or from local files, tokenised once into shards that carry their lengths.
+
+A prepared set is a folder: `shard-00000-of-00008/` ... (saved `datasets`, columns input_ids without special tokens, and length with the
+two special tokens) and `prepared.json` (source, tokenizer, counts), written last. A run that is stopped while preparing continues with
+the missing shards.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Sequence, Value, concatenate_datasets, load_dataset, load_from_disk
+from datasets.utils.logging import disable_progress_bar, enable_progress_bar
+from tqdm import tqdm
+
+from ..evaluation.results import write_json
+from ..recipe import UserError
+
+
+# What a row became: a token count, or one of these.
+EMPTY, BROKEN = 0, -1
+_TEXT_ENDINGS = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+def local_files(dataset):
+    """(kind, files) of a local source, or None for a Hub name. Kinds: text (a text a line), jsonl, parquet, saved, prepared."""
+    path = Path(dataset)
+    if path.is_dir():
+        if (path / "prepared.json").is_file():
+            return "prepared", [path]
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return "saved", [path]
+        files = sorted(file for file in path.rglob("*") if _ending(file) in _TEXT_ENDINGS)
+    elif path.is_file():
+        files = [path]
+    elif any(sign in dataset for sign in "*?["):
+        files = sorted(path.parent.glob(path.name))
+    elif path.suffix or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
+        files = []
+    else:
+        return None
+    kinds = {_TEXT_ENDINGS.get(_ending(file)) for file in files}
+    if not files or len(kinds) > 1 or None in kinds:
+        found = "nothing" if not files else ", ".join(sorted({file.suffix or "no ending" for file in files}))
+        raise UserError(f"dataset {dataset}: expected files of one kind among {', '.join(_TEXT_ENDINGS)} (or a saved set), found {found}")
+    return kinds.pop(), files
+
+
+def _ending(path):
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (".gz", ".bz2", ".xz", ".zst")]
+    return suffixes[-1] if suffixes else ""
+
+
+def load_rows(dataset, config=None, split="train", text_column="content", streaming=False):
+    """The source's rows with one text column named "text" (jsonl: undecoded lines).
+
+    Returns:
+        a `datasets.Dataset` or, when streaming, `IterableDataset`, and the kind of the source.
+    Raises:
+        UserError: the source, its split or its column is not there.
+    """
+    local = local_files(dataset)
+    kind = local[0] if local else "hub"
+    if kind == "saved":
+        rows = load_from_disk(str(local[1][0]))
+        if isinstance(rows, dict):
+            if split not in rows:
+                raise UserError(f"dataset {dataset} has no split {split!r}, only {', '.join(rows)}")
+            rows = rows[split]
+    elif kind == "hub":
+        try:
+            rows = load_dataset(dataset, config, split=split, streaming=streaming)
+        except (ValueError, OSError) as error:
+            raise UserError(f"dataset {dataset} cannot be read from the Hub ({' '.join(str(error).split())[:200]})") from error
+    else:
+        builder = "text" if kind == "jsonl" else kind
+        files = [str(file) for file in local[1]]
+        rows = load_dataset(builder, data_files={"train": files}, split="train", streaming=streaming)
+    column = "text" if kind in ("text", "jsonl") else text_column
+    names = rows.column_names
+    if names is None:
+        names = list(next(iter(rows)))
+    if column not in names:
+        raise UserError(f"dataset {dataset} has no column {column!r}, only {', '.join(names)}; name the text column with text_column")
+    rows = rows.select_columns([column])
+    if kind == "jsonl":
+        _check_json_column(dataset, rows, text_column)
+    return (rows if column == "text" else rows.rename_column(column, "text")), kind
+
+
+def _check_json_column(dataset, rows, column):
+    """The column must be in one of the first 100 rows that can be decoded."""
+    seen = set()
+    for i, row in enumerate(rows):
+        if i == 100:
+            break
+        try:
+            record = json.loads(row["text"])
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            if column in record:
+                return
+            seen.update(record)
+    found = f"only {', '.join(sorted(seen))}" if seen else "nor any row of JSON"
+    raise UserError(f"dataset {dataset} has no column {column!r}, {found}; name the text column with text_column")
+
+
+class Tokenise:
+    """Batched `map` function: texts to input_ids (no special tokens, never cut) and length (with the two special tokens).
+
+    A row that is empty gets length EMPTY, one that is no text (broken JSON, wrong type) BROKEN.
+    """
+
+    def __init__(self, tokenizer, kind, text_column):
+        self.tokenizer, self.json_column = tokenizer, text_column if kind == "jsonl" else None
+
+    def text(self, value):
+        """The row's text, or None for a broken row."""
+        if self.json_column is not None:
+            if not value.strip():
+                return ""
+            try:
+                value = json.loads(value)[self.json_column]
+            except (ValueError, KeyError, TypeError):
+                return None
+        return value if isinstance(value, str) else None
+
+    def __call__(self, batch):
+        texts = [self.text(value) for value in batch["text"]]
+        ids = self.tokenizer(
+            [text or "" for text in texts],
+            add_special_tokens=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        lengths = [BROKEN if text is None else len(row) + 2 if row else EMPTY for text, row in zip(texts, ids)]
+        return {"input_ids": ids, "length": lengths}
+
+
+def tokenizer_fingerprint(tokenizer):
+    """Short hash of a tokenizer: its vocabulary and how it tokenises a probe sentence."""
+    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
+
+
+def _source_key(dataset, config, split, text_column, tokenizer):
+    local = local_files(dataset)
+    files = [[file.name, file.stat().st_size] for file in local[1] if file.is_file()] if local else None
+    return {
+        "dataset": Path(dataset).name if local else dataset,
+        "files": files,
+        "config": config,
+        "split": split,
+        "text_column": text_column,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "vocab_size": len(tokenizer),
+    }
+
+
+def prepare(dataset, out, tokenizer, config=None, split="train", text_column="content", workers=1, shards=None):
+    """Tokenises a source into a prepared set at `out`, or continues doing so; nothing to do when it is there already.
+
+    Args:
+        workers: processes.
+        shards: parts that are saved one by one; by default one for every 200,000 rows.
+    Returns:
+        the contents of prepared.json.
+    Raises:
+        UserError: `out` holds another source's set, or no row has text.
+    """
+    out = Path(out)
+    key = _source_key(dataset, config, split, text_column, tokenizer)
+    begun = out / "source.json"
+    if begun.is_file():
+        other = json.loads(begun.read_text())
+        different = [name for name in key if other.get(name) != key[name]]
+        if different:
+            raise UserError(
+                f"{out} was prepared with another {different[0]} ({other.get(different[0])}, now {key[different[0]]}); choose another prepared_dir"
+            )
+    if (out / "prepared.json").is_file():
+        return json.loads((out / "prepared.json").read_text())
+    rows, kind = load_rows(dataset, config, split, text_column)
+    if not len(rows):
+        raise UserError(f"dataset {dataset} has no rows")
+    write_json(begun, key)
+    shards = shards or -(-len(rows) // 200_000)
+    id_type = "uint16" if len(tokenizer) <= 2**16 else "int32"
+    features = Features({"input_ids": Sequence(Value(id_type)), "length": Value("int64")})
+    totals = {"rows": 0, "kept": 0, "empty": 0, "broken": 0, "tokens": 0}
+    for number in tqdm(range(shards), desc=f"tokenising {dataset}", unit="shard", disable=shards == 1):
+        counts = _prepare_shard(rows, number, shards, out, Tokenise(tokenizer, kind, text_column), features, workers)
+        for name, count in counts.items():
+            totals[name] += count
+    if not totals["kept"]:
+        raise UserError(f"dataset {dataset}: none of its {totals['rows']} rows has text in column {text_column!r}")
+    summary = {**key, "shards": shards, **totals}
+    write_json(out / "prepared.json", summary)
+    return summary
+
+
+def _prepare_shard(rows, number, shards, out, tokenise, features, workers):
+    """Tokenises and saves one shard, unless it is there; returns its counts."""
+    folder = out / f"shard-{number:05d}-of-{shards:05d}"
+    if folder.is_dir():
+        return json.loads((folder / "counts.json").read_text())
+    shard = rows.shard(num_shards=shards, index=number, contiguous=True)
+    workers = min(workers, len(shard))
+    tokens = shard.map(
+        tokenise,
+        batched=True,
+        num_proc=workers if workers > 1 else None,
+        remove_columns=shard.column_names,
+        features=features,
+        desc="rows",
+        load_from_cache_file=False,
+    )
+    lengths = np.asarray(tokens.with_format("numpy")["length"])
+    counts = {
+        "rows": len(lengths),
+        "kept": int((lengths > 0).sum()),
+        "empty": int((lengths == EMPTY).sum()),
+        "broken": int((lengths == BROKEN).sum()),
+        "tokens": int(lengths[lengths > 0].sum()),
+    }
+    temporary = out / f".{folder.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    disable_progress_bar()
+    try:
+        tokens.select(np.flatnonzero(lengths > 0)).save_to_disk(str(temporary))
+    finally:
+        enable_progress_bar()
+    write_json(temporary / "counts.json", counts)
+    os.replace(temporary, folder)
+    return counts
+
+
+def load_prepared(folder, tokenizer):
+    """The tokens of a prepared set.
+
+    Returns:
+        `datasets.Dataset` (input_ids, length) and the contents of prepared.json.
+    Raises:
+        UserError: it is not whole, or was made with another tokenizer.
+    """
+    folder = Path(folder)
+    if not (folder / "prepared.json").is_file():
+        raise UserError(f"{folder} is not a whole prepared set; finish it with: neobert pretrain <recipe> --prepare")
+    summary = json.loads((folder / "prepared.json").read_text())
+    if summary["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"{folder} was tokenised with another tokenizer ({summary['vocab_size']} tokens; this one has {len(tokenizer)}); prepare it again"
+        )
+    shards = [folder / f"shard-{number:05d}-of-{summary['shards']:05d}" for number in range(summary["shards"])]
+    return concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()]), summary
+
+
+def tokens_from_texts(texts, tokenizer):
+    """A small tokenised set in memory, for evaluation and tests."""
+    rows = Tokenise(tokenizer, "text", None)({"text": list(texts)})
+    kept = [i for i, length in enumerate(rows["length"]) if length > 0]
+    return Dataset.from_dict({name: [values[i] for i in kept] for name, values in rows.items()})
+
+
+def describe(summary):
+    """One line on what was read, what was skipped among it."""
+    skipped = f"{summary['empty']:,} empty and {summary['broken']:,} broken rows skipped"
+    return f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; {skipped}"
