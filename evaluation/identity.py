@@ -1,0 +1,30 @@
+"""Which weights a result belongs to, so that a resumed evaluation never mixes two models of one name."""
+
+import hashlib
+from pathlib import Path
+
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def weights_digest(model):
+    """Twelve hex digits that change when the weights do.
+
+    Args:
+        model: folder with a model, or its name on the Hub.
+    Returns:
+        of a folder: SHA-256 over its weight files; of a Hub name: the commit in the local cache; "unknown" if neither is there.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        found = cached_file(str(model), "config.json", _raise_exceptions_for_missing_entries=False)
+        parts = Path(found).parts if found else ()
+        return parts[parts.index("snapshots") + 1][:12] if "snapshots" in parts else "unknown"
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()[:12]
