@@ -869,7 +869,7 @@ class _PooledHeadModel(_TaskHeadModel):
         mask = attention_mask.to(torch.bool)
         if mean:
             return (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
-        return hidden[torch.arange(len(hidden), device=hidden.device), _first_real_token(mask)]
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), _first_real_token(mask)]
 
     def classify(self, pooled):
         return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))

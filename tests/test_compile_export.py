@@ -1,0 +1,200 @@
+"""Pins torch.compile (one graph), torch.export and ONNX with dynamic batch and length, and both kinds of gradient checkpointing."""
+
+import io
+import warnings
+
+import pytest
+import torch
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
+
+from .reference import LEARNED, assert_same, make_model, random_batch
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def real(output, mask):
+    return output[mask.bool()]
+
+
+# ----------------------------------------------------------------------------------------------------------------- compile
+
+
+@pytest.mark.parametrize("implementation,variant", (("sdpa", "neobert"), ("eager", "neobert"), ("sdpa", "learned"), ("sdpa", "yarn")))
+def test_compile_is_one_graph(implementation, variant):
+    fields = {"neobert": {}, "learned": LEARNED, "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}}[variant]
+    model = make_model(NeoBERTForMaskedLM, attn_implementation=implementation, num_hidden_layers=2, **fields)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for lengths in ([12, 7], [12, 12], [20, 3, 9]):
+        ids, mask = random_batch(lengths)
+        with torch.no_grad():
+            assert_same(real(compiled(ids, attention_mask=mask).logits, mask), real(model(ids, attention_mask=mask).logits, mask), 1e-5, "graph")
+            assert_same(compiled(ids).logits, model(ids).logits, 1e-5, "graph without a mask")
+
+
+def test_compiled_training_step():
+    model = make_model(NeoBERTForMaskedLM)
+    ids, mask = random_batch([12, 7])
+    labels = torch.where(mask == 1, ids, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    model(**batch).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch).loss
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert_same(p.grad, expected[name], 2e-5, f"compiled gradient of {name}")
+
+
+def test_compiled_packed_batch():
+    model = make_model(NeoBERTModel)
+    ids, _ = random_batch([12])
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    with torch.no_grad():
+        expected = model(ids, **packed).last_hidden_state
+        actual = torch.compile(model, fullgraph=True, backend="eager")(ids, **packed).last_hidden_state
+    assert_same(actual, expected, 1e-5, "compiled packed batch")
+
+
+@pytest.mark.parametrize("model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
+def test_compiled_heads(model_class):
+    model = make_model(model_class, num_labels=3, classifier_pooling="mean")
+    ids, mask = random_batch([12, 7])
+    labels = torch.tensor([0, 2]) if model_class is NeoBERTForSequenceClassification else torch.where(mask == 1, ids % 3, -100)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        actual, expected = compiled(ids, attention_mask=mask, labels=labels), model(ids, attention_mask=mask, labels=labels)
+    assert_same(actual.loss, expected.loss, 1e-5, "compiled loss")
+
+
+# ------------------------------------------------------------------------------------------------------------------ export
+
+
+BATCH, LENGTH = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=128)
+DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: LENGTH}}
+
+
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification))
+def test_export_with_dynamic_batch_and_length(model_class):
+    model = make_model(model_class)
+    ids, mask = random_batch([12, 7])
+    program = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC)
+    for lengths in ([12, 7], [5], [31, 2, 17, 30]):
+        ids, mask = random_batch(lengths)
+        with torch.no_grad():
+            actual, expected = program.module()(input_ids=ids, attention_mask=mask)[0], model(ids, attention_mask=mask)[0]
+        if model_class is not NeoBERTForSequenceClassification:
+            actual, expected = real(actual, mask), real(expected, mask)
+        assert_same(actual, expected, 1e-5, f"exported output at {tuple(ids.shape)}")
+
+
+@pytest.mark.parametrize("variant", ("neobert", "learned", "linear"))
+def test_onnx(variant, tmp_path):
+    pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    fields = {"neobert": {}, "learned": LEARNED, "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}[variant]
+    model = make_model(NeoBERTForMaskedLM, num_hidden_layers=1, **fields)
+    ids, mask = random_batch([12, 7])
+    path = str(tmp_path / "model.onnx")
+    shapes = ({0: "batch", 1: "length"}, {0: "batch", 1: "length"})
+    kwargs = {"input_names": ["input_ids", "attention_mask"], "output_names": ["logits"], "dynamic_shapes": shapes}
+    torch.onnx.export(model, (ids, mask), path, dynamo=True, verbose=False, **kwargs)
+    session = onnxruntime.InferenceSession(path)
+    for lengths in ([12, 7], [5], [31, 2, 17]):
+        ids, mask = random_batch(lengths)
+        actual = torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0])
+        with torch.no_grad():
+            expected = model(ids, attention_mask=mask).logits
+        gap = (real(actual, mask) - real(expected, mask)).abs().max().item()
+        assert gap < 1e-4, f"ONNX Runtime's logits differ by {gap} at {tuple(ids.shape)}."
+
+
+def test_jit_trace():
+    model = make_model(NeoBERTModel, return_dict=False)
+    ids, mask = random_batch([12, 7])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Untraced, padding is zero; traced, it holds what a padded query attends to: torch's own comparison would see that.
+        traced = torch.jit.trace(model, (ids, mask), check_trace=False)
+    ids, mask = random_batch([9, 15, 3])
+    with torch.no_grad():
+        assert_same(real(traced(ids, mask)[0], mask), real(model(ids, mask)[0], mask), 1e-5, "traced output")
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpointing
+
+
+@pytest.mark.parametrize("packed", (True, False))
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_gradient_checkpointing(use_reentrant, packed):
+    """Every block's forward runs once more in the backward pass, and the gradients are the same."""
+    ids, mask = random_batch([12, 7])
+    labels = torch.where(mask == 1, ids, -100)
+    gradients, runs = [], []
+    for checkpointing in (False, True):
+        model = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        count = [0]
+        for block in model.model.transformer_encoder:
+            block.ffn.register_forward_pre_hook(lambda *args, count=count: count.__setitem__(0, count[0] + 1))
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        runs.append(count[0])
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert runs == [3, 6], f"3 blocks ran {runs[1]} times with checkpointing and {runs[0]} times without."
+    assert all(g is not None for g in gradients[1].values()), "A parameter got no gradient."
+    for name, gradient in gradients[1].items():
+        assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
+
+
+def test_checkpointing_keeps_fewer_activations():
+    ids, _ = random_batch([64])
+
+    def saved(checkpointing):
+        model = make_model(NeoBERTModel).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        sizes = {}
+
+        def pack(x):
+            if not isinstance(x, torch.nn.Parameter):
+                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = model(ids).last_hidden_state
+        assert out.requires_grad
+        return sum(sizes.values())
+
+    plain, checkpointed = saved(False), saved(True)
+    assert checkpointed < plain / 3, f"{checkpointed} bytes are kept with checkpointing, {plain} without."
+
+
+def test_checkpointing_with_frozen_embeddings():
+    """As under LoRA: with `enable_input_require_grads` the reentrant kind has gradients too."""
+    model = make_model(NeoBERTForMaskedLM).train()
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    ids, _ = random_batch([12])
+    model(ids, labels=ids).loss.backward()
+    assert model.model.transformer_encoder[0].qkv.weight.grad is not None
+
+
+def test_state_dict_round_trip_in_memory():
+    """torch.save and torch.load(weights_only=True) of a state dict; no buffer or stray tensor in it."""
+    model = make_model(NeoBERTForMaskedLM)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    again = make_model(NeoBERTForMaskedLM, seed=5)
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    ids, _ = random_batch([5])
+    assert torch.equal(model(ids).logits, again(ids).logits)
+    assert modeling_neobert.NeoBERT is NeoBERTModel
