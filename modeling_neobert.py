@@ -80,9 +80,8 @@ def rotary_table(config, position_ids, length):
         frequencies, attention_factor = config.rope_theta**-exponents, 1.0
     else:
         frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](_RopeSettings(config), device, seq_len=length)
-    # Autocast would compute the product in low precision: position 4,095 needs more than bf16's 8 bits.
-    with torch.autocast(device_type=device.type, enabled=False):
-        angles = position_ids[..., None].float() * frequencies.float()
+    # An elementwise product: unlike a matrix product, autocast leaves it in float32.
+    angles = position_ids[..., None].float() * frequencies.float()
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
@@ -378,6 +377,11 @@ def _varlen_obstacle(dtype, dropout):
 # ------------------------------------------------------------------------------------------------------------------- blocks
 
 
+# Tokens whose feed-forward runs at once on the CPU without gradients: the inner activations (16 KiB a token at the published width)
+# stay in cache and in reused memory. Measured 0.97 instead of 0.87 of the matrix-product rate; 512 to 2,048 differ little.
+_CPU_SLICE = 1024
+
+
 class NeoBERTSwiGLU(nn.Module):
     """w3(silu(a) * b) with (a, b) the halves of w12(x) (Shazeer 2020); (..., D) -> (..., D)."""
 
@@ -387,8 +391,14 @@ class NeoBERTSwiGLU(nn.Module):
         self.w3 = nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, value = self.w12(x).chunk(2, dim=-1)
-        return self.w3(F.silu(gate) * value)
+        if x.device.type != "cpu" or torch.is_grad_enabled() or _is_tracing():
+            gate, value = self.w12(x).chunk(2, dim=-1)
+            return self.w3(F.silu(gate) * value)
+        parts = []
+        for part in x.flatten(0, -2).split(_CPU_SLICE):
+            gate, value = self.w12(part).chunk(2, dim=-1)
+            parts.append(self.w3(F.silu(gate).mul_(value)))
+        return torch.cat(parts).view_as(x)
 
 
 def _feed_forward(config):
@@ -555,7 +565,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         Raises:
             ValueError: inputs that do not fit together.
         """
-        hidden, shape = self._embed_tokens(input_ids, inputs_embeds)
+        shape = self._checked_tokens(input_ids, inputs_embeds)
         mask = _checked_mask(attention_mask, shape)
         position_ids = _checked_positions(position_ids, shape)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
@@ -580,10 +590,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         longest = texts.max_length if texts is not None else shape[1]
         self._check_length(longest)
         positions = self._positions(input_ids, mask, position_ids, layout if not packed_here else None, shape)
+        if packed_here:
+            positions = layout.pack(positions.expand(shape))
+            input_ids, inputs_embeds = (x if x is None else layout.pack(x) for x in (input_ids, inputs_embeds))
+        hidden = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.position_embedding_type == "learned":
             hidden = hidden + self.positional_embedding(positions)
-        if packed_here:
-            hidden, positions = layout.pack(hidden), layout.pack(positions.expand(shape))
         if layout is not None:
             mask, kwargs = None, {**layout.kwargs(), **kwargs}
         rotary = None
@@ -618,8 +630,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         """Whether padded batches may be packed for this implementation: a function that we know nothing of gets a mask."""
         return implementation in ("eager", "sdpa") or _mask_convention(implementation) in ("flash", "flex")
 
-    def _embed_tokens(self, input_ids, inputs_embeds):
-        """Embeddings (B, L, D) and (B, L)."""
+    def _checked_tokens(self, input_ids, inputs_embeds):
+        """(B, L) of the tokens given."""
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
             raise ValueError(f"Give either input_ids or inputs_embeds; {given} was given.")
@@ -630,7 +642,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 )
             if not inputs_embeds.is_floating_point():
                 raise ValueError(f"inputs_embeds must be floating-point, but {inputs_embeds.dtype} was given; token ids go to input_ids.")
-            return inputs_embeds, inputs_embeds.shape[:2]
+            return inputs_embeds.shape[:2]
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids must be a (batch, length) tensor of int64 or int32, but {tuple(input_ids.shape)} of {input_ids.dtype} was given."
@@ -643,7 +655,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 raise ValueError(
                     f"input_ids must lie between 0 and {rows - 1}, but {wrong} was given; is it this model's tokenizer?"
                 )
-        return self.encoder(input_ids), input_ids.shape
+        return input_ids.shape
 
     def _check_length(self, longest):
         limit = self.config.max_position_embeddings
