@@ -1,0 +1,568 @@
+"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length (PAPER section 8, Figure 2).
+
+    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --config 20231101.en --texts 100
+    neobert pseudo-perplexity --model my_model --text articles.jsonl --lengths 128,512,2048,8192 --positions exact --yarn off,2
+
+For a text of n tokens (special tokens not counted), each position is masked on its own, -log p(token | rest) is its cross-entropy, and the
+pseudo-perplexity is exp of their mean. That is n forwards of length n. With `--positions 64` a random 64 of the n positions, without replacement,
+estimate the mean cross-entropy without bias; its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
+
+OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again continues it.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import logging
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
+
+from ..extras import require
+from ..recipe import UserError, read_recipe
+from .identity import weights_digest
+from .results import environment, markdown_table, write_json, write_text
+
+
+logger = logging.getLogger("neobert.pseudo_perplexity")
+FIELDS = (
+    "name",
+    "revision",
+    "yarn",
+    "dtype",
+    "text",
+    "length",
+    "tokens",
+    "positions",
+    "seed",
+    "mean_cross_entropy",
+    "standard_error",
+    "pseudo_perplexity",
+)
+_KEY = FIELDS[: FIELDS.index("mean_cross_entropy")]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class PseudoPerplexityRecipe:
+    """Options of `neobert pseudo-perplexity`."""
+
+    model: str = field(metadata={"help": "folder or Hub name of a masked language model"})
+    text: str = field(metadata={"help": ".txt (texts between blank lines), .jsonl, .parquet, a folder of .txt files, or a Hub data set"})
+    column: str = field(default="text", metadata={"help": "column with the text"})
+    config: str | None = field(default=None, metadata={"help": "configuration of the Hub data set"})
+    split: str = field(default="train", metadata={"help": "split of the Hub data set"})
+    output: str = field(default="results/pseudo_perplexity", metadata={"help": "folder of the CSV, the table and the plot"})
+    name: str | None = field(default=None, metadata={"help": "name in the plot; default: last part of --model"})
+    lengths: str = field(default="128,256,512,1024,2048,3072,4096,6144,8192", metadata={"help": "length buckets, in tokens"})
+    bucketing: str = field(
+        default="cut",
+        metadata={"help": "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up"},
+    )
+    texts: int = field(default=100, metadata={"help": "the longest so many texts are used"})
+    max_documents: int = field(default=20000, metadata={"help": "how many rows of the data are looked at"})
+    positions: str = field(default="64", metadata={"help": "sampled positions a text, or exact for all of them"})
+    seed: int = 0
+    yarn: str = field(default="off", metadata={"help": "comma-separated: off, or the factor by which YaRN extends the context (off,2)"})
+    batch_tokens: int = field(default=16384, metadata={"help": "tokens a forward: masked copies of a text go through together"})
+    dtype: str = "float32"
+    device: str | None = field(default=None, metadata={"help": "default: cuda if there is one, else cpu"})
+    attn_implementation: str | None = None
+    trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that the model brings (NeoBERT itself needs none)"})
+    title: str | None = field(default=None, metadata={"help": "title of the plot"})
+
+    def __post_init__(self):
+        self.name = self.name or Path(str(self.model).rstrip("/")).name or "model"
+        self.length_list = _positive(self.lengths, "lengths")
+        self.position_count = None if str(self.positions) == "exact" else _positive(self.positions, "positions")[0]
+        self.yarn_factors = [None if part == "off" else _factor(part) for part in _parts(self.yarn)]
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.bucketing not in ("cut", "own"):
+            raise UserError(f"bucketing must be cut or own, but {self.bucketing!r} was given")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, but {self.dtype!r} was given")
+        for key in ("texts", "max_documents", "batch_tokens"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key} must be at least 1, but {getattr(self, key)} was given")
+        if not self.yarn_factors:
+            raise UserError("yarn must be off, a factor, or several of them such as off,2")
+
+
+def _parts(text):
+    # YAML reads a bare `off` as false.
+    return ["off"] if text is False else [part.strip() for part in str(text).split(",") if part.strip()]
+
+
+def _positive(text, name):
+    try:
+        numbers = sorted({int(part) for part in _parts(text)})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        extra = " or exact" if name == "positions" else " separated by commas"
+        raise UserError(f"{name} must be whole numbers of at least 1{extra}, but {text!r} was given")
+    return numbers
+
+
+def _factor(text):
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not factor > 1:
+        raise UserError(f"yarn takes off or a factor above 1, but {text!r} was given")
+    return factor
+
+
+# --------------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def sample_positions(length, count, seed, text):
+    """Positions to mask, sorted: all of them, or `count` drawn without replacement by (seed, text)."""
+    if count is None or count >= length:
+        return np.arange(length)
+    digest = hashlib.sha256(f"{seed} {text}".encode()).digest()
+    generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
+    return np.sort(generator.choice(length, size=count, replace=False))
+
+
+def mean_and_error(values, population):
+    """Mean of a sample drawn without replacement from `population` values, and its standard error.
+
+    The error carries the finite-population correction sqrt(1 - n / N): it is 0 when all are there, and nan for a single one of many.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    n = len(values)
+    if n >= population:
+        return float(values.mean()), 0.0
+    error = math.nan if n < 2 else float(values.std(ddof=1) / math.sqrt(n) * math.sqrt(1 - n / population))
+    return float(values.mean()), error
+
+
+def _rows_of_decoder(model, rows, positions):
+    """Context: the decoder sees one position of every row, (rows, D), so that no (rows, L, V) logits are made."""
+    decoder = model.get_output_embeddings()
+
+    def keep(module, inputs):
+        hidden = inputs[0]
+        return (hidden[rows, positions],) if hidden.dim() == 3 and len(hidden) == len(rows) else None
+
+    return decoder.register_forward_pre_hook(keep) if isinstance(decoder, torch.nn.Module) else None
+
+
+@torch.inference_mode()
+def masked_cross_entropy(model, token_ids, positions, mask_token_id):
+    """-log p(token | all other tokens) at each position, one masked copy of the text a position.
+
+    Args:
+        model: a masked language model.
+        token_ids: (n, L) token ids: row i is the text that position i belongs to.
+        positions: (n,) the position that is masked in row i.
+    Returns:
+        (n,) float64 array, in nats.
+    """
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    targets = token_ids[rows, positions]
+    masked = token_ids.clone()
+    masked[rows, positions] = mask_token_id
+    hook = _rows_of_decoder(model, rows, positions)
+    try:
+        logits = model(input_ids=masked, attention_mask=torch.ones_like(masked)).logits
+    finally:
+        if hook is not None:
+            hook.remove()
+    if logits.dim() == 3:
+        logits = logits[rows, positions]
+    return F.cross_entropy(logits.float(), targets, reduction="none").double().cpu().numpy()
+
+
+# -------------------------------------------------------------------------------------------------------------------- texts
+
+
+def read_texts(recipe):
+    """Yields texts in the order of the data, at most `max_documents`.
+
+    Raises:
+        UserError: no such file or data set, a column that is missing, a broken row.
+    """
+    path = Path(recipe.text)
+    if path.is_dir():
+        yield from ((p.read_text(encoding="utf-8", errors="replace")) for p in sorted(path.glob("*.txt"))[: recipe.max_documents])
+    elif path.is_file():
+        yield from _file_texts(path, recipe)
+    else:
+        yield from _hub_texts(recipe)
+
+
+def _file_texts(path, recipe):
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(path)
+        if recipe.column not in table.column_names:
+            raise UserError(f"{path} has no column {recipe.column!r}; it has {', '.join(table.column_names)}")
+        rows = [{recipe.column: value} for value in table[recipe.column].to_pylist()[: recipe.max_documents]]
+    elif path.suffix == ".jsonl":
+        rows = []
+        for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), 1):
+            if line.strip() and len(rows) < recipe.max_documents:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number} is not valid JSON: {error}") from error
+    elif path.suffix == ".txt":
+        texts = path.read_bytes().decode("utf-8", errors="replace").split("\n\n")
+        rows = [{recipe.column: text} for text in texts if text.strip()][: recipe.max_documents]
+    else:
+        raise UserError(f"{path} is no .txt, .jsonl or .parquet file")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get(recipe.column), str):
+            raise UserError(f"{path}, row {number} has no text in the column {recipe.column!r}")
+        yield row[recipe.column]
+
+
+def _hub_texts(recipe):
+    require("train", "datasets")
+    from datasets import load_dataset
+
+    try:
+        data = load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True)
+        rows = iter(data.take(recipe.max_documents))
+        first = next(rows, None)
+    except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{recipe.text!r} is no local file, and was not loaded from the Hub: {reason}") from error
+    if first is None:
+        return
+    if recipe.column not in first:
+        raise UserError(f"{recipe.text} has no column {recipe.column!r}; it has {', '.join(first)}")
+    yield first[recipe.column]
+    yield from (row[recipe.column] for row in rows)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One text at one length: `ids` are its tokens between the special ones, `length` its bucket."""
+
+    text: str
+    length: int
+    ids: tuple
+
+
+def make_units(recipe, tokenizer, limit):
+    """Texts at the lengths where they are evaluated, shortest first.
+
+    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it reaches. "own": every text whole (cut at the
+    largest length), in the smallest bucket that holds it.
+
+    Args:
+        limit: longest input that the model takes, or None.
+    Raises:
+        UserError: no text is long enough.
+    """
+    special = tokenizer.num_special_tokens_to_add()
+    lengths = [length for length in recipe.length_list if limit is None or length <= limit]
+    if len(lengths) < len(recipe.length_list):
+        logger.warning("%s takes at most %d tokens; longer buckets are left out", recipe.name, limit)
+    lengths = [length for length in lengths if length > special]
+    if not lengths:
+        raise UserError(f"no length of {recipe.lengths} fits {recipe.name}, which takes at most {limit} tokens, {special} of them special")
+    longest = lengths[-1] - special
+    tokenised = {}
+    for text in read_texts(recipe):
+        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)["input_ids"]
+        tokenised[hashlib.sha256(text.encode()).hexdigest()[:12]] = tuple(ids)
+    # The same texts at every length, as far as they reach: lengths then differ in length alone.
+    tokenised = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: recipe.texts]
+    units = []
+    for name, ids in tokenised:
+        if recipe.bucketing == "cut":
+            units += [Unit(name, length, ids[: length - special]) for length in lengths if length <= len(ids) + special]
+        elif ids:
+            units.append(Unit(name, next(length for length in lengths if len(ids) + special <= length), ids))
+    if not units:
+        reach = f"the longest has {len(tokenised[0][1]) + special} tokens" if tokenised else "there is no text"
+        raise UserError(f"no text of {recipe.text} reaches {lengths[0]} tokens: {reach}")
+    return sorted(units, key=lambda unit: (len(unit.ids), unit.text))
+
+
+# -------------------------------------------------------------------------------------------------------------------- model
+
+
+def load_model(recipe, factor):
+    """The masked language model in evaluation mode, with YaRN of `factor` if it is not None.
+
+    Raises:
+        UserError: no model, no masked-LM head, or no rotary positions to extend.
+    """
+    try:
+        config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the model {recipe.model!r} was not loaded: {' '.join(str(error).split())[:200]}") from error
+    if factor is not None:
+        _set_yarn(config, factor, recipe.model)
+    more = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
+    try:
+        model, info = AutoModelForMaskedLM.from_pretrained(
+            recipe.model,
+            config=config,
+            dtype=_DTYPES[recipe.dtype],
+            trust_remote_code=recipe.trust_remote_code,
+            output_loading_info=True,
+            **more,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"{recipe.model} is no masked language model here: {' '.join(str(error).split())[:200]}") from error
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise UserError(f"{recipe.model} has no trained masked-LM head: {missing} are not in its checkpoint, and would be random")
+    return model.eval().to(recipe.device)
+
+
+def _rotary(config):
+    """Whether positions are rotary, so that texts may be longer than in training."""
+    if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
+        return False
+    return any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta"))
+
+
+def _set_yarn(config, factor, name):
+    """YaRN for a configuration with one set of rotary parameters, under transformers 4 and 5."""
+    parameters = getattr(config, "rope_parameters", None)
+    nested = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
+    if not _rotary(config) or nested or hasattr(config, "global_rope_theta"):
+        raise UserError(f"YaRN needs one set of rotary parameters, which {name} ({config.model_type}) does not have; use --yarn off")
+    original = config.max_position_embeddings
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if isinstance(parameters, dict):
+        config.rope_parameters = {"rope_theta": parameters.get("rope_theta", 10000.0), **scaling}
+    else:
+        config.rope_scaling = scaling
+    config.max_position_embeddings = math.ceil(original * factor)
+
+
+def longest_input(config, tokenizer):
+    """Most tokens that the model takes, special ones counted; None for rotary positions."""
+    if _rotary(config):
+        return None
+    limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
+    return min(limits) if limits else None
+
+
+# --------------------------------------------------------------------------------------------------------------- evaluation
+
+
+def read_finished(path):
+    """Rows of the CSV so far; a last line that was not written to its end is dropped from the file.
+
+    Raises:
+        UserError: the file is of another kind.
+    """
+    if not path.is_file():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    rows = list(csv.DictReader(io.StringIO(whole)))
+    if whole and whole.split("\n", 1)[0] != ",".join(FIELDS):
+        raise UserError(f"{path} is no pseudo-perplexity CSV of this version; move it away or choose another --output")
+    return rows
+
+
+def _append(path, row):
+    if not path.is_file() or not path.stat().st_size:
+        write_text(path, ",".join(FIELDS) + "\n")
+    with open(path, "a") as file:
+        file.write(",".join(str(row[name]) for name in FIELDS) + "\n")
+
+
+def evaluate(recipe, model, tokenizer, units, factor, revision, path, finished):
+    """Appends a row to `path` for every unit that has none yet."""
+    prefix, suffix = _special_ids(tokenizer)
+    keys = {tuple(row[name] for name in _KEY) for row in finished}
+    todo = []
+    for unit in units:
+        positions = sample_positions(len(unit.ids), recipe.position_count, recipe.seed, unit.text)
+        key = {
+            "name": recipe.name.replace(",", ";"),
+            "revision": revision,
+            "yarn": "off" if factor is None else f"{factor:g}",
+            "dtype": recipe.dtype,
+            "text": unit.text,
+            "length": unit.length,
+            "tokens": len(unit.ids) + len(prefix) + len(suffix),
+            "positions": len(positions),
+            "seed": recipe.seed if len(positions) < len(unit.ids) else "",
+        }
+        if tuple(str(key[name]) for name in _KEY) not in keys:
+            todo.append((unit, positions, key))
+    label = f"{recipe.name}, YaRN {'off' if factor is None else f'{factor:g}'}"
+    with tqdm(total=sum(len(positions) for _, positions, _ in todo), desc=label, unit="position") as progress:
+        for unit, positions, key in todo:
+            ids = torch.tensor([*prefix, *unit.ids, *suffix], device=recipe.device)
+            batch = max(1, recipe.batch_tokens // len(ids))
+            losses = []
+            for start in range(0, len(positions), batch):
+                chosen = torch.from_numpy(positions[start : start + batch]).to(recipe.device) + len(prefix)
+                losses.append(masked_cross_entropy(model, ids.expand(len(chosen), -1), chosen, tokenizer.mask_token_id))
+                progress.update(len(chosen))
+            mean, error = mean_and_error(np.concatenate(losses), len(unit.ids))
+            row = {**key, "mean_cross_entropy": f"{mean:.8g}", "standard_error": f"{error:.5g}"}
+            row["pseudo_perplexity"] = f"{math.exp(min(mean, 700.0)):.8g}"
+            _append(path, row)
+
+
+def _special_ids(tokenizer):
+    """Special tokens before and after a single text."""
+    inside = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    start = next(i for i in range(len(ids)) if ids[i : i + len(inside)] == inside)
+    return ids[:start], ids[start + len(inside) :]
+
+
+# --------------------------------------------------------------------------------------------------------------------- plot
+
+
+def current_rows(rows):
+    """The last row of every (name, YaRN, text, length), of the last weights evaluated under each name: repeated evaluations count once."""
+    revision = {(row["name"], row["yarn"]): row["revision"] for row in rows}
+    rows = [row for row in rows if row["revision"] == revision[row["name"], row["yarn"]]]
+    return list({(row["name"], row["yarn"], row["text"], row["length"]): row for row in rows}.values())
+
+
+def summarise(rows):
+    """Buckets of CSV rows: [{"name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high", errors}].
+
+    The bucket's pseudo-perplexity is exp of the mean over texts of their mean cross-entropy. `error_positions`: standard error of that mean
+    from sampling positions, for these texts; `error_texts`: from the spread between texts, which contains the former. low and high are exp of
+    the mean -+ 1.96 of the larger error.
+    """
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["name"], row["yarn"], int(row["length"])), []).append(row)
+    buckets = []
+    for (name, yarn, length), found in sorted(groups.items()):
+        means = np.array([float(row["mean_cross_entropy"]) for row in found])
+        errors = np.array([float(row["standard_error"]) for row in found])
+        mean = means.mean()
+        error_positions = float(np.sqrt((errors**2).sum()) / len(found))
+        error_texts = float(means.std(ddof=1) / math.sqrt(len(found))) if len(found) > 1 else math.nan
+        error = np.nanmax([error_positions, error_texts, 0.0])
+        low, middle, high = (math.exp(min(x, 700.0)) for x in (mean - 1.96 * error, mean, mean + 1.96 * error))
+        buckets.append(
+            {
+                "name": name,
+                "yarn": yarn,
+                "length": length,
+                "texts": len(found),
+                "positions": sum(int(row["positions"]) for row in found),
+                "mean_cross_entropy": float(mean),
+                "error_positions": None if math.isnan(error_positions) else error_positions,
+                "error_texts": None if math.isnan(error_texts) else error_texts,
+                "pseudo_perplexity": middle,
+                "low": low,
+                "high": high,
+            }
+        )
+    return buckets
+
+
+def plot(rows, buckets, path, title=None):
+    """Figure 2: every text as a point, the buckets as a line with 95 % intervals, both axes logarithmic."""
+    require("eval", "matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    series = sorted({(bucket["name"], bucket["yarn"]) for bucket in buckets})
+    for i, (name, yarn) in enumerate(series):
+        colour = f"C{i % 10}"
+        label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
+        own = [row for row in rows if (row["name"], row["yarn"]) == (name, yarn)]
+        axes.scatter(
+            [int(r["tokens"]) for r in own], [float(r["pseudo_perplexity"]) for r in own], s=6, alpha=0.2, color=colour, linewidths=0
+        )
+        line = [b for b in buckets if (b["name"], b["yarn"]) == (name, yarn)]
+        x, y = [b["length"] for b in line], [b["pseudo_perplexity"] for b in line]
+        bars = [[b["pseudo_perplexity"] - b["low"] for b in line], [b["high"] - b["pseudo_perplexity"] for b in line]]
+        axes.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=2, color=colour, label=label)
+    lengths = sorted({bucket["length"] for bucket in buckets})
+    axes.set(
+        xscale="log", yscale="log", xlabel="length in tokens", ylabel="pseudo-perplexity", title=title or "Pseudo-perplexity against length"
+    )
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [m * 10**e for e in range(-1, 9) for m in (1, 2, 5) if low <= m * 10**e <= high]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = Path(path).with_name(f".{Path(path).name}.partial.png")
+    figure.savefig(temporary, dpi=150)
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def write_summary(output, title=None):
+    """Writes pseudo_perplexity.json, .md and .png beside the CSV, from all of its rows."""
+    output = Path(output)
+    rows = current_rows(read_finished(output / "pseudo_perplexity.csv"))
+    buckets = summarise(rows)
+    data = {"kind": "pseudo-perplexity", "buckets": buckets, "environment": environment(dtype=sorted({row["dtype"] for row in rows}))}
+    write_json(output / "pseudo_perplexity.json", data)
+    header = ["model", "YaRN", "length", "texts", "positions", "pseudo-perplexity", "95 % interval"]
+    lines = [
+        [
+            b["name"],
+            b["yarn"],
+            b["length"],
+            b["texts"],
+            b["positions"],
+            f"{b['pseudo_perplexity']:.3f}",
+            f"{b['low']:.3f} to {b['high']:.3f}",
+        ]
+        for b in buckets
+    ]
+    note = "exp(mean cross-entropy), every position masked on its own; the interval covers the choice of texts and of positions."
+    write_text(output / "pseudo_perplexity.md", f"{markdown_table(header, lines)}\n{note}\n")
+    plot(rows, buckets, output / "pseudo_perplexity.png", title)
+    return buckets
+
+
+def main(argv=None):
+    """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
+    recipe = read_recipe([PseudoPerplexityRecipe], sys.argv[1:] if argv is None else argv, prog="neobert pseudo-perplexity")[0]
+    require("eval", "matplotlib")
+    logging.basicConfig(format="%(message)s")
+    path = Path(recipe.output) / "pseudo_perplexity.csv"
+    finished = read_finished(path)
+    model = load_model(recipe, recipe.yarn_factors[0])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
+    except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
+        raise UserError(f"no tokenizer was found in {recipe.model}: {' '.join(str(error).split())[:200]}") from error
+    if tokenizer.mask_token_id is None:
+        raise UserError(f"the tokenizer of {recipe.model} has no mask token")
+    for factor in recipe.yarn_factors[1:]:
+        if factor is not None:
+            _set_yarn(AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code), factor, recipe.model)
+    units = make_units(recipe, tokenizer, longest_input(model.config, tokenizer))
+    revision = weights_digest(recipe.model)
+    for i, factor in enumerate(recipe.yarn_factors):
+        model = model if i == 0 else load_model(recipe, factor)
+        evaluate(recipe, model, tokenizer, units, factor, revision, path, finished)
+    write_summary(recipe.output, recipe.title)
+    print((Path(recipe.output) / "pseudo_perplexity.md").read_text())
+    return 0
