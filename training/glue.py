@@ -17,7 +17,6 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional  # HfArgumentParser reads Optional on every Python
 
 from transformers.utils import logging as transformers_logging
 
@@ -41,8 +40,8 @@ class GlueRecipe:
     model: str = field(metadata={"help": "model folder, or name on the Hub; any encoder"})
     data: str = field(default="nyu-mll/glue", metadata={"help": "name on the Hub, or a folder with <task>/<split>.jsonl|csv|tsv|parquet"})
     output: str = field(default="runs/glue", metadata={"help": "folder of the runs and the table"})
-    name: Optional[str] = field(default=None, metadata={"help": "row of the table; default: last part of --model"})
-    tokenizer: Optional[str] = field(default=None, metadata={"help": "folder or Hub name; default: the model's"})
+    name: str | None = field(default=None, metadata={"help": "row of the table; default: last part of --model"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub name; default: the model's"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run Python code that the model brings (NeoBERT itself needs none)"})
     seeds: str = field(default="1,2,3", metadata={"help": "comma-separated; the table gives mean and standard deviation"})
     grid: bool = field(default=False, metadata={"help": "search grid_values with the first seed, then run the best with all seeds"})
@@ -54,9 +53,9 @@ class GlueRecipe:
     heldout_fraction: float = 0.1
     heldout_rows: int = 2000
     preset: str = "neobert-4096"
-    batch_size: Optional[int] = field(default=None, metadata={"help": "of all processes together; default: the preset's"})
-    learning_rate: Optional[float] = field(default=None, metadata={"help": "default: the preset's, or lora_learning_rate"})
-    weight_decay: Optional[float] = field(default=None, metadata={"help": "default: the preset's"})
+    batch_size: int | None = field(default=None, metadata={"help": "of all processes together; default: the preset's"})
+    learning_rate: float | None = field(default=None, metadata={"help": "default: the preset's, or lora_learning_rate"})
+    weight_decay: float | None = field(default=None, metadata={"help": "default: the preset's"})
     epochs: float = 10.0
     warmup: float = 0.06
     patience: int = 15
@@ -69,15 +68,15 @@ class GlueRecipe:
     lora_dropout: float = 0.0
     lora_targets: str = field(default="auto", metadata={"help": "comma-separated, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT"})
     lora_learning_rate: float = 3e-4
-    max_train_samples: Optional[int] = field(default=None, metadata={"help": "a random subset, for a quick look"})
-    max_eval_samples: Optional[int] = None
+    max_train_samples: int | None = field(default=None, metadata={"help": "a random subset, for a quick look"})
+    max_eval_samples: int | None = None
     eval_batch_size: int = 64
     bf16: bool = field(default=False, metadata={"help": "bfloat16 mixed precision"})
     report_to: str = field(default="none", metadata={"help": "tensorboard, wandb, trackio, none"})
     keep_models: str = field(default="best", metadata={"help": "best (of each task), all, or none (MNLI's best is always kept)"})
-    presets: Optional[dict] = None
-    grid_values: Optional[dict] = None
-    lora_grid_values: Optional[dict] = None
+    presets: dict | None = None
+    grid_values: dict | None = None
+    lora_grid_values: dict | None = None
 
     def __post_init__(self):
         self.name = self.name or Path(str(self.model).rstrip("/")).name or "model"
