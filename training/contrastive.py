@@ -4,6 +4,8 @@ InfoNCE on cosine similarity / 0.07 with in-batch and hard negatives; every batc
 before the query; mean pooling. The output folder loads with `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
+# ruff: noqa: E402  (a missing extra is named before the imports that need it)
+
 import functools
 import json
 import os
@@ -21,6 +23,7 @@ require("eval", "sentence_transformers", "datasets", "accelerate")
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..evaluation.packed_encoder import load_sentence_transformer
@@ -251,6 +254,7 @@ def train(arguments, training):
     recipe = _recipe(arguments, training)
     if _open_folder(folder, recipe, arguments.overwrite, training.process_index == 0):
         return None
+    set_seed(training.seed)
     model = load_sentence_transformer(arguments.model, **_loading(arguments))
     if arguments.lora:
         config = lora_config(model[0].auto_model, arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout, arguments.lora_targets)
