@@ -133,7 +133,8 @@ class _Stream(_Epochs):
         return order[first : last + 1], start - (ends[first] - self.lengths[order[first]])
 
 
-def _generator(seed, i):
+def generator_for(seed, i):
+    """The random numbers of micro-batch i."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0] >> 1))
 
 
@@ -185,7 +186,9 @@ class MicroBatches(torch.utils.data.Dataset):
                 plan = _ByCount(lengths, texts_per_batch, key)
             else:
                 if lengths.sum() < self.rows * max_length:
-                    raise UserError(f"a batch takes {self.rows * max_length} tokens, but the data has {lengths.sum()}; lower tokens_per_batch")
+                    raise UserError(
+                        f"a batch takes {self.rows * max_length} tokens, but the data has {lengths.sum()}; lower tokens_per_batch"
+                    )
                 plan = _Stream(lengths, max_length, self.rows, key)
             self.parts.append(part)
             self.plans.append(plan)
@@ -218,7 +221,7 @@ class MicroBatches(torch.utils.data.Dataset):
         else:
             texts = self.windows.read(part[plan.batch(int(self.rank[i]))])
             batch = pack(texts) if self.layout == "packed" else pad(texts, self.pad_token_id)
-        batch["input_ids"], batch["labels"] = self.masking(batch["input_ids"], _generator(self.seed, int(i)))
+        batch["input_ids"], batch["labels"] = self.masking(batch["input_ids"], generator_for(self.seed, int(i)))
         return batch
 
 
@@ -276,7 +279,9 @@ def check_batch(layout, tokens_per_batch, texts_per_batch, max_length, mixture=N
     if layout == "padded" and texts_per_batch < 1:
         raise UserError(f"texts_per_batch must be at least 1, but {texts_per_batch} was given")
     if layout != "padded" and tokens_per_batch < max_length:
-        raise UserError(f"tokens_per_batch {tokens_per_batch} is less than one text of max_length {max_length}; raise it or lower max_length")
+        raise UserError(
+            f"tokens_per_batch {tokens_per_batch} is less than one text of max_length {max_length}; raise it or lower max_length"
+        )
     if layout == "packed_without_boundaries" and tokens_per_batch % max_length:
         raise UserError(f"tokens_per_batch {tokens_per_batch} must be a multiple of max_length {max_length} for layout {layout}")
     if mixture is None:
@@ -284,6 +289,8 @@ def check_batch(layout, tokens_per_batch, texts_per_batch, max_length, mixture=N
     try:
         shares = {int(least): float(share) for least, share in mixture.items()}
     except (AttributeError, TypeError, ValueError):
-        raise UserError(f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: 0.4}}, but {mixture!r} was given") from None
+        raise UserError(
+            f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: 0.4}}, but {mixture!r} was given"
+        ) from None
     if not shares or min(shares.values()) <= 0 or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given")

@@ -21,7 +21,9 @@ class TokenMasking:
         if not 0 < probability < 1:
             raise UserError(f"mask_probability must lie between 0 and 1, but {probability} was given")
         if min(mask_share, random_share) < 0 or mask_share + random_share > 1:
-            raise UserError(f"mask_share and random_share must be shares that sum to at most 1, but {mask_share}, {random_share} were given")
+            raise UserError(
+                f"mask_share and random_share must be shares that sum to at most 1, but {mask_share}, {random_share} were given"
+            )
         if tokenizer.mask_token_id is None:
             raise UserError(f"the tokenizer {tokenizer.name_or_path} has no mask token; give one with [MASK] or <mask>")
         self.probability, self.mask_share, self.random_share = probability, mask_share, random_share

@@ -9,7 +9,6 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional, Union
 
 from ..extras import require
 
@@ -28,7 +27,8 @@ from ..recipe import UserError, read_recipe  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
-from .pretraining_data import describe, load_prepared, local_files, prepare  # noqa: E402
+from .pretraining_data import describe, is_local, load_prepared, load_rows, local_files, prepare  # noqa: E402
+from .streaming import StreamedBatches  # noqa: E402
 
 
 logger = logging.get_logger(__name__)
@@ -46,11 +46,12 @@ _FREE_KEYS = {
 class ModelArguments:
     """What is trained."""
 
-    model_config: Optional[Union[dict, str]] = field(
-        default=None, metadata={"help": "fields of NeoBERTConfig that differ from the published model, as a mapping (JSON on the command line)"}
+    model_config: dict | str | None = field(
+        default=None,
+        metadata={"help": "fields of NeoBERTConfig that differ from the published model, as a mapping (JSON on the command line)"},
     )
     tokenizer: str = field(default=TOKENIZER, metadata={"help": "folder or Hub name"})
-    init_from: Optional[str] = field(
+    init_from: str | None = field(
         default=None, metadata={"help": "start from these weights (stage 2): a run's output folder, a checkpoint, a Hub name"}
     )
 
@@ -71,20 +72,23 @@ class DataArguments:
     dataset: str = field(
         default="tiiuae/falcon-refinedweb", metadata={"help": "Hub name; or files, a folder or a pattern: txt, jsonl, parquet, a saved set"}
     )
-    dataset_config: Optional[str] = field(default=None, metadata={"help": "subset of a Hub data set"})
+    dataset_config: str | None = field(default=None, metadata={"help": "subset of a Hub data set"})
     split: str = field(default="train", metadata={"help": "split of a Hub or saved data set"})
     text_column: str = field(default="content", metadata={"help": "column with the text"})
-    streaming: bool = field(default=False, metadata={"help": "read and tokenise while training, without a prepared set"})
-    prepared_dir: Optional[str] = field(default=None, metadata={"help": "where the tokenised set is kept; default OUTPUT_DIR/prepared"})
+    streaming: bool | None = field(
+        default=None,
+        metadata={"help": "read and tokenise while training; default: yes for a Hub name without a prepared set, no for files"},
+    )
+    prepared_dir: str | None = field(default=None, metadata={"help": "where the tokenised set is kept; default OUTPUT_DIR/prepared"})
     prepare: bool = field(default=False, metadata={"help": "tokenise the data and stop"})
     workers: int = field(default=1, metadata={"help": "processes that tokenise"})
-    heldout: Optional[str] = field(default=None, metadata={"help": "held-out text, as dataset; evaluated every eval_steps and at the end"})
+    heldout: str | None = field(default=None, metadata={"help": "held-out text, as dataset; evaluated every eval_steps and at the end"})
     max_length: int = field(default=1024, metadata={"help": "tokens of a text with [CLS] and [SEP]"})
     long_texts: str = field(default="truncate", metadata={"help": "truncate, or split into windows of max_length"})
     layout: str = field(default="packed", metadata={"help": "packed, padded, or packed_without_boundaries (ablation M6)"})
     tokens_per_batch: int = field(default=32768, metadata={"help": "tokens of a packed micro-batch, at most, on each device"})
     texts_per_batch: int = field(default=32, metadata={"help": "texts of a padded micro-batch on each device"})
-    mixture: Optional[Union[dict, str]] = field(
+    mixture: dict | str | None = field(
         default=None, metadata={"help": "{least tokens of a text: probability} that a batch is drawn from such texts (stage 2)"}
     )
     mask_probability: float = field(default=0.2, metadata={"help": "share of the real tokens that are predicted"})
@@ -121,9 +125,11 @@ class PretrainingArguments(TrainingArguments):
     keep_every: int = field(default=0, metadata={"help": "also keep every n-th step's checkpoint; 0: none"})
     logging_steps: float = field(default=100)
     save_steps: float = field(default=2000)
-    report_to: Optional[str] = field(default="tensorboard", metadata={"help": "tensorboard, wandb, trackio, none"})
-    peak_tflops: Optional[float] = field(default=None, metadata={"help": "the device's peak for share_of_peak; default: a measured matrix product"})
-    raw_checkpoint: Optional[str] = field(
+    report_to: str | None = field(default="tensorboard", metadata={"help": "tensorboard, wandb, trackio, none"})
+    peak_tflops: float | None = field(
+        default=None, metadata={"help": "the device's peak for share_of_peak; default: a measured matrix product"}
+    )
+    raw_checkpoint: str | None = field(
         default=None, metadata={"help": "also write the final weights in the authors' raw layout: float32, bfloat16 or float16"}
     )
     remove_unused_columns: bool = field(default=False)
@@ -133,11 +139,15 @@ class PretrainingArguments(TrainingArguments):
         if self.per_device_train_batch_size != 1:
             raise UserError("per_device_train_batch_size does not apply: give tokens_per_batch (packed) or texts_per_batch (padded)")
         if self.keep_last < 1 or self.keep_every < 0:
-            raise UserError(f"keep_last must be at least 1 and keep_every at least 0, but {self.keep_last} and {self.keep_every} were given")
+            raise UserError(
+                f"keep_last must be at least 1 and keep_every at least 0, but {self.keep_last} and {self.keep_every} were given"
+            )
         if self.raw_checkpoint not in (None, "float32", "bfloat16", "float16"):
             raise UserError(f"raw_checkpoint must be float32, bfloat16 or float16, but {self.raw_checkpoint!r} was given")
         if self.save_steps % self.logging_steps:
-            raise UserError(f"save_steps {self.save_steps:g} must be a multiple of logging_steps {self.logging_steps:g}, so that logs continue whole")
+            raise UserError(
+                f"save_steps {self.save_steps:g} must be a multiple of logging_steps {self.logging_steps:g}, so that logs continue whole"
+            )
         if self.optimizer not in schedules.OPTIMIZERS:
             raise UserError(f"optimizer must be one of {', '.join(schedules.OPTIMIZERS)}, but {self.optimizer!r} was given")
         schedules.check_schedule(self.schedule, self.warmup_steps, self.max_steps, self.decay_share, self.lr_floor)
@@ -179,7 +189,9 @@ def make_model(arguments, tokenizer, seed):
         values = json.loads((Path(source) / "config.json").read_text()) if Path(source).is_dir() else None
         model_type = values["model_type"] if values else NeoBERTConfig.get_config_dict(source)[0].get("model_type")
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"init_from {arguments.init_from} holds no model (config.json with model_type): {' '.join(str(error).split())[:120]}") from error
+        raise UserError(
+            f"init_from {arguments.init_from} holds no model (config.json with model_type): {' '.join(str(error).split())[:120]}"
+        ) from error
     if model_type != "neobert":
         raise UserError(f"init_from {arguments.init_from} is a {model_type!r} model; a NeoBERT checkpoint is needed")
     config = NeoBERTConfig.from_pretrained(source)
@@ -244,13 +256,35 @@ def prepared_tokens(data, dataset, folder, tokenizer, training):
     return tokens
 
 
-def make_batches(data, tokens, tokenizer, masking, count, seed):
-    """`MicroBatches` of a run from its tokenised set; `count=None`: one pass."""
+def _ends(tokenizer):
+    """Ids of the tokens before and after every text."""
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
     first = tokenizer.bos_token_id if first is None else first
     last = tokenizer.eos_token_id if last is None else last
     if first is None or last is None:
         raise UserError(f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a text ([CLS], [SEP])")
+    return first, last
+
+
+def _streams(data, prepared):
+    """Whether the training data is read while training."""
+    if data.streaming is not None:
+        return data.streaming
+    return not is_local(data.dataset) and not (prepared / "prepared.json").is_file()
+
+
+def make_stream(data, tokenizer, masking, seed, training):
+    """`StreamedBatches` of this process."""
+    rows, kind = load_rows(data.dataset, data.dataset_config, data.split, data.text_column, streaming=True)
+    return StreamedBatches(
+        rows, kind, data.text_column, tokenizer, *_ends(tokenizer), masking, data.layout, data.tokens_per_batch, data.texts_per_batch,
+        data.max_length, data.long_texts, data.mixture, seed, training.process_index, training.world_size,
+    )  # fmt: skip
+
+
+def make_batches(data, tokens, tokenizer, masking, count, seed):
+    """`MicroBatches` of a run from its tokenised set; `count=None`: one pass."""
+    first, last = _ends(tokenizer)
     windows = Windows(tokens, first, last, data.max_length, data.long_texts)
     settings = {
         "layout": data.layout,
@@ -284,8 +318,8 @@ def _check_continues(output_dir, values, world_size):
         return
     before = json.loads(path.read_text())
     for name, value in {**values, "world_size": world_size}.items():
-        if before.get(name) != value:
-            raise UserError(f"{output_dir} was started with {name}={before.get(name)!r}, now {value!r}; give the same, or another output_dir")
+        if name in before and before[name] != value:
+            raise UserError(f"{output_dir} was started with {name}={before[name]!r}, now {value!r}; give the same, or another output_dir")
 
 
 def run(model_arguments, data, training):
@@ -309,11 +343,18 @@ def run(model_arguments, data, training):
     if checkpoint is not None:
         _check_continues(output_dir, values, training.world_size)
 
-    tokens = prepared_tokens(data, data.dataset, prepared_dir / "train", tokenizer, training)
     seed = training.data_seed if training.data_seed is not None else training.seed
-    count = training.max_steps * training.gradient_accumulation_steps * training.world_size
-    batches = make_batches(data, tokens, tokenizer, masking, count, seed)
-    heldout = None
+    tokens = heldout = None
+    if _streams(data, prepared_dir / "train"):
+        batches = make_stream(data, tokenizer, masking, seed, training)
+        if checkpoint is not None:
+            saved = json.loads(pretrain_trainer.stream_file(checkpoint, training.process_index).read_text())
+            batches.load_state(saved["state"], saved["consumed"])
+        training.ignore_data_skip = True
+    else:
+        tokens = prepared_tokens(data, data.dataset, prepared_dir / "train", tokenizer, training)
+        count = training.max_steps * training.gradient_accumulation_steps * training.world_size
+        batches = make_batches(data, tokens, tokenizer, masking, count, seed)
     if data.heldout is not None:
         heldout_tokens = prepared_tokens(data, data.heldout, prepared_dir / "heldout", tokenizer, training)
         heldout = make_batches(data, heldout_tokens, tokenizer, masking, None, seed + 1)
@@ -327,8 +368,7 @@ def run(model_arguments, data, training):
         model=model, args=training, train_dataset=batches, eval_dataset=heldout, processing_class=tokenizer, data_collator=_only_item
     )
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
-    metrics = _finish(trainer, model_arguments, tokens, tokenizer, heldout)
-    return metrics
+    return _finish(trainer, tokens, tokenizer)
 
 
 def _only_item(items):
@@ -336,13 +376,15 @@ def _only_item(items):
     return items[0]
 
 
-def _finish(trainer, model_arguments, tokens, tokenizer, heldout):
+def _finish(trainer, tokens, tokenizer):
     """Saves the final model and what it reached."""
     training = trainer.args
-    metrics = {}
+    metrics, heldout = {}, trainer.eval_dataset
     if heldout is not None:
         metrics = trainer.evaluate()
-        metrics["eval_unigram_accuracy"] = unigram_accuracy(heldout, unigram(tokens, tokenizer))
+        # A streamed run has no training tokens at hand to count: the held-out ones give the baseline its best case.
+        frequent = unigram(heldout.windows.tokens if tokens is None else tokens, tokenizer)
+        metrics["eval_unigram_accuracy"] = unigram_accuracy(heldout, frequent)
     trainer.save_model(training.output_dir)
     if trainer.is_world_process_zero():
         trainer.write_log()

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer
 
 from ..evaluation.results import write_json, write_text
 from . import schedules
 from .batching import real_tokens, squared_lengths
+from .streaming import COUNTS, STATE
 
 
 WHOLE = "whole.json"  # written into a checkpoint after everything else
@@ -43,6 +44,11 @@ def remove_broken_checkpoints(output_dir):
     for folder in broken:
         shutil.rmtree(folder, ignore_errors=True)
     return sorted(folder.name for folder in broken)
+
+
+def stream_file(checkpoint, rank):
+    """Where a checkpoint keeps how far process `rank` has read a streamed data set."""
+    return Path(checkpoint) / f"stream_{rank}.json"
 
 
 def save_raw_checkpoint(model, folder, step, dtype=torch.float16):
@@ -109,6 +115,22 @@ class PretrainingTrainer(Trainer):
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "flops": 0.0}
         self._window_start = None
         self._peak = None
+        self._stream_state = None
+        self.skipped = {}
+
+    def get_train_dataloader(self):
+        if not isinstance(self.train_dataset, IterableDataset):
+            return super().get_train_dataloader()
+        # Each process streams its own share, so accelerate must not share it out again.
+        return DataLoader(self.train_dataset, batch_size=None, num_workers=self.args.dataloader_num_workers)
+
+    def get_batch_samples(self, *args, **kwargs):
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        for batch in samples:
+            self.skipped = batch.pop(COUNTS, self.skipped)
+            state = batch.pop(STATE, None)
+            self._stream_state = json.loads(state) if state else self._stream_state
+        return samples, count
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
@@ -180,6 +202,7 @@ class PretrainingTrainer(Trainer):
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
+            logs.update({f"rows_skipped_{name}": number for name, number in self.skipped.items()})
             if seconds > 0:
                 logs["tokens_per_second"] = counts["tokens"] / seconds
                 logs["share_of_peak"] = counts["flops"] / seconds / (self._peak_rate() * self.args.world_size)
@@ -195,9 +218,12 @@ class PretrainingTrainer(Trainer):
 
     def _save_checkpoint(self, *args, **kwargs):
         super()._save_checkpoint(*args, **kwargs)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self._stream_state is not None:
+            consumed = self.state.global_step * self.args.gradient_accumulation_steps
+            write_json(stream_file(folder, self.args.process_index), {"consumed": consumed, "state": self._stream_state})
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             write_json(folder / WHOLE, {"step": self.state.global_step, "tokens_seen": self.state.num_input_tokens_seen})
             self._forget_old_checkpoints()
             self.write_log()

@@ -25,6 +25,11 @@ EMPTY, BROKEN = 0, -1
 _TEXT_ENDINGS = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
+def is_local(dataset):
+    """Whether every source is local."""
+    return all(local_files(name) is not None for name, _ in _sources(dataset, None))
+
+
 def local_files(dataset):
     """(kind, files) of a local source, or None for a Hub name. Kinds: text (a text a line), jsonl, parquet, saved, prepared."""
     path = Path(dataset)
@@ -54,14 +59,30 @@ def _ending(path):
     return suffixes[-1] if suffixes else ""
 
 
+def _sources(dataset, config):
+    """[(name, subset)] of "name:subset, other name"; a plain name takes `config`."""
+    names = [name.strip() for name in dataset.split(",") if name.strip()]
+    if not names:
+        raise UserError("dataset is empty; give a Hub name or a path")
+    return [tuple(name.split(":", 1)) if ":" in name else (name, config) for name in names]
+
+
 def load_rows(dataset, config=None, split="train", text_column="content", streaming=False):
-    """The source's rows with one text column named "text" (jsonl: undecoded lines).
+    """Rows of one or several sources ("name:subset, other name"), one after another, with one text column named "text".
 
     Returns:
-        a `datasets.Dataset` or, when streaming, `IterableDataset`, and the kind of the source.
+        a `datasets.Dataset` or, when streaming, `IterableDataset`, and the kind of the sources (jsonl: the text is undecoded lines).
     Raises:
-        UserError: the source, its split or its column is not there.
+        UserError: a source, its split or its column is not there, or jsonl is mixed with other kinds.
     """
+    parts = [_load_source(name, subset, split, text_column, streaming) for name, subset in _sources(dataset, config)]
+    kinds = {kind for _, kind in parts}
+    if len(kinds) > 1 and "jsonl" in kinds:
+        raise UserError(f"dataset {dataset}: jsonl files cannot be mixed with other kinds of source")
+    return (parts[0][0] if len(parts) == 1 else concatenate_datasets([rows for rows, _ in parts])), kinds.pop()
+
+
+def _load_source(dataset, config=None, split="train", text_column="content", streaming=False):
     local = local_files(dataset)
     kind = local[0] if local else "hub"
     if kind == "saved":
@@ -151,11 +172,11 @@ def tokenizer_fingerprint(tokenizer):
 
 
 def _source_key(dataset, config, split, text_column, tokenizer):
-    local = local_files(dataset)
-    files = [[file.name, file.stat().st_size] for file in local[1] if file.is_file()] if local else None
+    found = [(name, local_files(name)) for name, _ in _sources(dataset, config)]
+    files = [[file.name, file.stat().st_size] for _, local in found if local for file in local[1] if file.is_file()]
     return {
-        "dataset": Path(dataset).name if local else dataset,
-        "files": files,
+        "dataset": ", ".join(Path(name).name if local else name for name, local in found),
+        "files": files or None,
         "config": config,
         "split": split,
         "text_column": text_column,
