@@ -1,0 +1,354 @@
+"""Writes a folder ready for the Hugging Face Hub, whole or not at all, and proves it by loading it as a user would."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from tqdm.auto import tqdm
+
+from .recipe import UserError
+
+
+HERE = Path(__file__).resolve().parent
+CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+# ------------------------------------------------------------------------------------------------------------- whole or absent
+
+
+def _backup(output):
+    return output.with_name(f".{output.name}.replaced")
+
+
+def _is_alive(pid):
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def clean_up_after_killed_runs(output):
+    """Removes what a killed conversion to `output` left beside it, and puts back a folder that it was about to replace."""
+    backup = _backup(output)
+    if backup.is_dir():
+        if output.exists():
+            shutil.rmtree(backup, ignore_errors=True)
+        else:
+            os.replace(backup, output)
+    prefix = f".{output.name}.converting-{socket.gethostname()}-"
+    for path in output.parent.glob(f".{output.name}.converting-*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def whole_folder(output):
+    """A temporary sibling of `output` that takes its name when the block ends well, and is removed when it does not."""
+    folder = output.with_name(f".{output.name}.converting-{socket.gethostname()}-{os.getpid()}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+        if output.exists():
+            os.replace(output, _backup(output))
+        os.replace(folder, output)
+        shutil.rmtree(_backup(output), ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------- weights
+
+
+def write_safetensors(path, names, shapes, dtype, read):
+    """Writes one safetensors file tensor by tensor: `safetensors.torch.save_file` would need all of them in memory.
+
+    Args:
+        path: the file.
+        names: the tensors it gets.
+        shapes: {name: shape}.
+        dtype: float32, bfloat16 or float16, of all of them.
+        read: function of a name that returns the tensor in that dtype, on the CPU.
+    Returns:
+        dict with `file`, `tensors`, `bytes` and `sha256`.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name in sorted(names):
+        length = torch.Size(shapes[name]).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [offset, offset + length]}
+        offset += length
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def put(data):
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+
+        put(len(encoded).to_bytes(8, "little") + encoded)
+        for name in sorted(names):
+            tensor = read(name).contiguous()
+            put(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+    return {"file": path.name, "tensors": len(names), "bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_weights(folder, shapes, dtype, read, max_shard_size):
+    """model.safetensors, or shards of at most `max_shard_size` ("5GB" or bytes) with their index; returns one row per file."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    try:
+        split = split_state_dict_into_shards_factory(
+            shapes,
+            get_storage_size=lambda shape: torch.Size(shape).numel() * dtype.itemsize,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError:
+        raise UserError(f"--max-shard-size takes a size as 5GB or 500MB, but {max_shard_size!r} was given.") from None
+    with tqdm(total=len(shapes), desc="writing tensors", unit="tensor") as progress:
+
+        def read_one(name):
+            tensor = read(name)
+            progress.update()
+            return tensor
+
+        rows = [
+            write_safetensors(folder / file, names, shapes, dtype, read_one) for file, names in sorted(split.filename_to_tensors.items())
+        ]
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------ the other files
+
+
+def write_config(folder, config, architecture, dtype):
+    """config.json with the whole auto_map, and the two code files that it points at."""
+    config.architectures = [architecture]
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.to_json_file(folder / "config.json")
+    for name in CODE_FILES:
+        shutil.copyfile(HERE / name, folder / name)
+
+
+def write_tokenizer(folder, tokenizer, max_length):
+    """Copies the tokenizer's files to the top of the folder; it truncates at the model's context length at the latest."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if settings.get("model_max_length", float("inf")) > max_length:
+            settings["model_max_length"] = max_length
+            path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_sentence_transformers(folder, config):
+    """The files that make sentence-transformers pool with the mean over real tokens."""
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling").mkdir()
+    for name, content in (
+        ("modules.json", modules),
+        ("sentence_bert_config.json", {"max_seq_length": config.max_position_embeddings, "do_lower_case": False}),
+        ("1_Pooling/config.json", pooling),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+_TASKS = {
+    "masked-lm": ("fill-mask", "AutoModelForMaskedLM"),
+    "base": ("feature-extraction", "AutoModel"),
+    "sequence-classification": ("text-classification", "AutoModelForSequenceClassification"),
+}
+
+
+def usage_lines(name, head, has_tokenizer, sentence_transformers):
+    """Python that loads the folder or repository `name`."""
+    auto = _TASKS[head][1]
+    lines = [f"from transformers import {auto}" + (", AutoTokenizer" if has_tokenizer else "")]
+    lines.append(f'model = {auto}.from_pretrained("{name}", trust_remote_code=True)')
+    if has_tokenizer:
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)')
+    if sentence_transformers:
+        lines.append("from sentence_transformers import SentenceTransformer")
+        lines.append(f'sentences = SentenceTransformer("{name}", trust_remote_code=True)')
+    return lines
+
+
+def write_model_card(folder, config, head, dtype, rows, name, parameters, has_tokenizer, sentence_transformers, notes):
+    """README.md with the metadata that the Hub reads."""
+    task = "sentence-similarity" if sentence_transformers else _TASKS[head][0]
+    library = "sentence-transformers" if sentence_transformers else "transformers"
+    tags = ["neobert", "custom_code", "safetensors", _TASKS[head][0]]
+    if sentence_transformers:
+        tags += ["sentence-transformers", "feature-extraction"]
+    metadata = ["license: mit", f"library_name: {library}", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in dict.fromkeys(tags))]
+    facts = [
+        ("parameters", f"{parameters:,}"),
+        ("dtype", str(dtype).removeprefix("torch.")),
+        ("layers x hidden size", f"{config.num_hidden_layers} x {config.hidden_size}, {config.num_attention_heads} heads"),
+        ("feed-forward", f"{config.hidden_act}, inner size {config.ffn_inner_size}"),
+        ("norm, positions", f"{config.norm_type}, {config.position_embedding_type}"),
+        ("vocabulary", f"{config.vocab_size:,} rows"),
+        ("context", f"{config.max_position_embeddings:,} tokens"),
+        *((f"sha256 of {row['file']}", f"`{row['sha256']}`") for row in rows),
+    ]
+    lines = ["---", *metadata, "---", "", f"# {name.rpartition('/')[2]}", ""]
+    lines += ["A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a training checkpoint.", ""]
+    lines += ["```python", *usage_lines(name, head, has_tokenizer, sentence_transformers), "```", ""]
+    lines += ["The model's code lies in this repository and runs on your machine: read it, and pin what you read with `revision=`.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts), ""]
+    if notes:
+        lines += ["Conversion:", "", *(f"- {note}" for note in notes), ""]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------------- the proof
+
+
+# Run by a fresh interpreter that does not know this package.
+_RELOAD = """
+import sys, torch, transformers
+from safetensors.torch import load_file, save_file
+folder, auto, inputs, outputs = sys.argv[1:]
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+model, info = getattr(transformers, auto).from_pretrained(
+    folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True)
+bad = {kind: sorted(map(str, info.get(kind) or [])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+# Tied weights have no tensor of their own.
+bad["missing_keys"] = [k for k in bad["missing_keys"] if not (k == "decoder.weight" and model.config.tie_word_embeddings)]
+if auto == "AutoModel":
+    bad["unexpected_keys"] = [k for k in bad["unexpected_keys"] if not k.startswith("decoder.")]
+if any(bad.values()):
+    sys.exit(f"loading it reported {bad}")
+if type(model).__module__.split(".")[0] != "transformers_modules":
+    sys.exit(f"it loaded {type(model)} and not the code in the folder")
+with torch.no_grad():
+    result = model.eval()(**load_file(inputs))
+save_file({"output": (result.last_hidden_state if auto == "AutoModel" else result.logits).contiguous()}, outputs)
+"""
+
+
+def _random_tokens(config):
+    """Two rows of random tokens, the second with padding."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(32, config.max_position_embeddings)
+    ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length - length // 3 :] = 0
+    if config.pad_token_id is not None:
+        ids[mask == 0] = config.pad_token_id
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def streamed_forward(model, read, inputs):
+    """Runs a model that was built on the meta device, reading each module's weights only while it runs.
+
+    Args:
+        model: built under `torch.device("meta")`.
+        read: function of a parameter's name that returns the float32 tensor.
+        inputs: keyword arguments of the forward.
+    Returns:
+        (B, L, D) hidden states or the head's logits, float32.
+    """
+
+    def fill(module, prefix):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(read(f"{prefix}{name}"), requires_grad=False)
+
+    def empty(module):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+    for name, module in model.named_modules():
+        if module._parameters:
+            module.register_forward_pre_hook(lambda module, args, prefix=f"{name}.": fill(module, prefix))
+            module.register_forward_hook(lambda module, args, output: empty(module))
+    with torch.no_grad():
+        output = model.eval()(**inputs)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def verify(folder, head, build, read, rounded, config):
+    """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh process and compares its outputs.
+
+    Args:
+        folder: what was written.
+        head: masked-lm, base or sequence-classification.
+        build: returns the model on the meta device.
+        read: function of a parameter's name that returns the source's tensor in float32.
+        rounded: the same after rounding to the dtype that was written.
+        config: of the model.
+    Returns:
+        (largest difference to the rounded source weights, largest difference to the source weights, largest output), floats.
+    Raises:
+        UserError: it does not load, or its outputs are not those of the source weights.
+    """
+    inputs = _random_tokens(config)
+    real = inputs["attention_mask"].bool() if head != "sequence-classification" else slice(None)
+    expected = streamed_forward(build(), read, inputs)[real]
+    exact = streamed_forward(build(), rounded, inputs)[real] if rounded is not read else expected
+    with tempfile.TemporaryDirectory(prefix="neobert-verify-") as scratch:
+        given, answered = Path(scratch) / "inputs.safetensors", Path(scratch) / "outputs.safetensors"
+        save_file(inputs, given)
+        environment = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        process = subprocess.run(
+            [sys.executable, "-c", _RELOAD, str(folder.resolve()), _TASKS[head][1], str(given), str(answered)],
+            env=environment,
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+        )
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
+        output = load_file(answered)["output"][real]
+    largest = expected.abs().max().item()
+    to_rounded, to_source = (output - exact).abs().max().item(), (output - expected).abs().max().item()
+    if not to_rounded <= 1e-5 * max(largest, 1.0):
+        raise UserError(f"the converted folder's outputs differ from the source's by {to_rounded:.2e}, so it was not kept.")
+    return to_rounded, to_source, largest
