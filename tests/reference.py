@@ -3,6 +3,7 @@
 It shares no line with the model and knows no padding, packing or mask: a text is what is left of its row.
 """
 
+import inspect
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import neobert
 import torch
 from neobert import NeoBERTConfig
+from transformers import modeling_flash_attention_utils as flash_utils
 
 
 # The checkout is itself the package. pytest imports it again under the folder's name, and the Auto classes would then know that copy.
@@ -135,3 +137,76 @@ def assert_same(actual, expected, tolerance=1e-5, what="output"):
     difference = (actual.detach().double() - expected).abs().max().item()
     bound = tolerance * expected.abs().max().item()
     assert difference <= bound, f"The {what} differs by {difference:.2e}, more than {bound:.2e}."
+
+
+class FlashReference:
+    """flash-attn's two functions in plain torch; keeps the arguments of every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    @staticmethod
+    def attend(q, k, v, scale):
+        return torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v)
+
+    def varlen(
+        self,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        self.calls.append({name: value for name, value in locals().items() if name != "self"})
+        bounds = cu_seqlens_q.tolist()
+        return torch.cat([self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])])
+
+    def dense(
+        self,
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+    ):
+        self.calls.append({"q": q, "k": k, "v": v, "softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p})
+        return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
+
+
+def install_flash(monkeypatch):
+    """Puts a `FlashReference` in the place of the flash-attn package, behind transformers' own flash_attention_2; returns it."""
+    reference = FlashReference()
+
+    def dense(*args, **kwargs):
+        return reference.dense(*args, **kwargs)
+
+    def varlen(*args, **kwargs):
+        return reference.varlen(*args, **kwargs)
+
+    dense.__signature__ = inspect.signature(reference.dense)
+    varlen.__signature__ = inspect.signature(reference.varlen)
+    pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
+    process = flash_utils._lazy_define_process_function(varlen)
+    if hasattr(flash_utils, "_flash_with_kvcache_fn"):
+        loaded = (dense, varlen, None, pad, unpad), (process, dict)
+    else:
+        loaded = (dense, varlen, pad, unpad), process
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
+    return reference

@@ -10,10 +10,9 @@ import torch
 from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DataCollatorWithFlattening
-from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .reference import LEARNED, assert_same, make_model, random_batch, reference_states
+from .reference import LEARNED, FlashReference, assert_same, install_flash, make_model, random_batch, reference_states
 
 
 LENGTHS = [12, 3, 12, 1, 7]
@@ -35,78 +34,9 @@ def packed_batch(texts):
 # -------------------------------------------------------------------------------------------------------- implementations
 
 
-class FlashReference:
-    """flash-attn's two functions in plain torch; keeps the arguments of every call."""
-
-    def __init__(self):
-        self.calls = []
-
-    @staticmethod
-    def attend(q, k, v, scale):
-        return torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v)
-
-    def varlen(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
-        self.calls.append({name: value for name, value in locals().items() if name != "self"})
-        bounds = cu_seqlens_q.tolist()
-        return torch.cat([self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])])
-
-    def dense(
-        self,
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-    ):
-        self.calls.append({"q": q, "k": k, "v": v, "softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p})
-        return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
-
-
 @pytest.fixture
 def flash(monkeypatch):
-    """Stands in for the flash-attn package behind transformers' own flash_attention_2."""
-    reference = FlashReference()
-
-    def dense(*args, **kwargs):
-        return reference.dense(*args, **kwargs)
-
-    def varlen(*args, **kwargs):
-        return reference.varlen(*args, **kwargs)
-
-    dense.__signature__ = inspect.signature(reference.dense)
-    varlen.__signature__ = inspect.signature(reference.varlen)
-    pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
-    process = flash_utils._lazy_define_process_function(varlen)
-    if hasattr(flash_utils, "_flash_with_kvcache_fn"):
-        loaded = (dense, varlen, None, pad, unpad), (process, dict)
-    else:
-        loaded = (dense, varlen, pad, unpad), process
-    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
-    return reference
+    return install_flash(monkeypatch)
 
 
 def my_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
