@@ -9,6 +9,7 @@ import json
 import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
+from datasets.utils import logging as datasets_logging
 
 from ..recipe import UserError
 from .batching import check_batch, generator_for, pack, pad
@@ -122,7 +123,10 @@ class _Source:
         # A buffer of one row: only the order of the shards is shuffled, which a saved state brings back exactly.
         self.stream = self.tokens.shuffle(seed=self.seed + self.epoch, buffer_size=1)
         if saved is not None:
+            verbosity = datasets_logging.get_verbosity()
+            datasets_logging.set_verbosity_error()  # it warns of a lost buffer, which holds no row here
             self.stream.load_state_dict(saved)
+            datasets_logging.set_verbosity(verbosity)
         self.rows = iter(self.stream)
 
     def next(self, windows):

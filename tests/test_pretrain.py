@@ -1,0 +1,268 @@
+"""Pins `neobert pretrain`: learning, metrics, a run killed at any moment equals an uninterrupted one, checkpoints kept, stage 2, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from neobert import cli
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.recipe import UserError, read_recipe
+from neobert.training import pretrain
+from neobert.training.pretrain_trainer import (
+    flops_per_batch,
+    last_whole_checkpoint,
+    masked_correct,
+    remove_broken_checkpoints,
+    save_raw_checkpoint,
+    whole_checkpoints,
+)
+
+
+SUBJECTS = ["river", "stone", "music", "paper", "table", "winter"]
+OTHERS = ["cold water", "hard rock", "sweet sound", "white sheets", "four legs", "deep snow"]
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(400):
+        pairs = [int(pick) for pick in rng.integers(len(SUBJECTS), size=rng.integers(1, 4))]
+        lines.append(". ".join(f"the {SUBJECTS[i]} has {OTHERS[i]}" for i in pairs))
+    (folder / "train.txt").write_text("\n".join(lines[:360]) + "\n")
+    (folder / "heldout.txt").write_text("\n".join(lines[360:]) + "\n")
+    return folder
+
+
+def _arguments(corpus, out, **more):
+    values = {
+        "model_config": json.dumps(TINY), "dataset": corpus / "train.txt", "prepared_dir": corpus / "prepared", "output_dir": out,
+        "max_length": 32, "tokens_per_batch": 256, "max_steps": 8, "warmup_steps": 2, "learning_rate": 3e-3, "logging_steps": 1,
+        "save_steps": 4, "report_to": "none", "disable_tqdm": "true", "seed": 7, "peak_tflops": 0.01, "dataloader_pin_memory": "false", **more,
+    }  # fmt: skip
+    return [piece for name, value in values.items() for piece in (f"--{name}", str(value))]
+
+
+def _run(arguments):
+    return pretrain.run(*read_recipe((pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), arguments))
+
+
+def _log(out):
+    """Logged records of the steps, without what the clock decides."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "share_of_peak", "epoch")
+    return [{name: value for name, value in record.items() if name not in timed} for record in records if "loss" in record]
+
+
+def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
+    metrics = _run(_arguments(corpus, tmp_path, max_steps=150, save_steps=150, logging_steps=10, heldout=corpus / "heldout.txt", report_to="tensorboard"))
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    names = {"loss", "masked_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "share_of_peak", "tokens_seen", "step"}
+    assert names <= set(steps[-1]), f"missing in the log: {names - set(steps[-1])}"
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"], "the loss must fall on text with a rule"
+    assert steps[-1]["learning_rate"] == pytest.approx(3e-4), "the learning rate must end at 10 % of its peak"
+    assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], "context must help on held-out text"
+    assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, "tokens seen are the real tokens of all batches"
+    assert list(tmp_path.rglob("events.out.tfevents*")), "TensorBoard's file must be there"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["eval_loss"] == metrics["eval_loss"] and result["command"] and result["steps"] == 150
+    model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
+    assert model.config.hidden_size == 32, "the final model must load"
+
+
+@pytest.mark.parametrize("layout, more", [("packed", {}), ("padded", {"gradient_accumulation_steps": 2, "texts_per_batch": 6})])
+def test_continuing_equals_not_stopping(corpus, tmp_path, layout, more):
+    """Dropout is on, so that the state of the random numbers counts too."""
+    model = json.dumps({**TINY, "dropout": 0.1})
+    arguments = {"layout": layout, "model_config": model, "mask_share": 0.8, "random_share": 0.1, **more}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    _run(_arguments(corpus, whole, **arguments))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 6:
+            raise Killed
+        return step(self, *args, **kwargs)
+
+    step = pretrain.pretrain_trainer.PretrainingTrainer.training_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain.pretrain_trainer.PretrainingTrainer, "training_step", killed)
+        with pytest.raises(Killed):
+            _run(_arguments(corpus, stopped, **arguments))
+    assert list(whole_checkpoints(stopped)) == [4]
+    (stopped / "checkpoint-6").mkdir()
+    (stopped / "checkpoint-6" / "model.safetensors").write_bytes(b"half")
+    _run(_arguments(corpus, stopped, **arguments))
+    assert not (stopped / "checkpoint-6").exists(), "what a kill left half-written must go"
+    assert _log(stopped) == _log(whole), "the loss curve of the continued run must be exactly that of the uninterrupted one"
+    first, second = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_command_again(corpus, tmp_path):
+    root = Path(pretrain.__file__).resolve().parent.parent
+    package = tmp_path / "path"
+    package.mkdir()
+    (package / "neobert").symlink_to(root)
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "neobert.cli", "pretrain", *_arguments(corpus, out, max_steps=60, save_steps=5)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 240
+    while not (out / "checkpoint-10" / "whole.json").exists() and time.time() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run must have been killed in the middle"
+    assert last_whole_checkpoint(out) is not None
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    whole = tmp_path / "whole"
+    _run(_arguments(corpus, whole, max_steps=60, save_steps=5))
+    assert len(_log(out)) == 60 and _log(out) == _log(whole)
+
+
+def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch):
+    arguments = {"streaming": "true", "max_steps": 10, "save_steps": 2}
+    _run(_arguments(corpus, tmp_path / "whole", **arguments))
+    save = pretrain.pretrain_trainer.PretrainingTrainer._save_checkpoint
+
+    def save_once(self, *args, **kwargs):
+        if self.state.global_step > 4:
+            raise KeyboardInterrupt
+        save(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.pretrain_trainer.PretrainingTrainer, "_save_checkpoint", save_once)
+        with pytest.raises(KeyboardInterrupt):
+            _run(_arguments(corpus, tmp_path / "stopped", **arguments))
+    _run(_arguments(corpus, tmp_path / "stopped", **arguments))
+    assert _log(tmp_path / "stopped") == _log(tmp_path / "whole")
+    assert _log(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, "skipped rows must be in the log"
+
+
+def test_keep_last_and_keep_every(corpus, tmp_path):
+    _run(_arguments(corpus, tmp_path, max_steps=9, save_steps=1, keep_last=2, keep_every=4))
+    assert list(whole_checkpoints(tmp_path)) == [4, 8, 9], "the newest two and every fourth must be kept"
+    (tmp_path / "checkpoint-9" / "whole.json").unlink()
+    assert last_whole_checkpoint(tmp_path).name == "checkpoint-8"
+    assert remove_broken_checkpoints(tmp_path) == ["checkpoint-9"]
+
+
+def test_stage_2_starts_from_stage_1(corpus, tmp_path):
+    _run(_arguments(corpus, tmp_path / "one"))
+    longer = json.dumps({"max_position_embeddings": 128})
+    mixture = json.dumps({"0": 0.2, "12": 0.4, "18": 0.4})
+    _run(
+        _arguments(
+            corpus, tmp_path / "two", init_from=tmp_path / "one", model_config=longer, mixture=mixture, max_length=64,
+            learning_rate=0, warmup_steps=0, max_steps=1, save_steps=1,
+        )  # fmt: skip
+    )
+    model = NeoBERTForMaskedLM.from_pretrained(tmp_path / "two")
+    assert model.config.max_position_embeddings == 128 and model.config.hidden_size == 32
+    before, after = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before), "at learning rate 0 stage 2 must end with stage 1's weights"
+
+
+def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path):
+    """Both see texts 0 to 11 of the same order; losses are means over all masked tokens, however they are cut."""
+    losses = []
+    for rows, steps in ((12, 1), (4, 3)):
+        out = tmp_path / str(rows)
+        masked = _arguments(corpus, out, layout="padded", texts_per_batch=rows, gradient_accumulation_steps=steps, max_steps=1, save_steps=1, warmup_steps=0)
+        parts = read_recipe((pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), masked)
+        with pytest.MonkeyPatch.context() as patch:
+            # Every third token is masked, whatever the batch, so that both runs predict the same tokens.
+            patch.setattr(pretrain.TokenMasking, "__call__", _every_third)
+            pretrain.run(*parts)
+        losses.append(_log(out)[0])
+    assert losses[0]["tokens_seen"] == losses[1]["tokens_seen"]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-5)
+    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-4)
+
+
+def _every_third(self, input_ids, generator):
+    chosen = self.ordinary[input_ids] & (input_ids % 3 == 0)
+    return torch.where(chosen, self.mask_token_id, input_ids), torch.where(chosen, input_ids, -100)
+
+
+def test_masked_accuracy_counts_labelled_tokens_alone():
+    labels = torch.tensor([[-100, 1, 2, -100]])
+    logits = torch.zeros(1, 4, 3)
+    logits[0, 0, 1] = logits[0, 1, 1] = logits[0, 2, 0] = 1
+    assert masked_correct(logits, labels) == (1, 2)
+    assert masked_correct(logits[0, 1:3], labels) == (1, 2), "logits of the labelled tokens alone must count the same"
+
+
+def test_flops_of_the_published_model():
+    """6 a weight and token: 28 blocks of 7,079,424 less two norms, the decoder on all tokens; 12 D a pair of tokens and layer."""
+    config = NeoBERTConfig()
+    weights = 28 * (7_079_424 - 2 * 768) * 6 * 1024
+    expected = weights + 28 * 12 * 768 * 1024**2 + 6 * 768 * 30522 * 1024
+    assert flops_per_batch(config, 1024, 1024**2, 1024) == expected
+
+
+def test_raw_checkpoint_has_the_authors_layout(tiny_config, tmp_path):
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, tie_word_embeddings=True))
+    path = save_raw_checkpoint(model, tmp_path, 30, torch.float16)
+    assert path == tmp_path / "model_checkpoints" / "30" / "state_dict.pt"
+    state = torch.load(path, weights_only=True)
+    assert set(state) == {f"module.{name}" for name in model.state_dict()}
+    assert state["module.decoder.weight"].data_ptr() == state["module.model.encoder.weight"].data_ptr(), "tied weights must be stored once"
+    torch.testing.assert_close(state["module.model.layer_norm.weight"].float(), model.model.layer_norm.weight.detach())
+
+
+BAD = [
+    ({"max_stepps": 3}, "max_stepps"),
+    ({"tokens_per_batch": 8}, "less than one text of max_length 32"),
+    ({"max_length": 128, "tokens_per_batch": 256}, "more than the model's max_position_embeddings 64"),
+    ({"text_column": "body", "dataset": "{corpus}/rows.jsonl"}, "no column 'body', only content"),
+    ({"dataset": "{corpus}/none.txt"}, "found nothing"),
+    ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
+    ({"model_config": '{"hidden": 32}'}, "unknown field 'hidden'"),
+    ({"model_config": '{"hidden_size": 30, "num_attention_heads": 4}'}, "multiple of num_attention_heads"),
+    ({"init_from": "{corpus}/bert"}, "is a 'bert' model"),
+    ({"init_from": "{corpus}/nothing"}, "neither a model"),
+    ({"warmup_steps": 50}, "warmup_steps 50"),
+    ({"optimizer": "sgd"}, "adamw, adam"),
+    ({"save_steps": 3, "logging_steps": 2}, "multiple of logging_steps"),
+    ({"per_device_train_batch_size": 4}, "tokens_per_batch"),
+    ({"tokenizer": "{corpus}/nothing"}, "no tokenizer"),
+]
+
+
+@pytest.mark.parametrize("wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)])
+def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wrong, words):
+    (corpus / "bert").mkdir(exist_ok=True)
+    (corpus / "nothing").mkdir(exist_ok=True)
+    (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    (corpus / "rows.jsonl").write_text('{"content": "a river"}\n')
+    wrong = {name: str(value).replace("{corpus}", str(corpus)) for name, value in wrong.items()}
+    arguments = _arguments(corpus, tmp_path / "out", **{"prepared_dir": tmp_path / "prepared", **wrong})
+    assert cli.main(["pretrain", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("neobert pretrain: ") and words in error, error
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and not (tmp_path / "out" / "recipe.json").exists(), "no work may have begun"
+
+
+def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
+    _run(_arguments(corpus, tmp_path / "one", max_steps=2, save_steps=1))
+    with pytest.raises(UserError, match="was started with learning_rate=0.003, now 0.001"):
+        _run(_arguments(corpus, tmp_path / "one", max_steps=2, save_steps=1, learning_rate=1e-3))
+    with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
+        _run(_arguments(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
