@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.recipe import UserError
 from neobert.training.masking import TokenMasking
 from neobert.training.schedules import check_schedule, learning_rate_factor, make_optimizer, make_schedule
@@ -101,7 +101,14 @@ def test_scheduler_sets_the_optimizers_rate():
 
 
 @pytest.mark.parametrize(
-    "wrong", [("step", 1, 10, 0.9, 0.1), ("cosine", 9, 10, 0.9, 0.1), ("linear", 10, 10, 0.9, 0.1), ("cosine", 1, 0, 0.9, 0.1), ("cosine", 1, 10, 1.5, 0.1)]
+    "wrong",
+    [
+        ("step", 1, 10, 0.9, 0.1),
+        ("cosine", 9, 10, 0.9, 0.1),
+        ("linear", 10, 10, 0.9, 0.1),
+        ("cosine", 1, 0, 0.9, 0.1),
+        ("cosine", 1, 10, 1.5, 0.1),
+    ],
 )
 def test_impossible_schedules_are_named(wrong):
     with pytest.raises(UserError, match="must"):

@@ -5,11 +5,11 @@ batch; a checkpoint keeps the last one, and a resumed run goes on from it and sk
 """
 
 import json
+import logging
 
 import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
-from datasets.utils import logging as datasets_logging
 
 from ..recipe import UserError
 from .batching import check_batch, generator_for, pack, pad
@@ -18,6 +18,8 @@ from .pretraining_data import BROKEN, EMPTY, Tokenise
 
 SNAPSHOT_EVERY = 50
 STATE = "stream_state"
+# A buffer of one row holds none between two reads, so nothing is lost.
+logging.getLogger("datasets.iterable_dataset").addFilter(lambda record: "without the buffer content" not in record.getMessage())
 COUNTS = "stream_counts"
 
 
@@ -123,10 +125,7 @@ class _Source:
         # A buffer of one row: only the order of the shards is shuffled, which a saved state brings back exactly.
         self.stream = self.tokens.shuffle(seed=self.seed + self.epoch, buffer_size=1)
         if saved is not None:
-            verbosity = datasets_logging.get_verbosity()
-            datasets_logging.set_verbosity_error()  # it warns of a lost buffer, which holds no row here
             self.stream.load_state_dict(saved)
-            datasets_logging.set_verbosity(verbosity)
         self.rows = iter(self.stream)
 
     def next(self, windows):
