@@ -67,7 +67,7 @@ class PseudoPerplexityRecipe:
         default="cut",
         metadata={"help": "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up"},
     )
-    texts: int = field(default=100, metadata={"help": "the longest so many texts are used"})
+    texts: int = field(default=100, metadata={"help": "so many texts are used: the first that reach the largest length, then the longest"})
     max_documents: int = field(default=20000, metadata={"help": "how many rows of the data are looked at"})
     positions: str = field(default="64", metadata={"help": "sampled positions a text, or exact for all of them"})
     seed: int = 0
