@@ -220,13 +220,12 @@ def _recipe(arguments, training):
     return json.loads(json.dumps(recipe))
 
 
-def _open_folder(folder, recipe, overwrite, main_process):
+def _is_finished(folder, recipe, overwrite):
     """True if the folder holds the finished result of this very recipe; UserError if it holds another."""
+    if overwrite:
+        return False
     path = folder / RECIPE_FILE
-    checkpoints = folder / "checkpoints"
-    if overwrite and main_process and folder.exists():
-        shutil.rmtree(folder)
-    begun = next((p for p in (path, checkpoints / RECIPE_FILE) if p.is_file()), None)
+    begun = next((p for p in (path, folder / "checkpoints" / RECIPE_FILE) if p.is_file()), None)
     if begun is not None:
         old = json.loads(begun.read_text())["recipe"]
         changed = [name for name in recipe if old.get(name) != recipe[name]]
@@ -236,8 +235,6 @@ def _open_folder(folder, recipe, overwrite, main_process):
             )
     elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files; choose another output_dir, or give --overwrite to remove them")
-    if main_process and begun is None:
-        write_json(checkpoints / RECIPE_FILE, {"recipe": recipe})
     return (folder / "modules.json").is_file() and path.is_file()
 
 
@@ -252,7 +249,7 @@ def train(arguments, training):
     folder = Path(training.output_dir)
     sources = check(arguments, training)
     recipe = _recipe(arguments, training)
-    if _open_folder(folder, recipe, arguments.overwrite, training.process_index == 0):
+    if _is_finished(folder, recipe, arguments.overwrite):
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(arguments.model, **_loading(arguments))
@@ -261,6 +258,10 @@ def train(arguments, training):
         model.add_adapter(config)
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
+    if training.process_index == 0:
+        if arguments.overwrite:
+            shutil.rmtree(folder, ignore_errors=True)
+        write_json(folder / "checkpoints" / RECIPE_FILE, {"recipe": recipe})
     training.output_dir = str(folder / "checkpoints")
     trainer = build_trainer(model, data, prompts, arguments, training)
     sizes = {name: len(part) for name, part in data.items()}

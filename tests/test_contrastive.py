@@ -1,0 +1,353 @@
+"""Pins contrastive training: the loss against its formula, batches of one data set drawn by size^alpha, instructions that reach the tokens,
+the fixes of the published recipe, an output that loads in a fresh process, exact resuming, LoRA, and bad input in one sentence."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+
+pytest.importorskip("sentence_transformers")
+
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch.utils.data import ConcatDataset
+from transformers import AutoTokenizer, TrainerCallback
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.evaluation.packed_encoder import load_sentence_transformer
+from neobert.recipe import UserError, read_recipe
+from neobert.training import contrastive
+from neobert.training.contrastive import ContrastiveArguments, ContrastiveTrainingArguments, build_datasets, build_loss, build_trainer, main
+from neobert.training.contrastive_data import DataSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
+
+
+RECIPE = Path(__file__).resolve().parent.parent / "training" / "configs" / "contrastive.yaml"
+COLOURS = "red green blue black white brown grey pink".split()
+ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer_dir):
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("encoder")
+    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+    NeoBERTForMaskedLM(NeoBERTConfig(**config)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def triplets(tmp_path):
+    rows = [
+        {
+            "anchor": f"an animal, a {animal}, that is {colour} and number {i}",
+            "positive": f"{i} {colour} {animal}",
+            "negative": f"{animal} {i}",
+        }
+        for i, (colour, animal) in enumerate((colour, animal) for colour in COLOURS for animal in ANIMALS)
+    ]
+    return write_jsonl(tmp_path / "triplets.jsonl", rows)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    return write_jsonl(
+        tmp_path / "pairs.jsonl", [{"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"} for i, colour in enumerate(COLOURS * 2)]
+    )
+
+
+def arguments_for(model_folder, output, *more):
+    argv = ["--model", str(model_folder), "--output_dir", str(output), "--max_length", "32", "--per_device_train_batch_size", "8"]
+    argv += ["--use_cpu", "true", "--logging_steps", "1", "--save_steps", "4", "--max_steps", "8", *more]
+    return argv
+
+
+def parse(argv):
+    return read_recipe((ContrastiveArguments, ContrastiveTrainingArguments), argv)
+
+
+def loss_of(arguments, anchors, positives, negatives):
+    """The library's loss on given vectors."""
+
+    class Vectors(torch.nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": features["vectors"]}
+
+    loss = build_loss(Vectors(), arguments)
+    return loss.compute_loss_from_embeddings([anchors, positives, *negatives], None)
+
+
+def test_loss_is_infonce_of_cosine_over_temperature(model_folder):
+    generator = torch.Generator().manual_seed(0)
+    anchors, positives, first, second = (torch.randn(6, 16, generator=generator) for _ in range(4))
+    arguments = ContrastiveArguments(model=str(model_folder), pairs=["x.jsonl"])
+    got = loss_of(arguments, anchors, positives, [first, second])
+    candidates = torch.nn.functional.normalize(torch.cat([positives, first, second]), dim=1)
+    logits = torch.nn.functional.normalize(anchors, dim=1) @ candidates.T / 0.07
+    expected = torch.stack([logits[i].logsumexp(0) - logits[i, i] for i in range(6)]).mean()
+    torch.testing.assert_close(got, expected, msg="the loss is not -log softmax(cos / 0.07) over in-batch and hard negatives")
+
+
+def test_cached_loss_equals_the_plain_one(model_folder):
+    model = load_sentence_transformer(str(model_folder), max_length=32)
+    losses, gradients = [], []
+    for mini_batch_size in (None, 3):
+        loss = build_loss(model, ContrastiveArguments(model=str(model_folder), pairs=["x"], mini_batch_size=mini_batch_size))
+        features = [model.preprocess([f"{word} {i}" for i in range(8)]) for word in ("query", "answer", "wrong")]
+        model.zero_grad()
+        value = loss(features, None)
+        value.backward()
+        losses.append(value.item())
+        gradients.append(model[0].auto_model.transformer_encoder[0].qkv.weight.grad.clone())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
+
+
+def mixture(sizes, batch_size=4, **settings):
+    parts = [
+        Dataset.from_dict({"anchor": [f"{k} a {i}" for i in range(n)], "positive": [f"{k} p {i}" for i in range(n)]})
+        for k, n in enumerate(sizes)
+    ]
+    samplers = [TextsBatchSampler(part, batch_size=batch_size, seed=3) for part in parts]
+    return SizeAlphaBatchSampler(ConcatDataset(parts), batch_samplers=samplers, seed=3, **settings), parts
+
+
+def origins(sampler, sizes):
+    bounds = torch.tensor(sizes).cumsum(0)
+    batches = list(sampler)
+    owners = [set(torch.searchsorted(bounds, torch.tensor(batch), right=True).tolist()) for batch in batches]
+    assert all(len(owner) == 1 for owner in owners), "a batch mixes data sets"
+    return [owner.pop() for owner in owners], batches
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_batches_are_drawn_by_size_to_the_alpha(alpha):
+    sizes = [900, 100, 3600]
+    sampler, _ = mixture(sizes, alpha=alpha)
+    drawn = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        drawn += origins(sampler, sizes)[0]
+    assert len(drawn) == 4 * 1150, "an epoch has as many batches as the data sets together"
+    weights = [size**alpha for size in sizes]
+    counts = collections.Counter(drawn)
+    for number, weight in enumerate(weights):
+        p = weight / sum(weights)
+        error = (p * (1 - p) / len(drawn)) ** 0.5
+        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error), f"data set {number} is not drawn by size^{alpha}"
+
+
+def test_the_sampler_repeats_itself_and_differs_between_epochs():
+    sizes = [40, 12]
+    sampler, _ = mixture(sizes, alpha=0.5)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    assert first == again, "an epoch must repeat exactly, or a run could not be resumed"
+    assert first != list(sampler), "two epochs have the same order"
+
+
+def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
+    sizes = [200, 8]
+    sampler, _ = mixture(sizes, alpha=0.0)
+    owners, batches = origins(sampler, sizes)
+    small = [index for owner, batch in zip(owners, batches) if owner == 1 for index in batch]
+    assert len(small) > 16, "the small data set was hardly drawn, so this test would be vacuous"
+    rounds = [tuple(small[i : i + 8]) for i in range(0, len(small) - 7, 8)]
+    assert all(sorted(part) == list(range(200, 208)) for part in rounds), "a text repeats before the data set was gone through"
+    assert len(set(rounds)) > 1, "every round has the same order"
+
+
+def test_the_processes_of_a_step_share_a_data_set():
+    sizes = [64, 64, 64]
+    sampler, _ = mixture(sizes, alpha=0.5, group=4)
+    owners, batches = origins(sampler, sizes)
+    assert len(batches) == len(sampler) == 48
+    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4)), "neighbouring batches of one step differ in data set"
+
+
+def test_texts_per_batch_counts_every_column():
+    data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in ("anchor", "positive", "negative_1", "negative_2")})
+    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=24).batch_size == 6, "24 texts in 4 columns are 6 rows"
+    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=3).batch_size == 2, "a data set never has a batch of 0"
+
+
+def test_no_text_is_its_own_negative():
+    data = Dataset.from_dict({"anchor": [f"a{i // 2}" for i in range(40)], "positive": [f"p{i}" for i in range(40)]})
+    for batch in TextsBatchSampler(data, batch_size=8):
+        anchors = [data[i]["anchor"] for i in batch]
+        assert len(set(anchors)) == 8, "an anchor occurs twice in a batch"
+
+
+ROWS = {
+    "set.0": ({"set": ["a", "b"]}, "a"),
+    "set.query": ({"set": {"query": "q", "neg": ["x"]}}, "q"),
+    "pos_paras.0.text": ({"pos_paras": [{"text": "t"}]}, "t"),
+    "neg_paras.*.text": ({"neg_paras": [{"text": "t"}, {"text": "u"}]}, ["t", "u"]),
+    "pos.3": ({"pos": ["a"]}, None),
+}
+
+
+@pytest.mark.parametrize("path", ROWS)
+def test_a_path_leads_into_the_row(path):
+    row, expected = ROWS[path]
+    assert lookup(row, path) == expected
+
+
+def test_rows_become_examples_with_as_many_negatives_each():
+    source = DataSource(name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3)
+    row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
+    assert example(row, source, 3) == {"anchor": "q", "positive": "p", "negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
+    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", "a shorter list is repeated"
+    assert example({**row, "neg": []}, source, 3) is None, "a row without a negative would shift the columns"
+    assert example({**row, "pos": ["  "]}, source, 3) is None, "an empty positive is no example"
+
+
+def test_pairs_with_a_low_score_are_left_out(tmp_path):
+    rows = [{"sentence1": f"s{i}", "sentence2": f"t{i}", "score": i / 2} for i in range(11)]
+    path = write_jsonl(tmp_path / "sts.jsonl", rows)
+    data = load_source(DataSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
+    assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
+
+
+def test_the_recipe_of_the_paper():
+    values = yaml.safe_load(RECIPE.read_text())
+    arguments, training = parse([str(RECIPE), "--model", "m", "--output_dir", "o", "--use_cpu", "true", "--bf16", "false"])
+    sources = {source.name: source for source in arguments.sources()}
+    assert len(sources) == len(values["datasets"]) == 18
+    assert all(source.instruction for source in sources.values()), "every data set has an instruction"
+    assert len({source.instruction for source in sources.values()}) == 18, "two data sets share an instruction"
+    assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
+    assert (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps) == (0.07, 0.5, "mean", 2000)
+    assert training.get_warmup_steps(2000) == 100, "the warm-up is a small part of the run, not all of it"
+    assert {source.path for source in sources.values() if source.qrels} == {"mteb/fever", "mteb/msmarco"}
+    assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
+
+
+def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
+    entries = [
+        {"name": "animals", "path": triplets, "instruction": "Find the animal."},
+        {"name": "things", "path": pairs, "instruction": "Find the colour."},
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"datasets": entries, "instruction_template": "I: {instruction} Q: "}))
+    arguments, training = parse([str(recipe), *arguments_for(model_folder, tmp_path / "out")])
+    sources = contrastive.check(arguments, training)
+    data, prompts = build_datasets(arguments, training, sources)
+    assert data["animals"].column_names == ["anchor", "positive", "negative_1"]
+    model = load_sentence_transformer(str(model_folder), max_length=32)
+    seen = set()
+    for batch in build_trainer(model, data, prompts, arguments, training).get_train_dataloader():
+        decoded = {
+            column: model.tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True) for column in ("anchor", "positive")
+        }
+        expected = "i : find the animal. q :" if batch["dataset_name"] == "animals" else "i : find the colour. q :"
+        assert decoded["anchor"].startswith(expected), f"the query of {batch['dataset_name']} starts with {decoded['anchor'][:40]!r}"
+        assert "find the" not in decoded["positive"], "documents carry no instruction"
+        seen.add(batch["dataset_name"])
+    assert seen == {"animals", "things"}, "a data set was never drawn, so this test would be vacuous"
+
+
+def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_folder, triplets, pairs, tmp_path):
+    output = tmp_path / "out"
+    argv = arguments_for(model_folder, output, "--pairs", triplets, pairs, "--instruction", "Find it.", "--max_steps", "40")
+    argv += ["--learning_rate", "2e-3", "--save_steps", "100"]
+    assert main(argv) == 0
+    log = json.loads((output / "contrastive.json").read_text())["training"]
+    losses = [loss for _, loss in log["losses"]]
+    assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), f"the loss did not fall: {losses}"
+    assert sum(log["probabilities"].values()) == pytest.approx(1)
+    assert not (output / "checkpoints").exists() and not list(output.glob(".saving*")), "left-overs of the training"
+    program = (
+        "import json, sys; from sentence_transformers import SentenceTransformer\n"
+        f"model = SentenceTransformer({str(output)!r}, trust_remote_code=True)\n"
+        "assert 'neobert' not in sys.modules\n"
+        "vector = model.encode_query(['grey wolf']); plain = model.encode(['Instruction: Find it. Query: grey wolf'])\n"
+        "print(json.dumps([type(model[0].auto_model).__name__, model[1].pooling_mode, model.prompts['query'], abs(vector - plain).max().item()]))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=200, env=_without_package())
+    assert run.returncode == 0, run.stderr[-2000:]
+    name, pooling, prompt, difference = json.loads(run.stdout.splitlines()[-1])
+    assert (name, pooling, prompt) == ("NeoBERTModel", "mean", "Instruction: Find it. Query: ")
+    assert difference < 1e-5, "encode_query does not put the saved instruction before the query"
+    assert main(argv) == 0, "a finished run is left alone"
+    with pytest.raises(UserError, match="learning_rate differ"):
+        main([*argv, "--learning_rate", "1e-3"])
+
+
+def _without_package():
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, triplets, pairs, tmp_path, monkeypatch, lora):
+    if lora:
+        pytest.importorskip("peft")
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    def argv(name):
+        return arguments_for(
+            model_folder, tmp_path / name, "--pairs", triplets, pairs, "--lora", str(lora).lower(), "--learning_rate", "1e-3"
+        )
+
+    build = contrastive.build_trainer
+
+    def build_and_stop(*arguments):
+        trainer = build(*arguments)
+        trainer.add_callback(Stop())
+        return trainer
+
+    monkeypatch.setattr(contrastive, "build_trainer", build_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        main(argv("resumed"))
+    assert (tmp_path / "resumed" / "checkpoints" / "checkpoint-4").is_dir()
+    monkeypatch.setattr(contrastive, "build_trainer", build)
+    assert main(argv("resumed")) == main(argv("whole")) == 0
+    resumed, whole, start = (load_file(path / "model.safetensors") for path in (tmp_path / "resumed", tmp_path / "whole", model_folder))
+    assert resumed.keys() == whole.keys() and not any("lora" in key for key in whole), "the saved model must hold plain weights"
+    moved = max((whole[key] - start[f"model.{key}"]).abs().max().item() for key in whole)
+    assert moved > 1e-4, "training changed nothing, so this test would be vacuous"
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole), "the resumed run differs from the uninterrupted one"
+    if lora:
+        assert (tmp_path / "whole" / "adapter" / "adapter_model.safetensors").is_file()
+        assert torch.equal(whole["encoder.weight"], start["model.encoder.weight"]), "LoRA left the embedding as it was"
+
+
+def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_path):
+    bad_row = write_jsonl(tmp_path / "bad.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "a"}])
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    single = write_jsonl(tmp_path / "single.jsonl", [{"anchor": "a", "positive": "b"}])
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text(yaml.safe_dump({"datasets": [{"name": "x", "path": triplets, "positives": "p"}]}))
+    cases = [
+        ([], [], "no training data"),
+        ([], ["--pairs", bad_row], "line 2 has no 'positive'"),
+        ([], ["--pairs", str(empty)], "has no rows"),
+        ([], ["--pairs", "missing.jsonl"], "there is no file missing.jsonl"),
+        ([], ["--pairs", triplets, triplets], "two data sets are called 'triplets'"),
+        ([], ["--pairs", triplets, "--temperature", "0"], "temperature must be above 0"),
+        ([], ["--pairs", triplets, "--instruction_template", "Query: "], "must contain {instruction}"),
+        ([], ["--pairs", triplets, "--lora", "true", "--lora_targets", "nothing"], "LoRA target 'nothing'"),
+        ([], ["--pairs", single], "in-batch negatives need at least 2"),
+        ([str(unknown)], [], "unknown key 'positives'"),
+    ]
+    for front, back, message in cases:
+        with pytest.raises(UserError, match=message):
+            main([*front, *arguments_for(model_folder, tmp_path / "out"), *back])
+        assert not (tmp_path / "out").exists(), f"{message}: something was written"
