@@ -8,10 +8,11 @@ import math
 import sys
 from pathlib import Path
 
-import neobert
 import torch
-from neobert import NeoBERTConfig
 from transformers import modeling_flash_attention_utils as flash_utils
+
+import neobert
+from neobert import NeoBERTConfig
 
 
 # The checkout is itself the package. pytest imports it again under the folder's name, and the Auto classes would then know that copy.

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
 
 from .reference import LEARNED, FlashReference, assert_same, install_flash, make_model, random_batch, reference_states
 
@@ -104,7 +105,11 @@ def test_packed_heads(implementation, flash):
     texts = texts_of(LENGTHS)
     packed = packed_batch(texts)
     ids, mask = random_batch(LENGTHS)
-    for model_class, per_token in ((NeoBERTForMaskedLM, True), (NeoBERTForTokenClassification, True), (NeoBERTForSequenceClassification, False)):
+    for model_class, per_token in (
+        (NeoBERTForMaskedLM, True),
+        (NeoBERTForTokenClassification, True),
+        (NeoBERTForSequenceClassification, False),
+    ):
         model = build(model_class, implementation, num_labels=3)
         actual, padded = model(**packed).logits, model(ids, attention_mask=mask).logits
         expected = padded[mask.bool()][None] if per_token else padded
@@ -330,7 +335,9 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
     layout = modeling_neobert._Layout.from_kwargs(bounds, 7)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
     sdpa = modeling_neobert.ALL_ATTENTION_FUNCTIONS["sdpa"]
-    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))])
+    expected = torch.cat(
+        [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
+    )
     kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs()}
     repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(), **kwargs)
     assert_same(repadded[0], expected, 1e-5, "re-padded attention")

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+
 from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
 
 from .reference import LEARNED, assert_same, make_model, random_batch
@@ -32,7 +33,9 @@ def test_compile_is_one_graph(implementation, variant):
     for lengths in ([12, 7], [12, 12], [20, 3, 9]):
         ids, mask = random_batch(lengths)
         with torch.no_grad():
-            assert_same(real(compiled(ids, attention_mask=mask).logits, mask), real(model(ids, attention_mask=mask).logits, mask), 1e-5, "graph")
+            assert_same(
+                real(compiled(ids, attention_mask=mask).logits, mask), real(model(ids, attention_mask=mask).logits, mask), 1e-5, "graph"
+            )
             assert_same(compiled(ids).logits, model(ids).logits, 1e-5, "graph without a mask")
 
 

@@ -5,11 +5,13 @@ The reference's own float32 rounding noise is about 1.5e-5; compared at real tok
 
 import json
 
-import neobert
 import pytest
 import torch
-from .reference import assert_same, reference_states
 from safetensors.torch import load_file
+
+import neobert
+
+from .reference import assert_same, reference_states
 
 
 TOLERANCE = 5e-5

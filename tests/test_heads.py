@@ -4,6 +4,7 @@ pooling under any padding and packed, `masked_lm_logits`, and the sentences abou
 
 import pytest
 import torch
+
 from neobert import (
     NeoBERTForMaskedLM,
     NeoBERTForMultipleChoice,
@@ -260,7 +261,11 @@ def test_multiple_choice(pooling):
     lengths = [9, 4, 6, 7, 8, 3]
     ids, mask = random_batch(lengths)
     labels = torch.tensor([2, 0])
-    shaped = {"input_ids": ids.view(2, 3, 9), "attention_mask": mask.view(2, 3, 9), "token_type_ids": torch.zeros(2, 3, 9, dtype=torch.long)}
+    shaped = {
+        "input_ids": ids.view(2, 3, 9),
+        "attention_mask": mask.view(2, 3, 9),
+        "token_type_ids": torch.zeros(2, 3, 9, dtype=torch.long),
+    }
     out = model(**shaped, labels=labels)
     hidden = [hidden_of(model, ids[row, :n]) for row, n in enumerate(lengths)]
     scores = torch.stack([classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden]).view(2, 3)
@@ -340,7 +345,12 @@ IDS = torch.ones(2, 6, dtype=torch.long)
 
 
 BAD_LABELS = {
-    "class beyond the last": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0, 3])}, "between 0 and 2.*3 was"),
+    "class beyond the last": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3},
+        {"labels": torch.tensor([0, 3])},
+        "between 0 and 2.*3 was",
+    ),
     "one label for two texts": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0])}, r"\(2,\).*\(1,\)"),
     "float classes": (
         NeoBERTForSequenceClassification,

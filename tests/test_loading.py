@@ -12,15 +12,16 @@ import pickle
 import sys
 from pathlib import Path
 
-import neobert
 import pytest
 import torch
 import transformers
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel, modeling_neobert
-from neobert.configuration_neobert import AUTO_MAP
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+import neobert
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel, modeling_neobert
+from neobert.configuration_neobert import AUTO_MAP
 
 from .reference import FIELDS, LEARNED, assert_same, make_model, random_batch
 
@@ -118,7 +119,13 @@ def test_variants_round_trip(variant, tmp_path):
     fields = {
         "learned": LEARNED,
         "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 5000.0},
-        "settings": {"unpad_inputs": False, "masked_lm_logits": "masked", "classifier_pooling": "mean", "hidden_dropout": 0.2, "norm_eps": 1e-6},
+        "settings": {
+            "unpad_inputs": False,
+            "masked_lm_logits": "masked",
+            "classifier_pooling": "mean",
+            "hidden_dropout": 0.2,
+            "norm_eps": 1e-6,
+        },
     }[variant]
     model = make_model(NeoBERTForMaskedLM, **fields)
     model.save_pretrained(tmp_path)
@@ -231,7 +238,16 @@ def test_configurations_of_both_majors(written_by, variant, tmp_path):
     folder = DATA / f"config-{variant}-{written_by}"
     config = NeoBERTConfig.from_pretrained(folder)
     expected = NeoBERTConfig(**{**FIELDS, **EXCHANGED[variant]})
-    for name in (*FIELDS, *EXCHANGED[variant], "rope_theta", "rope_parameters", "norm_eps", "tie_word_embeddings", "pad_token_id", "norm_type"):
+    for name in (
+        *FIELDS,
+        *EXCHANGED[variant],
+        "rope_theta",
+        "rope_parameters",
+        "norm_eps",
+        "tie_word_embeddings",
+        "pad_token_id",
+        "norm_type",
+    ):
         assert getattr(config, name) == getattr(expected, name), f"{name} is {getattr(config, name)!r}, not {getattr(expected, name)!r}."
     model = seeded(EXCHANGED[variant])
     model.save_pretrained(tmp_path)
@@ -294,7 +310,9 @@ def test_a_new_head_on_a_loaded_body(head, golden, tmp_path):
         if name.endswith("bias"):
             assert (state[name] == 0).all(), name
         else:
-            assert torch.isfinite(state[name]).all() and 0.012 < state[name].std() < 0.028, f"{name} has spread {state[name].std()}, not 0.02."
+            assert torch.isfinite(state[name]).all() and 0.012 < state[name].std() < 0.028, (
+                f"{name} has spread {state[name].std()}, not 0.02."
+            )
             # A uniform of this spread would end at 0.035.
             assert state[name].numel() < 1000 or state[name].abs().max() > 0.045, f"{name} is not normal."
 

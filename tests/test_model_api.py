@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
 
 from .reference import FIELDS, LEARNED, assert_same, make_model, random_batch, reference_states
@@ -96,7 +97,7 @@ def test_mask_dtypes_and_sides(implementation, side, dtype):
     for unpad in (True, False):
         model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
         out = model(ids, attention_mask=mask.to(dtype)).last_hidden_state
-        for row, n in enumerate(lengths):
+        for row in range(len(lengths)):
             real = mask[row].bool()
             expected = reference_states(model, ids[row][real])[0][-1]
             # On the left, the positions start later: the same up to rounding, as only relative positions matter.

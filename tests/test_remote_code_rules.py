@@ -6,9 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
+
 from neobert import modeling_neobert
 from neobert.configuration_neobert import AUTO_MAP
-from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
 
 
 ROOT = Path(modeling_neobert.__file__).resolve().parent
@@ -72,7 +73,9 @@ def test_auto_map_names_what_exists():
 
 
 def test_no_module_reads_files_or_the_network():
-    calls = {node.func.id for name in FILES for node in ast.walk(tree(name)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = {
+        node.func.id for name in FILES for node in ast.walk(tree(name)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert not calls & {"open", "exec", "eval", "__import__", "compile"}, f"Remote code must not call {calls}."
 
 

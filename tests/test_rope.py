@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
 from neobert.modeling_neobert import apply_rotary, prepare_rotary, rotary_table
+
 from .reference import FIELDS, assert_same, make_model, random_batch, reference_states, rotary_angles, rotate
 
 

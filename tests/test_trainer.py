@@ -2,12 +2,13 @@
 sentence-transformers.
 """
 
-import neobert
 import pytest
 import torch
 import transformers
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
 from transformers import AutoTokenizer, Trainer, TrainingArguments
+
+import neobert
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
 
 from .reference import FIELDS, assert_same, install_flash, make_model, random_batch, reference_states
 
