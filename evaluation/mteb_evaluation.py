@@ -88,7 +88,7 @@ def choose_tasks(names):
                 try:
                     found = [mteb.get_task(part, languages=["eng"])]
                 except (KeyError, ValueError):
-                    known = [*benchmarks, *LOCAL_TASKS, "local", *(task.metadata.name for task in mteb.get_tasks())]
+                    known = [*benchmarks, *LOCAL_TASKS, "local", *(task.metadata.name for task in mteb.get_tasks(languages=["eng"]))]
                     near = difflib.get_close_matches(part, known, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
                     raise UserError(f"MTEB has no task or benchmark {part!r}{hint}") from None
@@ -270,7 +270,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
     metrics = {task.metadata.name: task.metadata.main_score for task in tasks}
     for result in results.task_results:
         score = result.get_score()
-        scores[result.task_name] = None if score is None or np.isnan(score) else 100 * float(score)
+        scores[result.task_name] = None if score is None or np.isnan(score) else round(100 * float(score), 4)
     types = {task.metadata.name: task.metadata.type for task in tasks}
     report = {
         "name": name,

@@ -1,0 +1,194 @@
+"""`neobert encode` against SentenceTransformer.encode with the same model on texts of mixed length: speed, vectors, memory.
+
+python benchmarks/encode.py --model FOLDER --output results/encode
+Without --model: random weights of --layers x --hidden, which take the same time.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.evaluation.encode import EncodeArguments, encode
+from neobert.evaluation.packed_encoder import TOKENIZER_FOLDER, PackedEncoder
+from neobert.evaluation.results import environment, markdown_table, write_json, write_text
+from neobert.training.local_text import wordnet_entries
+
+
+def mixed_texts(count, median_words, most_words, seed=0):
+    """English of log-normal length (sigma 1, as web pages have): WordNet entries joined until the drawn number of words is reached."""
+    generator = np.random.default_rng(seed)
+    entries = [row["text"].split() for row in wordnet_entries()]
+    generator.shuffle(entries)
+    words = iter(word for entry in entries * 4 for word in entry)
+    lengths = np.clip(generator.lognormal(np.log(median_words), 1.0, count), 3, most_words).astype(int)
+    return [" ".join(next(words) for _ in range(length)) for length in lengths]
+
+
+def random_model(folder, layers, hidden):
+    torch.manual_seed(0)
+    config = NeoBERTConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=1024,
+    )
+    NeoBERTModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER_FOLDER).save_pretrained(folder)
+    return folder
+
+
+def spread(values):
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "runs": values}
+
+
+def measure_speed(model, texts, repeats, device, dtype, batch_sizes):
+    """Real tokens a second of each way, runs interleaved; and the largest difference of the vectors relative to the largest value."""
+    encoder = PackedEncoder(model, device=device, dtype=dtype)
+    reference = encoder.sentence_transformer
+    tokens = sum(len(ids) for ids in encoder.tokenize(texts))
+    ways = {"neobert encode (packed)": lambda: encoder.encode(texts)}
+    for size in batch_sizes:
+        ways[f"SentenceTransformer.encode, batch {size}"] = lambda size=size: reference.encode(texts, batch_size=size)
+    vectors = {name: way() for name, way in ways.items()}  # also the warm-up
+    packed, *others = vectors.values()
+    difference = max(float(np.abs(packed - other).max() / np.abs(other).max()) for other in others)
+    seconds = {name: [] for name in ways}
+    for _ in tqdm(range(repeats), desc="speed"):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            if encoder.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    rates = {name: spread([tokens / s for s in values]) for name, values in seconds.items()}
+    lengths = [len(ids) for ids in encoder.tokenize(texts)]
+    return {
+        "texts": len(texts),
+        "tokens": tokens,
+        "tokens_per_text": {"median": float(np.median(lengths)), "longest": max(lengths)},
+        "tokens_per_second": rates,
+        "largest_relative_difference": difference,
+        "dtype": str(encoder.dtype).removeprefix("torch."),
+        "device": str(encoder.device),
+        "parameters": sum(p.numel() for p in reference.parameters()),
+    }
+
+
+def memory_child(way, model, path):
+    """Run in a process of its own; prints the peak resident memory in MB before and after the work."""
+    encoder = PackedEncoder(model, device="cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if way == "packed":
+        with tempfile.TemporaryDirectory() as folder:
+            encode(path, Path(folder) / "out", EncodeArguments(model=model, shard_rows=2048, device="cpu"), progress_bar=False)
+    else:
+        with open(path, encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in lines]
+        encoder.sentence_transformer.encode(texts)
+    print(json.dumps([before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+
+
+def measure_memory(model, texts, factors, folder):
+    """{way: [[rows, MB beyond the loaded model], ...]}"""
+    growth = {"neobert encode (packed)": [], "SentenceTransformer.encode": []}
+    for factor in tqdm(factors, desc="memory"):
+        path = Path(folder) / f"corpus-{factor}.jsonl"
+        with path.open("w", encoding="utf-8") as file:
+            for i in range(factor):
+                file.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for text in texts)
+        for name, way in zip(growth, ("packed", "sentence-transformers")):
+            command = [sys.executable, __file__, "--memory_child", way, "--model", str(model), "--corpus", str(path)]
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
+            before, after = json.loads(run.stdout.splitlines()[-1])
+            growth[name].append([factor * len(texts), after - before])
+    return growth
+
+
+def plot(result, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    rates = result["speed"]["tokens_per_second"]
+    names = list(rates)[::-1]
+    medians = [rates[name]["median"] for name in names]
+    errors = [[m - rates[n]["lowest"] for n, m in zip(names, medians)], [rates[n]["highest"] - m for n, m in zip(names, medians)]]
+    labels = [name.replace(", ", ",\n").replace(" (", "\n(") for name in names]
+    left.barh(labels, medians, xerr=errors, color=["#9aa5b1"] * (len(names) - 1) + ["#2b6cb0"])
+    left.set_xlabel("real tokens a second (bars: lowest to highest)")
+    for (name, points), colour in zip(result["memory"].items(), ("#2b6cb0", "#9aa5b1")):
+        right.plot(*zip(*points), marker="o", label=name, color=colour)
+    right.set_xlabel("texts in the corpus")
+    right.set_ylabel("peak memory beyond the model (MB)")
+    right.set_ylim(bottom=0)
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="sentence encoder or bare NeoBERT")
+    parser.add_argument("--output", help="folder for encode.json, encode.md, encode.png")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--texts", type=int, default=1000)
+    parser.add_argument("--median_words", type=int, default=60)
+    parser.add_argument("--most_words", type=int, default=800)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--memory_factors", type=int, nargs="+", default=[1, 4, 16], help="corpora of this many times 5,000 short texts")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--memory_child", help=argparse.SUPPRESS)
+    parser.add_argument("--corpus", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.memory_child:
+        return memory_child(given.memory_child, given.model, given.corpus)
+    with tempfile.TemporaryDirectory() as folder:
+        model = given.model or random_model(Path(folder) / "model", given.layers, given.hidden)
+        texts = mixed_texts(given.texts, given.median_words, given.most_words)
+        speed = measure_speed(str(model), texts, given.repeats, given.device, given.dtype, given.batch_sizes)
+        small = random_model(Path(folder) / "small", 1, 256)
+        memory = measure_memory(small, mixed_texts(5000, 6, 12), given.memory_factors, folder)
+    shape = given.model and Path(given.model).name or f"random weights, {given.layers} layers x {given.hidden}"
+    env = environment(dtype=speed["dtype"], device=speed["device"], attention="sdpa")
+    result = {"model": shape, "speed": speed, "memory": memory, "environment": env}
+    output = Path(given.output or "results/encode")
+    write_json(output / "encode.json", result)
+    rows = [[name, *(f"{rate[key]:,.0f}" for key in ("median", "lowest", "highest"))] for name, rate in speed["tokens_per_second"].items()]
+    sizes = [points[0] for points in next(iter(memory.values()))]
+    memory_rows = [[name, *(f"{megabytes:,.0f}" for _, megabytes in points)] for name, points in memory.items()]
+    lengths = speed["tokens_per_text"]
+    text = (
+        f"Real tokens a second, {speed['texts']:,} texts of {speed['tokens']:,} tokens (median {lengths['median']:.0f}, longest "
+        f"{lengths['longest']}), model: {shape} ({speed['parameters'] / 1e6:.1f}M parameters), {speed['dtype']}, {speed['device']}, "
+        f"{given.repeats} interleaved runs. Largest difference of the vectors: {speed['largest_relative_difference']:.1e} of the largest value.\n\n"
+        + markdown_table(["way", "median", "lowest", "highest"], rows)
+        + "\nPeak memory beyond the loaded model, MB (1 layer x 256, texts of about 6 words, parts of 2,048 rows):\n\n"
+        + markdown_table(["way", *(f"{size:,} texts" for size in sizes)], memory_rows)
+        + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, torch "
+        f"{env['versions'].get('torch')}, sentence-transformers {env['versions'].get('sentence-transformers')}.\n"
+    )
+    write_text(output / "encode.md", text)
+    plot(result, output / "encode.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
