@@ -173,6 +173,7 @@ def _state_dict_of(data, path):
 
 
 def torch_tensors(path):
+    """All tensors of the state dict in a torch.save file."""
     state = _state_dict_of(load_torch_file(path), path)
     return {name: _stored(value, str(path)) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -195,6 +196,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def safetensors_tensors(path):
+    """All tensors of a safetensors file."""
     try:
         handle = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -292,6 +294,20 @@ def _expected_value(mapping, key, path):
 
 
 def read_deepspeed(folder):
+    """Tensors, format in words, and notes of a DeepSpeed folder of any ZeRO stage; the float32 master weights where it names them.
+
+    Raises:
+        UserError: shards missing, truncated, mixed, or with tensor parallelism.
+    """
+    try:
+        return _read_deepspeed(folder)
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError) as error:  # files of another layout
+        raise _unreadable(folder, error) from None
+
+
+def _read_deepspeed(folder):
     files = sorted(folder.iterdir())
     model_files = _per_rank(files, MODEL_STATES, folder)
     shard_files = _per_rank(files, OPTIM_STATES, folder)
@@ -348,25 +364,20 @@ def read_deepspeed(folder):
 
 
 def _zero_1_2(folder, model, shards):
-    """Every rank holds one slice of each flat parameter group."""
+    """Every rank holds one slice of each flat parameter group; the parameters lie in it in the order of `param_shapes`.
+
+    (`param_slice_mappings` would say where, too, but it is wrong in files written with round_robin_gradients.)
+    """
     tensors = {}
+    paddings = shards[0].get("param_alignment_paddings")
     for group, shapes in enumerate(model["param_shapes"]):
-        parts = [shard["single_partition_of_fp32_groups"][group] for shard in shards]
-        slices = [(shard.get("param_slice_mappings") or {}) for shard in shards]
-        addresses = [mapping[group] if len(mapping) > group else None for mapping in slices]
-        flat, offset = _Flat(parts), 0
-        paddings = (shards[0].get("param_alignment_paddings") or {group: None})[group] or [0] * len(shapes)
-        for (name, shape), padding in zip(shapes.items(), paddings):
-            if all(mapping is not None for mapping in addresses):
-                # Where the parameter lies is written down, which also covers reordered (round-robin) groups.
-                pieces = []
-                for part, mapping in zip(parts, addresses):
-                    if name in mapping:
-                        pieces.append(part[mapping[name].start : mapping[name].start + mapping[name].numel])
-            else:
-                pieces = flat.pieces(offset, math.prod(shape))
-            tensors[name] = _assembled(pieces, tuple(shape), name, folder)
+        flat, offset = _Flat([shard["single_partition_of_fp32_groups"][group] for shard in shards]), 0
+        for (name, shape), padding in zip(shapes.items(), paddings[group] if paddings else [0] * len(shapes)):
+            tensors[name] = _assembled(flat.pieces(offset, math.prod(shape)), tuple(shape), name, folder)
             offset += math.prod(shape) + padding
+        # What is left over is alignment, of the ranks and of the parameters.
+        if not offset <= len(flat) <= offset + 4 * len(shards) + 16 * len(shapes):
+            raise UserError(f"{folder}: group {group} of the ZeRO shards holds {len(flat)} numbers where {offset} belong to parameters.")
     fragments = model.get("frozen_param_fragments") or {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
         tensors[name] = _assembled([fragments[name].flatten()], tuple(shape), name, folder)
@@ -395,6 +406,11 @@ def _zero_3(folder, models, shards):
 
 
 def read_distributed(folder):
+    """Tensors, format in words, and notes of a torch.distributed.checkpoint folder; optimizer states are left out.
+
+    Raises:
+        UserError: parts missing or truncated, or an object of an unknown class in the metadata.
+    """
     path = folder / ".metadata"
     try:
         with open(path, "rb") as file:
@@ -402,7 +418,7 @@ def read_distributed(folder):
         entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if type(entry).__name__ == "TensorStorageMetadata"}
         chunks = {}
         for index, info in metadata.storage_data.items():
-            chunks.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+            chunks.setdefault(index.fqn, {})[tuple(getattr(index, "offset", None) or ())] = info
         tensors = {
             name: _distributed_tensor(folder, name, entry, chunks.get(name, {}))
             for name, entry in entries.items()

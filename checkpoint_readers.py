@@ -134,8 +134,8 @@ def find_step(path, step=None):
         return path
     if wanted is not None and wanted not in steps and own and int(own.group(1)) == wanted and _reader_of(path):
         return path
-    tag = _tag(path)
-    if wanted is None and tag is not None:
+    tag = _tag(path) if wanted is None else None
+    if tag is not None:
         if not tag.is_dir():
             raise UserError(f"{path / 'latest'} names {tag.name}, which is not there; choose a step with --step.")
         chosen = tag
