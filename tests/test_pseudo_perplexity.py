@@ -60,26 +60,27 @@ def run(folder, output, **more):
 
 
 def test_exact_value_is_the_definition(folder, tmp_path):
-    rows = run(folder, tmp_path, lengths=32, texts=2, batch_tokens=100)
+    rows = run(folder, tmp_path, lengths="16,32", texts=2, batch_tokens=100)
     tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
     model = NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).eval()
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
-    expected = []
-    for text in texts[1:3]:  # the first that reach the largest length
-        ids = tokenizer(text)["input_ids"]
-        ids = [*ids[:31], tokenizer.sep_token_id]
-        losses = []
-        for position in range(1, 31):
-            masked = [*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]]
-            with torch.no_grad():
-                logits = model(torch.tensor([masked])).logits[0, position].double()
-            losses.append(float(logits.logsumexp(-1) - logits[ids[position]]))
-        expected.append(math.exp(sum(losses) / len(losses)))
-    found = sorted(float(row["pseudo_perplexity"]) for row in rows)
-    assert found == pytest.approx(sorted(expected), rel=1e-4), "The pseudo-perplexity is not exp of the mean masked cross-entropy."
-    assert {(row["length"], row["tokens"], row["positions"], row["standard_error"]) for row in rows} == {("32", "32", "30", "0")}
     buckets = json.loads((tmp_path / "pseudo_perplexity.json").read_text())["buckets"]
-    assert buckets[0]["pseudo_perplexity"] == pytest.approx(math.sqrt(math.prod(expected)), rel=1e-4), "A bucket is exp of the texts' mean."
+    for length, bucket in zip((16, 32), buckets):
+        expected = []
+        for text in texts[1:3]:  # the first that reach the largest length
+            ids = [*tokenizer(text)["input_ids"][: length - 1], tokenizer.sep_token_id]
+            losses = []
+            for position in range(1, length - 1):
+                masked = [*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]]
+                with torch.no_grad():
+                    logits = model(torch.tensor([masked])).logits[0, position].double()
+                losses.append(float(logits.logsumexp(-1) - logits[ids[position]]))
+            expected.append(math.exp(sum(losses) / len(losses)))
+        own = [row for row in rows if row["length"] == str(length)]
+        found = sorted(float(row["pseudo_perplexity"]) for row in own)
+        assert found == pytest.approx(sorted(expected), rel=1e-4), "The pseudo-perplexity is not exp of the mean masked cross-entropy."
+        assert {(row["tokens"], row["positions"], row["standard_error"]) for row in own} == {(str(length), str(length - 2), "0")}
+        assert bucket["pseudo_perplexity"] == pytest.approx(math.sqrt(math.prod(expected)), rel=1e-4), "A bucket is exp of the texts' mean."
     assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "No plot was drawn."
 
 

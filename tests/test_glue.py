@@ -1,0 +1,476 @@
+"""Pins `neobert glue`: metrics by hand-worked numbers, the paper's protocol (interval, hyper-parameters, early stopping on the mean, MNLI start,
+no decay on norms), runs that resume and lose nothing, LoRA saved, merged and reloaded, the table, and one sentence for bad input."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification, TrainerCallback
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.recipe import UserError
+
+
+for _name in ("accelerate", "datasets", "sklearn", "scipy"):
+    pytest.importorskip(_name)
+from neobert.training import glue, glue_run, glue_tasks  # noqa: E402
+from neobert.training.glue_tasks import PUBLISHED, TASKS  # noqa: E402
+
+
+# ------------------------------------------------------------------------------------------------------------- tiny world
+
+
+GOOD, BAD = "good great lovely bright happy".split(), "bad awful gloomy dark sad".split()
+FILL = "the film is a story of two friends and their house".split()
+
+
+def sentence(generator, good):
+    words = generator.choices(FILL, k=6)
+    words.insert(generator.randrange(6), generator.choice(GOOD if good else BAD))
+    return " ".join(words)
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A random NeoBERT with its tokenizer, and four tasks in nyu-mll/glue's schema that single words decide."""
+    root = tmp_path_factory.mktemp("glue")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+    NeoBERTForMaskedLM(NeoBERTConfig(**sizes, embedding_init_range=0.2, decoder_init_range=0.1, classifier_pooling="mean")).save_pretrained(
+        root / "model"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[1] / "tokenizer")
+    tokenizer.save_pretrained(root / "model")
+    bert = BertForSequenceClassification(BertConfig(vocab_size=30522, **sizes))
+    bert.save_pretrained(root / "bert")
+    tokenizer.save_pretrained(root / "bert")
+    generator = random.Random(0)
+    data = root / "data"
+    for split, count in (("train", 160), ("validation", 40)):
+        rows = [{"sentence": sentence(generator, i % 2), "label": i % 2, "idx": i} for i in range(count)]
+        write_rows(data / "sst2" / f"{split}.jsonl", rows)
+        pairs = [{"sentence1": sentence(generator, 1), "sentence2": sentence(generator, i % 2), "label": 1 - i % 2} for i in range(count)]
+        write_rows(data / "rte" / f"{split}.jsonl", pairs)
+        write_rows(data / "mrpc" / f"{split}.jsonl", [{**row, "label": 1 - row["label"]} for row in pairs])
+        write_rows(data / "stsb" / f"{split}.jsonl", [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs])
+    for split, count in (("train", 160), ("validation_matched", 30), ("validation_mismatched", 40)):
+        rows = [{"premise": sentence(generator, i % 3), "hypothesis": sentence(generator, i % 3 > 1), "label": i % 3} for i in range(count)]
+        write_rows(data / "mnli" / f"{split}.jsonl", rows)
+    return root
+
+
+def run(world, output, task="sst2", **more):
+    given = {"task": task, "model": world / "model", "data": world / "data", "output": output, "seeds": "1", "epochs": 1}
+    given |= {"batch_size": 16, "learning_rate": 3e-3, **more}
+    glue.main([part for key, value in given.items() for part in ((f"--{key}",) if value is True else (f"--{key}", str(value)))])
+    return {(result["task"], result["settings"]["seed"]): (folder, result) for folder, result in glue.finished_runs(output)}
+
+
+# ------------------------------------------------------------------------------------------------------------------ metrics
+
+
+def test_metrics_by_hand():
+    labels = np.array([1, 1, 1, 0, 0, 1])
+    logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]  # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    values = glue_tasks.scores(TASKS["mrpc"], logits, labels)
+    assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
+    assert values["score"] == pytest.approx((4 / 6 + 0.75) / 2), "The score of a task with two metrics is their mean."
+    matthews = (3 * 1 - 1 * 1) / math.sqrt((3 + 1) * (3 + 1) * (1 + 1) * (1 + 1))
+    assert glue_tasks.scores(TASKS["cola"], logits, labels) == pytest.approx({"matthews": matthews, "score": matthews})
+    predictions, truth = np.array([[1.0], [2.0], [4.0], [3.0]]), np.array([0.0, 1.0, 2.0, 5.0])
+    x, y = predictions[:, 0] - 2.5, truth - 2.0
+    pearson = (x * y).sum() / math.sqrt((x**2).sum() * (y**2).sum())
+    values = glue_tasks.scores(TASKS["stsb"], predictions, truth)
+    # Ranks 1 2 4 3 against 1 2 3 4: 1 - 6 * (1 + 1) / (4 * 15).
+    assert values["pearson"] == pytest.approx(pearson) and values["spearman"] == pytest.approx(0.8)
+    assert glue_tasks.scores(TASKS["stsb"], np.ones((4, 1)), truth)["score"] == 0.0, "A constant correlates with nothing: 0, not nan."
+    with pytest.raises(UserError, match="there is no metric 'bleu'; choose from accuracy"):
+        glue_tasks.metric_function("bleu")
+
+
+def test_mnli_is_the_mean_of_matched_and_mismatched():
+    labels = np.array([0, 1, 2, 0, 1, 2])
+    logits = np.eye(3)[[0, 1, 0, 0, 0, 0]]
+    slices = {"heldout": slice(0, 1), "validation_matched": slice(1, 3), "validation_mismatched": slice(3, 6)}
+    values = glue_run.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    assert values["validation_matched_accuracy"] == pytest.approx(1 / 2)
+    assert values["validation_mismatched_accuracy"] == pytest.approx(1 / 3)
+    assert values["dev_score"] == pytest.approx((1 / 2 + 1 / 3) / 2), "MNLI scores the mean of the two, not the pooled accuracy (2 / 5)."
+    assert values["score"] == 1.0, "Held-out rows select, not the dev set."
+    assert glue_run.evaluation_metrics(TASKS["mnli"], logits, labels, {**slices, "heldout": None})["score"] == values["dev_score"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- protocol
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)])
+def test_evaluation_interval(batches, steps):
+    assert glue_run.evaluation_interval(batches) == steps, "The interval is min(500, batches_per_epoch // 10), at least 1."
+
+
+def test_hyper_parameters_are_the_papers():
+    """Best of the grid for NeoBERT-4096 and NeoBERT-1024: batch, learning rate, weight decay."""
+    paper = {
+        "cola": ((8, 8e-6, 1e-5), (4, 6e-6, 1e-5)),
+        "mnli": ((16, 5e-6, 1e-5), (16, 6e-6, 1e-2)),
+        "mrpc": ((2, 1e-5, 1e-5), (8, 2e-5, 1e-5)),
+        "qnli": ((8, 5e-6, 1e-5), (8, 5e-6, 1e-5)),
+        "qqp": ((32, 8e-6, 1e-5), (32, 1e-5, 1e-2)),
+        "rte": ((32, 5e-6, 1e-5), (8, 6e-6, 1e-5)),
+        "sst2": ((32, 8e-6, 1e-2), (16, 1e-5, 1e-5)),
+        "stsb": ((32, 2e-5, 1e-5), (8, 1e-5, 1e-2)),
+    }
+    for i, preset in enumerate(("neobert-4096", "neobert-1024")):
+        recipe = glue.read_arguments(["--task", "all", "--model", "m", "--preset", preset])
+        for task in glue_tasks.parse_tasks("all"):
+            assert [tuple(found.values()) for found in recipe.combinations(task)] == [paper[task.name][i]], f"{preset}, {task.name}"
+    grid = glue.read_arguments(["--task", "rte", "--model", "m", "--grid"])
+    assert len(grid.combinations(TASKS["rte"])) == 5 * 6 * 2, "The grid is 5 batch sizes, 6 learning rates, 2 weight decays."
+    pinned = glue.read_arguments(["--task", "rte", "--model", "m", "--grid", "--batch_size", "7"]).combinations(TASKS["rte"])
+    assert len(pinned) == 12 and {found["batch_size"] for found in pinned} == {7}, "A value given by hand pins its axis of the grid."
+    assert (recipe.epochs, recipe.patience, recipe.warmup, recipe.head_dropout, recipe.max_eval_interval) == (10, 15, 0.06, 0.1, 500)
+    assert recipe.seed_list == [1, 2, 3], "One seed is no default."
+    lora = glue.read_arguments(["--task", "rte", "--model", "m", "--lora"])
+    assert lora.combinations(TASKS["rte"])[0]["learning_rate"] == lora.lora_learning_rate, "LoRA has its own learning rate."
+
+
+@pytest.mark.parametrize("name", ["model", "bert"])
+def test_norms_and_biases_have_no_decay(world, name):
+    model, _ = glue_run.load_classifier(str(world / name), TASKS["rte"])
+    arguments = glue_run.TrainingArguments(str(world / "unused"), weight_decay=0.1, report_to="none")
+    trainer = glue_run.GlueTrainer(model, arguments)
+    groups = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    without = {names[id(p)] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    decayed = {names[id(p)] for group in groups if group["weight_decay"] == 0.1 for p in group["params"]}
+    assert without | decayed == set(names.values()), "A parameter is not trained."
+    wrong = [n for n in decayed if "norm" in n.lower() or n.endswith("bias")]
+    assert not wrong, f"Weight decay on {wrong}."
+    assert all(n.endswith("bias") or "norm" in n.lower() for n in without), f"A matrix has no weight decay: {without}."
+
+
+def test_head_dropout_and_new_head(world):
+    model, new = glue_run.load_classifier(str(world / "model"), TASKS["mnli"], head_dropout=0.25)
+    assert model.dropout.p == 0.25 and model.config.num_labels == 3 and model.config.id2label[2] == "contradiction"
+    assert new == ["classifier.bias", "classifier.weight", "dense.bias", "dense.weight"], "A masked-LM checkpoint brings no head."
+    model, new = glue_run.load_classifier(str(world / "bert"), TASKS["mnli"], head_dropout=0.25)
+    assert model.dropout.p == 0.25, "The baseline has another head dropout."
+    assert new == ["classifier.bias", "classifier.weight"], "A head of two labels cannot serve three."
+
+
+def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
+    runs = run(world, tmp_path, learning_rate=1e-12, epochs=3, patience=4)
+    result = runs["sst2", 1][1]
+    assert result["stopped_early"] and len(result["evaluations"]) == 5, "One evaluation sets the mark, four more bring no progress."
+    assert result["selected"]["step"] == result["evaluations"][0]["step"], "The first of equal checkpoints is the best."
+
+
+def test_held_out_rows_are_not_trained_on(world):
+    splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
+    tokenizer = glue_run.load_tokenizer(str(world / "model"))
+    recipe = glue.read_arguments(["--task", "sst2", "--model", "m"])
+    settings = glue._settings(recipe, TASKS["sst2"], "", 1, {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}, None)
+    train, evaluation, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)}), (
+        "160 rows: 144 and a tenth, then 40 of dev."
+    )
+    kept, held_out = glue_run.split_heldout(160, 0.1, 2000)
+    assert not set(kept) & set(held_out) and sorted(kept + held_out) == list(range(160)), "The parts overlap or lose rows."
+    assert len(glue_run.split_heldout(100_000, 0.1, 2000)[1]) == 2000, "At most 2,000 rows are held out."
+    texts = [splits["train"]["sentence"][i] for i in held_out]
+    assert [tokenizer.decode(evaluation[i]["input_ids"], skip_special_tokens=True) for i in range(16)] == texts
+
+
+# --------------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_run_result_and_skipping(world, tmp_path):
+    runs = run(world, tmp_path, epochs=3, seeds="1,2")
+    folder, result = runs["sst2", 1]
+    assert result["score"] > 0.8, f"dev accuracy {result['score']} on a task that one word decides."
+    chosen = next(entry for entry in result["evaluations"] if entry["step"] == result["selected"]["step"])
+    assert result["score"] == chosen["dev_score"] and result["selected"]["score"] == max(e["score"] for e in result["evaluations"])
+    assert result["last"]["step"] == result["planned_steps"] == 27, "The final weights (3 epochs of 9 batches) were not evaluated."
+    assert result["best_of_all_evaluations"] >= result["score"] and result["reload_difference"] < 1e-5
+    assert result["environment"]["versions"]["torch"] and result["parameters"]["trained"] == result["parameters"]["all"]
+    # The saved model gives the reported score.
+    kept = [f for f, _ in runs.values() if (f / "best").is_dir()]
+    assert len(kept) == 1, "keep_models best keeps one model a task."
+    model = AutoModelForSequenceClassification.from_pretrained(kept[0] / "best", dtype=torch.float32).eval()
+    rows = [json.loads(line) for line in (world / "data" / "sst2" / "validation.jsonl").read_text().splitlines()]
+    batch = AutoTokenizer.from_pretrained(kept[0] / "best")([row["sentence"] for row in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        right = model(**batch).logits.argmax(-1) == torch.tensor([row["label"] for row in rows])
+    expected = next(r["score"] for f, r in runs.values() if f == kept[0])
+    assert right.float().mean().item() == pytest.approx(expected), "best/ is not the model that the score belongs to."
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert len(before) == 2
+    run(world, tmp_path, epochs=3, seeds="1,2")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before, "A finished run was run again."
+
+
+class _Interrupt(TrainerCallback):
+    """Ctrl-C at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_interrupted_run_continues_and_equals_the_uninterrupted(world, tmp_path, monkeypatch):
+    _, whole = run(world, tmp_path / "whole", epochs=2)["sst2", 1]
+    best, marks = -1.0, []
+    for entry in whole["evaluations"]:
+        if entry["score"] > best:
+            best = entry["score"]
+            marks.append(entry["step"])
+    saved = [step for step in marks if 1 < step < whole["planned_steps"] - 1]
+    assert saved, "Vacuous: the run must have a checkpoint on its way."
+    real = glue_run.GlueTrainer.__init__
+
+    def interrupted(self, *inputs, **named):
+        named["callbacks"] = [*named["callbacks"], _Interrupt(saved[-1] + 1)]
+        real(self, *inputs, **named)
+
+    monkeypatch.setattr(glue_run.GlueTrainer, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(world, tmp_path / "parts", epochs=2)
+    monkeypatch.setattr(glue_run.GlueTrainer, "__init__", real)
+    assert not list((tmp_path / "parts").rglob("result.json")), "An unfinished run must not look finished."
+    _, parts = run(world, tmp_path / "parts", epochs=2)["sst2", 1]
+    assert parts["resumed"] and not whole["resumed"], "The run started from the beginning again."
+    assert parts["evaluations"] == whole["evaluations"], "The continued run differs from the uninterrupted one."
+    assert not list((tmp_path / "parts").rglob("checkpoints")), "Checkpoints of a finished run stay behind."
+
+
+def test_a_half_written_checkpoint_is_not_used(tmp_path):
+    for step, text in ((3, '{"global_step": 3}'), (12, '{"global_'), (20, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if text:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    assert glue_run.last_whole_checkpoint(tmp_path).name == "checkpoint-3", "A checkpoint without its last file was taken for whole."
+    assert not (tmp_path / "checkpoint-20").exists()
+
+
+def test_mnli_start(world, tmp_path, caplog):
+    with pytest.raises(UserError, match="rte was asked to start from MNLI, but .* has no finished MNLI run of model"):
+        run(world, tmp_path, "rte", start="mnli")
+    assert not list(tmp_path.rglob("*")), "Something was done before the missing MNLI run was named."
+    runs = run(world, tmp_path, "rte")
+    assert "there is no finished MNLI run" in caplog.text, "That RTE did not start from MNLI must be said."
+    assert runs["rte", 1][1]["starts_from"] == "the model"
+    runs = run(world, tmp_path / "with_mnli", "rte,mnli,stsb,mrpc,sst2", epochs=0.2)
+    mnli = runs["mnli", 1][0].name
+    for task in ("rte", "stsb", "mrpc"):
+        assert runs[task, 1][1]["starts_from"] == mnli, f"{task} did not start from the MNLI run."
+    assert runs["sst2", 1][1]["starts_from"] == "the model", "SST-2 starts from the model itself."
+    assert runs["rte", 1][1]["new_head"] == ["classifier.bias", "classifier.weight"], "The MNLI run's dense layer was not kept."
+
+
+# --------------------------------------------------------------------------------------------------------------------- LoRA
+
+
+def test_lora_is_saved_merged_and_reloaded(world, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, result = run(world, tmp_path, lora=True, lora_rank=4, epochs=3)["sst2", 1]
+    # Per block and rank: qkv 32 + 96, wo 32 + 32, w12 32 + 64, w3 32 + 32; the head: 32 x 32 + 32 and 32 x 2 + 2.
+    adapter, head = 2 * 4 * (128 + 64 + 96 + 64), 32 * 32 + 32 + 66
+    assert result["parameters"]["trained"] == adapter + head, "Other layers than qkv, wo, w12, w3 and the head are trained."
+    original = NeoBERTForMaskedLM.from_pretrained(world / "model", dtype=torch.float32)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "best", dtype=torch.float32).eval()
+    assert torch.equal(merged.model.encoder.weight, original.model.encoder.weight), "The embedding has no adapter, and changed."
+    change = merged.model.transformer_encoder[0].qkv.weight - original.model.transformer_encoder[0].qkv.weight
+    assert 1 <= torch.linalg.matrix_rank(change, rtol=1e-3) <= 4, "The merged update of a rank-4 adapter has rank 4 at most."
+    base = AutoModelForSequenceClassification.from_pretrained(world / "model", num_labels=2, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    ids = torch.randint(1000, 2000, (3, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    assert result["reload_difference"] < 1e-5
+    assert "LoRA r=4" in (tmp_path / "table.md").read_text(), "The table must say that the row is LoRA."
+
+
+def test_lora_on_a_baseline(world, tmp_path):
+    pytest.importorskip("peft")
+    _, result = run(world, tmp_path, model=world / "bert", lora=True, epochs=0.2)["sst2", 1]
+    assert 0 < result["parameters"]["trained"] < 0.1 * result["parameters"]["all"]
+    assert result["reload_difference"] < 1e-5, "The merged baseline predicts something else after loading."
+
+
+# -------------------------------------------------------------------------------------------------------------------- table
+
+
+def fake_result(folder, task, seed, score, name="mine", selected=None, **settings):
+    values = {"seed": seed, "lora": None, "selection": "heldout", "max_train_samples": None, "learning_rate": 1e-5, **settings}
+    result = {"task": task, "name": name, "settings": values, "score": score, "last": {"score": score - 0.01}}
+    result |= {"selected": {"score": score if selected is None else selected}, "best_of_all_evaluations": score + 0.01}
+    path = folder / name / task / f"{seed}-{values['learning_rate']}" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(result))
+
+
+def test_table_layout(tmp_path):
+    for task in TASKS:
+        for seed, score in ((1, 0.80), (2, 0.84)):
+            fake_result(tmp_path, task, seed, score)
+    # A single seed does not win over two, however good; of two groups of one size the better selection score counts, not the dev score.
+    fake_result(tmp_path, "rte", 3, 0.99, learning_rate=1e-4)
+    fake_result(tmp_path, "sst2", 1, 0.90, name="other", selected=0.7)
+    fake_result(tmp_path, "sst2", 1, 0.85, name="other", selected=0.8, learning_rate=1e-4)
+    glue.write_tables(tmp_path)
+    lines = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    assert lines[0] == ["model", "source", "MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS", "avg"]
+    published = [line for line in lines if len(line) > 1 and line[1] == "published"]
+    assert len(published) == len(PUBLISHED) == 12 and ["NeoBERT-4096", "published", "89.0", "93.7"] in [line[:4] for line in published]
+    mine = next(line for line in lines if line[0] == "mine")
+    # Standard deviation of 80 and 84 with n - 1: 2.83.
+    assert mine == ["mine", "measured, 2 seeds", *["82.0 ± 2.8"] * 8, "82.0"]
+    data = json.loads((tmp_path / "table.json").read_text())
+    other = next(row for row in data["measured"] if row["name"] == "other")
+    assert other["cells"]["sst2"]["score"] == 0.85 and other["average"] is None, "An average needs all eight tasks."
+
+
+def test_published_averages():
+    """Every published row's average is that of its tasks, to the rounding of the paper (its NomicBERT and BERT rows are rounded further)."""
+    for name, *values in PUBLISHED:
+        assert abs(np.mean(values[:-1]) - values[-1]) < 1.6, f"{name}: a figure was copied wrongly."
+
+
+def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
+    done = []
+
+    def fine_tune(settings, splits, model, tokenizer, folder, options):
+        done.append((settings.learning_rate, settings.batch_size, settings.seed))
+        # Selection prefers 2e-5, the dev score prefers 1e-5.
+        selected, score = (0.9, 0.5) if settings.learning_rate == 2e-5 else (0.4, 0.8)
+        fake_result(folder.parent.parent.parent, "sst2", settings.seed, score, selected=selected, learning_rate=settings.learning_rate)
+        result = {"score": score, "selected": {"score": selected}, "last": {"score": score}}
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({**result, "name": "x", "task": "y"}))
+        return result
+
+    monkeypatch.setattr(glue_run, "fine_tune", fine_tune)
+    recipe = glue.read_arguments(
+        [
+            "--task",
+            "sst2",
+            "--model",
+            "mine",
+            "--output",
+            str(tmp_path),
+            "--grid",
+            "--batch_size",
+            "8",
+            "--weight_decay",
+            "0.1",
+            "--seeds",
+            "5,6",
+        ]
+    )
+    monkeypatch.setattr(glue, "_prune", lambda *_: None)
+    results = glue.run_task(recipe, TASKS["sst2"], {}, None, "revision")
+    assert len(done) == 7, f"Six learning rates with the first seed and one more seed of the best, but {done}."
+    assert done[-1] == (2e-5, 8, 6) and len(results) == 2, "The best is the one with the best selection score."
+
+
+# ---------------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"task": "squad"}, "there is no GLUE task 'squad'; choose all, or from mnli"),
+        ({"task": "wnli"}, "wnli is left out"),
+        ({"task": "cola"}, "there is no folder .*cola"),
+        ({"data": "nobody/nothing"}, "'nobody/nothing' is no local folder, and task sst2 was not loaded from the Hub"),
+        ({"model": "nobody/nothing"}, "neither a model folder nor a model that can be reached on the Hub"),
+        ({"seeds": "1,1"}, "seeds must be different whole numbers"),
+        ({"selection": "test"}, "selection must be one of heldout, dev"),
+        ({"preset": "best"}, "there is no preset 'best'; choose from neobert-4096, neobert-1024"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"heldout_fraction": 0.001}, "too few to hold 0.001 of them out; use --selection dev"),
+        ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer of this model; it has classifier, dense, qkv"),
+        ({"lora": True, "lora_rank": 0}, "the LoRA rank must be a whole number of at least 1, but 0 was given"),
+        ({"learning_rates": 1}, "unknown argument '--learning_rates'; did you mean --learning_rate"),
+    ],
+)
+def test_bad_options(world, tmp_path, more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run(world, tmp_path / "out", **more)
+    assert not list((tmp_path / "out").rglob("*.json")), "Work was done although the input is bad."
+
+
+GOOD_ROW = {"sentence": "good", "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([], "train.jsonl is empty; at least one row is needed"),
+        ([GOOD_ROW, "{broken"], "train.jsonl, line 2 is not valid JSON"),
+        ([GOOD_ROW, [1, 2]], "line 2 is a list, but an object"),
+        (
+            [GOOD_ROW, {"sentence": "bad", "label": 2}],
+            r"line 2: label 2 is out of range; sst2 takes a whole number from 0 to 1 \(negative, positive\)",
+        ),
+        ([{"sentence": "bad", "label": -1}], "line 1: label -1 is out of range"),
+        ([{"sentence": "bad", "label": 0.5}], "label 0.5 is out of range"),
+        ([{"sentence": "bad", "label": "positive"}], "label 'positive' is out of range"),
+        ([{"text": "bad", "label": 0}], "line 1 has no 'sentence'; sst2 needs the columns sentence, label"),
+        ([{"sentence": None, "label": 0}], "line 1 has no 'sentence'"),
+        ([{"sentence": 5, "label": 0}], "'sentence' must be text, but 5 was given"),
+    ],
+)
+def test_bad_rows(tmp_path, lines, sentence):
+    path = tmp_path / "sst2" / "train.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    with pytest.raises(UserError, match=sentence):
+        glue_tasks.load_task(TASKS["sst2"], str(tmp_path))
+
+
+def test_file_kinds_give_the_same_rows(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"sentence1": "a, \u2028 b", "sentence2": 'say "c"', "label": 2.5}, {"sentence1": "d", "sentence2": "e", "label": 0.0}]
+    loaded = []
+    for kind in ("jsonl", "csv", "parquet"):
+        folder = tmp_path / kind / "stsb"
+        for split in ("train", "validation"):
+            write_rows(folder / f"{split}.jsonl", rows)
+            if kind == "csv":
+                (folder / f"{split}.jsonl").unlink()
+                (folder / f"{split}.csv").write_text('sentence1,sentence2,label\n"a, \u2028 b","say ""c""",2.5\nd,e,0.0\n')
+            elif kind == "parquet":
+                (folder / f"{split}.jsonl").unlink()
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}-00000-of-00001.parquet")
+        loaded.append(glue_tasks.load_task(TASKS["stsb"], str(tmp_path / kind)))
+    assert loaded[0] == loaded[1] == loaded[2], "One data set in three formats reads differently."
+    assert loaded[0]["train"] == {"sentence1": ["a, \u2028 b", "d"], "sentence2": ['say "c"', "e"], "label": [2.5, 0.0]}
+
+
+def test_checkpoint_of_another_kind(world, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in (world / "model").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "wo" not in k}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 2 weights of the encoder, model.transformer_encoder.0.wo.weight for example"):
+        run(world, tmp_path / "out", model=tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match="has no config.json; convert a raw training checkpoint first"):
+        run(world, tmp_path / "out", model=tmp_path)
