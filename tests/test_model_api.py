@@ -262,9 +262,9 @@ def test_rms_norm_keeps_float32_inside():
     norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)
     x = (torch.randn(64, 64) * 3 + 0.5).to(torch.bfloat16)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
-    # One rounding of the normed value, one of the product: 2 x 2^-9; a norm in bfloat16 rounds more often.
+    # One rounding at the end, half a unit in 8 bits; a norm in bfloat16 rounds four times.
     relative = ((norm(x).double() - exact).abs() / exact.abs().clamp(min=1e-6)).max().item()
-    assert relative <= 2 * 2**-8, f"RMSNorm's relative error in bfloat16 is {relative:.2e}."
+    assert relative <= 1.05 * 2**-8, f"RMSNorm's relative error in bfloat16 is {relative:.2e}."
 
 
 # --------------------------------------------------------------------------------------------------------------- bad input

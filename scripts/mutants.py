@@ -1,0 +1,241 @@
+"""Breaks the model in one place at a time and shows that the tests notice: `python scripts/mutants.py [--output results/mutants.md]`.
+
+Every mutant is applied to a copy of the checkout in a temporary folder, where the model's tests run until three have failed. The table
+says which. Exit status 1 if a mutant survives, or if the tests fail without one.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from neobert.evaluation.results import environment, markdown_table, write_text
+
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "modeling_neobert.py"
+CORE = ("golden", "model_api", "attention", "rope", "heads", "loading", "remote_code_rules", "trainer", "compile_export")
+
+LOW_NORM = """class _LowNorm(nn.RMSNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def _norm(config):
+"""
+PARENT_INIT = """        if isinstance(module, _TaskHeadModel):
+            for child in module.children():
+                if isinstance(child, nn.Linear):
+                    nn.init.normal_(child.weight, mean=0.0, std=self.config.classifier_init_range)
+                    nn.init.zeros_(child.bias)
+"""
+LEAF_INIT = """        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
+            nn.init.zeros_(module.bias)
+"""
+
+# name: ((text in modeling_neobert.py, what replaces it), ...); test files to run, the likeliest first.
+MUTANTS = {
+    "sdpa ignores the padding mask": (
+        (
+            (
+                "allowed = _visible(mask)[:, None, None, :] if mask is not None else None",
+                'allowed = _visible(mask)[:, None, None, :] if mask is not None and implementation != "sdpa" else None',
+            ),
+        ),
+        CORE,
+    ),
+    "every implementation ignores the padding mask": ((("    return attention_mask.to(torch.bool)\n", "    return None\n"),), CORE),
+    "no RoPE": ((('if self.config.position_embedding_type == "rope":', "if False:"),), CORE),
+    "position_ids ignored": ((("position_ids = _checked_positions(position_ids, shape)", "position_ids = None"),), ("rope", *CORE)),
+    "RoPE angles in bfloat16": (
+        (
+            (
+                "angles = position_ids[..., None].float() * frequencies.float()",
+                "angles = (position_ids[..., None].bfloat16() * frequencies.bfloat16()).float()",
+            ),
+        ),
+        ("rope", *CORE),
+    ),
+    "RoPE rotates halves in place of adjacent pairs": (
+        (
+            (
+                "pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))",
+                "pairs = torch.view_as_complex(x.float().unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())",
+            ),
+        ),
+        CORE,
+    ),
+    "eager scale x1.5": ((("key.transpose(-1, -2) * scaling", "key.transpose(-1, -2) * scaling * 1.5"),), CORE),
+    "SwiGLU halves swapped": ((("gate, value = self.w12", "value, gate = self.w12"),), CORE),
+    "RMSNorm in bfloat16": (
+        (("norm = nn.RMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)),
+        ("model_api", *CORE),
+    ),
+    "last hidden state taken before the norm": (
+        (("        hidden = self.layer_norm(hidden)\n", "        hidden = hidden * self.layer_norm.weight.new_ones(())\n"),),
+        CORE,
+    ),
+    "last of hidden_states not normed": (
+        (
+            (
+                "        hidden = self.layer_norm(hidden)\n        if output_hidden_states:\n            all_hidden.append(hidden)\n",
+                "        if output_hidden_states:\n            all_hidden.append(hidden)\n        hidden = self.layer_norm(hidden)\n",
+            ),
+        ),
+        CORE,
+    ),
+    "ignored labels counted in the loss": (
+        (
+            (
+                "return _mean(total, (labels != -100).sum(), num_items_in_batch)",
+                "return _mean(total, (labels != -99).sum(), num_items_in_batch)",
+            ),
+        ),
+        ("heads", *CORE),
+    ),
+    "num_items_in_batch ignored": ((("    if num_items_in_batch is None:\n", "    if True:\n"),), ("heads", *CORE)),
+    "attention dropout active in eval": (
+        (("dropout=self.config.attention_dropout if self.training else 0.0", "dropout=self.config.attention_dropout"),),
+        ("model_api", *CORE),
+    ),
+    "residual dropout active in eval": (
+        (("hidden = hidden + self.dropout(attended)", "hidden = hidden + F.dropout(attended, self.dropout.p)"),),
+        ("model_api", *CORE),
+    ),
+    "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading", *CORE)),
+    "in-place initialisation": (
+        (
+            ("nn.init.uniform_(module.weight, -self.config.decoder", "module.weight.data.uniform_(-self.config.decoder"),
+            ("nn.init.uniform_(module.weight, -self.config.embedding", "module.weight.data.uniform_(-self.config.embedding"),
+            ("nn.init.normal_(module.weight, mean=0.0,", "module.weight.data.normal_(mean=0.0,"),
+        ),
+        ("loading", "remote_code_rules", *CORE),
+    ),
+    "checkpointing recomputes nothing": (
+        (("class NeoBERTBlock(GradientCheckpointingLayer):", "class NeoBERTBlock(nn.Module):"),),
+        ("compile_export", *CORE),
+    ),
+    "causal attention in what reads is_causal": ((("    is_causal = False\n", "    is_causal = True\n"),), ("attention", *CORE)),
+    "causal eager attention": (
+        (
+            (
+                "    weights = scores.softmax(dim=-1",
+                "    scores = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), -1e9)\n    weights = scores.softmax(dim=-1",
+            ),
+        ),
+        CORE,
+    ),
+    "packed texts see each other: eager, sdpa": (
+        (("return _TextByText(function), layout.lengths", "return _TextByText(function), [sum(layout.lengths)]"),),
+        ("attention", *CORE),
+    ),
+    "packed texts see each other: flex": (
+        (("return texts[q] == texts[k]", "return texts[q] >= texts[k] * 0"),),
+        ("attention", *CORE),
+    ),
+    "packed texts see each other: user functions, compiled": (
+        (("allowed = (texts[:, None] == texts)[None, None]", "allowed = (texts[:, None] >= texts * 0)[None, None]"),),
+        ("attention", *CORE),
+    ),
+    "packing arguments ignored": (
+        (('cu_seq_lens = kwargs.get("cu_seq_lens_q")', "cu_seq_lens = None"),),
+        ("attention", *CORE),
+    ),
+    "restarting positions are not packing": ((("if len(starts) < 2 or", "if True or"),), ("attention", *CORE)),
+    "head interleaving of qkv changed": (
+        (("unflatten(-1, (self.num_heads, 3, -1))", "unflatten(-1, (3, self.num_heads, -1)).transpose(-3, -2)"),),
+        CORE,
+    ),
+    "mean pooling over padding": (
+        (
+            ("(hidden * mask[..., None]).sum(dim=1) / mask.sum", "hidden.sum(dim=1) / mask.sum"),
+            ("/ mask.sum(dim=-1, keepdim=True)", "/ torch.ones_like(mask).sum(dim=-1, keepdim=True)"),
+        ),
+        ("heads", *CORE),
+    ),  # fmt: skip
+    "first column pooled in place of the first real token": (
+        (("return mask.to(torch.int32).argmax(dim=-1)", "return mask.to(torch.int32).argmax(dim=-1) * 0"),),
+        ("heads", *CORE),
+    ),
+}
+
+
+def copy_checkout(folder):
+    """The package and its tests as `folder`/neobert."""
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "demo", "examples", "build", "dist", "*.egg-info", "docs")
+    shutil.copytree(ROOT, folder / "neobert", ignore=ignore)
+    return folder / "neobert"
+
+
+def run_tests(checkout, names, maxfail):
+    """Names of the tests that failed, and pytest's last line."""
+    names = list(dict.fromkeys(names))
+    files = [f"tests/test_{name}.py" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no", f"--maxfail={maxfail}", *files]
+    environ = {**os.environ, "PYTHONPATH": str(checkout.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
+    failed = re.findall(r"^(?:FAILED|ERROR) tests/test_(\S+?)\.py(?:::(\S+))?", result.stdout, flags=re.MULTILINE)
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    if result.returncode not in (0, 1, 2):
+        raise SystemExit(f"pytest could not run: {result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return [f"{file}::{test}" if test else file for file, test in failed], lines[-1] if lines else ""
+
+
+def apply(source, changes, name):
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise SystemExit(f"Mutant {name!r}: its text occurs {source.count(old)} times in {MODEL}, not once: {old!r}")
+        source = source.replace(old, new)
+    return source
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="markdown file to write")
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    arguments = parser.parse_args()
+    chosen = {name: value for name, value in MUTANTS.items() if arguments.only in name}
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = copy_checkout(Path(folder))
+        source = (checkout / MODEL).read_text()
+        sources = {name: apply(source, changes, name) for name, (changes, _) in chosen.items()}
+        failed, control = run_tests(checkout, CORE, 3)
+        if failed:
+            raise SystemExit(f"The tests fail without a mutant: {', '.join(failed)}")
+        rows, survivors = [], []
+        for name, (_, files) in tqdm(chosen.items(), unit="mutant"):
+            (checkout / MODEL).write_text(sources[name])
+            failed, _ = run_tests(checkout, files, 3)
+            rows.append([name, ", ".join(f"`{test}`" for test in failed) or "**survived**"])
+            if not failed:
+                survivors.append(name)
+    facts = [[name, str(value)] for name, value in environment().items()]
+    text = "\n".join(
+        (
+            "# Mutants",
+            "",
+            "The model is broken in one place at a time; the tests run until three have failed. Written by `python scripts/mutants.py`.",
+            "",
+            markdown_table(["mutant", "killed by (the first three)"], rows),
+            "",
+            f"Without a mutant: {control.strip('= ')}. Killed: {len(rows) - len(survivors)} of {len(rows)}.",
+            "",
+            markdown_table(["run", ""], facts),
+            "",
+        )
+    )
+    print(text)
+    if arguments.output:
+        write_text(arguments.output, text)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
