@@ -130,7 +130,8 @@ class PretrainingArguments(TrainingArguments):
         default=None, metadata={"help": "the device's peak for share_of_peak; default: a measured matrix product"}
     )
     raw_checkpoint: str | None = field(
-        default=None, metadata={"help": "also write the final weights in the authors' raw layout: float32, bfloat16 or float16"}
+        default=None,
+        metadata={"help": "also write the final weights to OUTPUT_DIR/raw in the authors' raw layout: float32, bfloat16 or float16"},
     )
     remove_unused_columns: bool = field(default=False)
     per_device_train_batch_size: int = field(default=1, metadata={"help": "always 1: an item of the data is a whole micro-batch"})
@@ -391,10 +392,15 @@ def _finish(trainer, tokens, tokenizer):
         model = trainer.accelerator.unwrap_model(trainer.model)
         if training.raw_checkpoint and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             dtype = getattr(torch, training.raw_checkpoint)
-            pretrain_trainer.save_raw_checkpoint(model, training.output_dir, trainer.state.global_step, dtype)
+            pretrain_trainer.save_raw_checkpoint(model, Path(training.output_dir) / "raw", trainer.state.global_step, dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         result = environment(
-            steps=trainer.state.global_step, tokens_seen=trainer.state.num_input_tokens_seen, parameters=parameters, dtype=_dtype(training)
+            processes=training.world_size,
+            distributed=trainer.accelerator.distributed_type.value,
+            steps=trainer.state.global_step,
+            tokens_seen=trainer.state.num_input_tokens_seen,
+            parameters=parameters,
+            dtype=_dtype(training),
         )
         write_json(Path(training.output_dir) / "result.json", {**result, **metrics})
     return metrics

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer
 
@@ -19,6 +20,10 @@ from .streaming import COUNTS, STATE
 
 
 WHOLE = "whole.json"  # written into a checkpoint after everything else
+_RAW_FIELDS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
+    *("hidden_act", "norm_type", "norm_eps", "position_embedding_type", "pad_token_id", "tie_word_embeddings"),
+)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 
 
@@ -52,7 +57,7 @@ def stream_file(checkpoint, rank):
 
 
 def save_raw_checkpoint(model, folder, step, dtype=torch.float16):
-    """Writes the authors' raw layout, `model_checkpoints/<step>/state_dict.pt`, with the `module.` prefix of DistributedDataParallel.
+    """Writes the authors' raw layout: `config.yaml` and `model_checkpoints/<step>/state_dict.pt`, with DistributedDataParallel's `module.`.
 
     Tied weights share their storage in the file.
 
@@ -71,6 +76,8 @@ def save_raw_checkpoint(model, folder, step, dtype=torch.float16):
     torch.save(state, temporary)
     os.replace(temporary, path)
     write_text(path.parent.parent / "latest", f"{step}\n")
+    fields = {name: getattr(model.config, name) for name in _RAW_FIELDS}
+    write_text(Path(folder) / "config.yaml", yaml.safe_dump(fields, sort_keys=False))
     return path
 
 

@@ -1,0 +1,178 @@
+"""Pins the ladder's recipes to the paper's Table 2: what each rung changes and nothing else; and the small-scale ladder's machinery."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from neobert import cli
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.recipe import read_recipe
+from neobert.training import ablations, pretrain
+
+
+# rung: (the rung that it changes, the keys that PAPER's Table 2 and section 4 let it change)
+CHANGES = {
+    "m1": ("m0", {"position_embedding_type": ("learned", "rope"), "hidden_act": ("gelu", "swiglu"), "norm_type": ("layer", "rms")}),
+    "m2": ("m1", {
+        "dataset": ("wikimedia/wikipedia:20231101.en, bookcorpus/bookcorpus", "tiiuae/falcon-refinedweb"),
+        "text_column": ("text", "content"),
+    }),
+    "m3": ("m2", {"tokenizer": (None, "meta-llama/Llama-2-7b-hf"), "vocab_size": (None, 32064)}),
+    "m4": ("m2", {
+        "optimizer": ("adam", "adamw"), "schedule": ("linear", "cosine"), "adam_beta2": (0.999, 0.95), "weight_decay": (0.0, 0.1),
+    }),
+    "m5": ("m4", {"mask_probability": (0.15, 0.2), "mask_share": (0.8, 1.0), "random_share": (0.1, 0.0)}),
+    "m6": ("m5", {"layout": ("packed", "packed_without_boundaries")}),
+    "m7": ("m5", {"num_hidden_layers": (12, 16), "hidden_size": (768, 1056)}),
+    "m8": ("m5", {"num_hidden_layers": (12, 28)}),
+    "m9": ("m8", {
+        "max_length": (512, 4096), "max_position_embeddings": (512, 4096), "gradient_accumulation_steps": (1, 16), "dropout": (0.1, 0.0),
+    }),
+}  # fmt: skip
+
+
+def _flat(name):
+    recipe = ablations.rung_recipe(name)
+    recipe.pop("output_dir")
+    return {**{key: value for key, value in recipe.items() if key != "model_config"}, **recipe["model_config"]}
+
+
+@pytest.mark.parametrize("rung", CHANGES)
+def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
+    base, allowed = CHANGES[rung]
+    before, after = _flat(base), _flat(rung)
+    changed = {key: (before.get(key), after.get(key)) for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert changed == allowed, f"{rung} against {base}"
+
+
+def test_m0_is_the_papers_bert():
+    m0 = _flat("m0")
+    expected = {
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "norm_type": "layer",
+        "position_embedding_type": "learned", "hidden_act": "gelu", "dropout": 0.1, "mask_probability": 0.15, "mask_share": 0.8,
+        "random_share": 0.1, "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "schedule": "linear", "max_length": 512,
+        "max_steps": 1_000_000,
+    }  # fmt: skip
+    assert {key: m0[key] for key in expected} == expected
+    assert 8 * m0["tokens_per_batch"] * m0["gradient_accumulation_steps"] == 131_072, "8 devices must see 131,072 tokens a step"
+    m9 = _flat("m9")
+    assert 8 * m9["tokens_per_batch"] * m9["gradient_accumulation_steps"] == 2_097_152
+
+
+def _parameters(rung):
+    """Parameters from the shapes of PAPER section 2: tied nowhere, decoder with a bias."""
+    values = ablations.rung_recipe(rung)["model_config"]
+    config = NeoBERTConfig(**values)
+    hidden, inner, vocabulary = config.hidden_size, config.ffn_inner_size, config.vocab_size
+    block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
+    return 2 * vocabulary * hidden + vocabulary + config.num_hidden_layers * block + hidden
+
+
+def test_m7_and_m8_are_the_250m_models():
+    assert _parameters("m8") == 245_136_954, "M8 must have exactly the published size"
+    assert abs(_parameters("m7") - 245e6) < 10e6, f"M7 is a 250M model too, not {_parameters('m7'):,}"
+
+
+@pytest.mark.parametrize(
+    "stage, steps, length, keys", [(1, 1_000_000, 1024, {}), (2, 50_000, 4096, {"mixture": {0: 0.2, 1024: 0.4, 2048: 0.4}})]
+)
+def test_the_stages_have_the_papers_values(stage, steps, length, keys):
+    path = ablations.CONFIGS.parent / f"neobert_stage{stage}.yaml"
+    # bf16 is refused where the device has none; it is checked from the file.
+    model, data, training = read_recipe(
+        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments),
+        [str(path), "--bf16", "false", "--report_to", "none"],
+    )
+    expected = {
+        "max_steps": steps, "learning_rate": 6e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0, "warmup_steps": 2000, "optimizer": "adamw", "schedule": "cosine", "decay_share": 0.9, "lr_floor": 0.1,
+    }  # fmt: skip
+    assert {key: getattr(training, key) for key in expected} == expected
+    assert yaml.safe_load(path.read_text())["bf16"] is True
+    assert (data.max_length, data.mask_probability, data.mask_share, data.long_texts) == (length, 0.2, 1.0, "truncate")
+    assert (data.dataset, data.text_column, data.layout) == ("tiiuae/falcon-refinedweb", "content", "packed")
+    assert 8 * data.tokens_per_batch * training.gradient_accumulation_steps == 2_097_152
+    assert all(getattr(data, key) == value for key, value in keys.items())
+    if stage == 2:
+        assert model.init_from == "runs/neobert_stage1", "stage 2 must start from stage 1's output"
+    else:
+        config = NeoBERTConfig(**model.model_config)
+        assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.intermediate_size) == (768, 28, 12, 3072)
+
+
+def test_the_defaults_are_the_papers_too():
+    names = ("learning_rate", "weight_decay", "adam_beta2", "warmup_steps", "schedule", "max_steps", "optimizer", "lr_floor", "decay_share")
+    _, data, training = read_recipe((pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), [])
+    assert [getattr(training, name) for name in names] == [6e-4, 0.1, 0.95, 2000, "cosine", 1_000_000, "adamw", 0.1, 0.9]
+    assert (data.dataset, data.text_column, data.mask_probability, data.mask_share) == ("tiiuae/falcon-refinedweb", "content", 0.2, 1.0)
+
+
+def test_shrinking_keeps_what_the_rungs_differ_in():
+    scale = ablations.SCALES["small"]
+    small = {name: ablations.shrink(ablations.rung_recipe(name), scale) for name in ablations.PUBLISHED}
+    assert small["m0"]["model_config"]["hidden_size"] == 96 and small["m0"]["model_config"]["num_hidden_layers"] == 3
+    assert small["m7"]["model_config"]["hidden_size"] == 132 and small["m7"]["model_config"]["num_hidden_layers"] == 4
+    assert small["m8"]["model_config"]["num_hidden_layers"] == 7 and small["m8"]["model_config"]["hidden_size"] == 96
+    assert small["m6"]["layout"] == "packed_without_boundaries" and small["m9"]["max_length"] == 2 * small["m8"]["max_length"]
+    assert small["m9"]["tokens_per_batch"] == 2 * small["m8"]["tokens_per_batch"]
+    assert small["m0"]["optimizer"] == "adam" and small["m4"]["optimizer"] == "adamw" and small["m5"]["mask_probability"] == 0.2
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    rng = np.random.default_rng(0)
+    words = ["good", "bad", "river", "stone", "music", "paper", "Table", "winter"]
+
+    def write(name, count, label=False):
+        rows = []
+        for _ in range(count):
+            row = {"text": " ".join(rng.choice(words, rng.integers(3, 9)))}
+            rows.append({**row, "label": int("good" in row["text"])} if label else row)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        return str(tmp_path / f"{name}.jsonl")
+
+    return {
+        "curated": write("curated", 150),
+        "diverse": write("diverse", 200),
+        "heldout": write("heldout", 20),
+        "probe": write("probe", 40, True),
+    }
+
+
+def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--scale", "tiny", "--seeds", "2", "--rungs", "m0,m3,m6", "--work_dir", "work", "--results_dir", "results"]
+    arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
+    assert cli.main(["ablations", *arguments]) == 0
+    result = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())
+    assert [(row["rung"], row["seed"]) for row in result["runs"]] == [(name, seed) for seed in range(2) for name in ("m0", "m3", "m6")]
+    for row in result["runs"]:
+        assert 0 <= row["probe_accuracy"] <= 1 and 0 <= row["masked_accuracy"] <= 1 and row["masked_bits_per_character"] > 0
+    text = (tmp_path / "results" / "ablations_tiny.md").read_text()
+    assert "Small-scale" in text and "| M6 | packed without boundaries | no | 80.5 |" in text
+    assert (tmp_path / "results" / "ablations_tiny.png").stat().st_size > 10_000
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "bpe")) > len(
+        AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "wordpiece")
+    )
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}
+    assert cli.main(["ablations", *arguments]) == 0
+    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}, "finished rungs must not run again"
+
+
+def test_the_spread_is_over_seeds():
+    rows = [{"rung": "m1", "seed": seed, "probe_accuracy": value} for seed, value in enumerate((0.5, 0.6, 0.7))]
+    table = ablations.summarise(rows)
+    assert table["m1"]["probe_accuracy"] == (pytest.approx(0.6), pytest.approx(0.1))
+    assert ablations.summarise(rows[:1])["m1"]["probe_accuracy"] == (0.5, None), "one seed has no spread"
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [(["--scale", "huge"], "scale must be one of"), (["--rungs", "m0,m11"], "no rung 'm11'"), (["--seeds", "0"], "seeds must")],
+)
+def test_bad_input_is_one_sentence(capsys, wrong, words):
+    assert cli.main(["ablations", *wrong]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's losses on the same global batch.
+
+They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through the converter and predicts the same.
+accelerate turns FSDP on for GPUs alone, so FSDP2 is torch's own `fully_shard` here, block by block as fsdp2.yaml asks for.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "training" / "configs" / "accelerate"
+MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def _free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    (folder / "path").mkdir()
+    (folder / "path" / "neobert").symlink_to(ROOT)
+    draw = random.Random(0)
+    words = ["river", "stone", "music", "paper", "table", "winter", "cold", "water", "hard", "rock", "sweet", "sound"]
+    texts = [" ".join(draw.choices(words, k=draw.randint(2, 20))) for _ in range(300)]
+    (folder / "texts.txt").write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def _train(folder, name, launcher, accumulation):
+    """Runs six steps and returns the log of each."""
+    values = {
+        "dataset": "texts.txt", "prepared_dir": "prepared", "output_dir": name, "model_config": json.dumps(MODEL), "max_length": 32,
+        "tokens_per_batch": 256, "gradient_accumulation_steps": accumulation, "max_steps": 6, "warmup_steps": 2, "learning_rate": 3e-3,
+        "logging_steps": 1, "save_steps": 6, "report_to": "none", "disable_tqdm": "true", "use_cpu": "true", "peak_tflops": 0.01,
+        "dataloader_pin_memory": "false",
+    }  # fmt: skip
+    arguments = [piece for key, value in values.items() for piece in (f"--{key}", str(value))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder / "path"),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", "neobert.training.pretrain", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, f"{name} failed:\n{run.stderr[-3000:]}"
+    records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    return _train(
+        folder,
+        "single",
+        ("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml"), "--mixed_precision", "no", "--cpu"),
+        2,
+    )
+
+
+def _launcher(way):
+    if way == "ddp":
+        return ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port()))
+    config = ("--config_file", str(CONFIGS / f"{way}.yaml"))
+    return (
+        "accelerate.commands.launch",
+        *config,
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        str(_free_port()),
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_give_the_losses_of_one(folder, single, way):
+    if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    both = _train(folder, way, _launcher(way), 1)
+    result = json.loads((folder / way / "result.json").read_text())
+    assert (result["processes"], result["distributed"]) == (2, WAYS[way]), f"{way} must really have run, not {result['distributed']}"
+    assert len(both) == len(single) == 6
+    assert single[0]["loss"] - single[-1]["loss"] > 0.2, "the losses must move, or the comparison says nothing"
+    for one, two in zip(single, both):
+        assert abs(one["loss"] - two["loss"]) < 1e-4, f"{way}: loss {two['loss']} in step {one['step']}, {one['loss']} in one process"
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3), f"{way}: another gradient norm in step {one['step']}"
+        assert two["tokens_seen"] == one["tokens_seen"] and two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
+    if way == "zero2":
+        _check_conversion(folder)
+
+
+def _check_conversion(folder):
+    """ZeRO-2's shards through convert_checkpoint.py, against the model that the run saved."""
+    checkpoint, converted = folder / "zero2" / "checkpoint-6", folder / "converted"
+    assert list(checkpoint.rglob("*optim_states.pt")), "a ZeRO checkpoint must hold optimizer shards"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, str(ROOT / "convert_checkpoint.py"), str(checkpoint), str(converted)],
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    ids = torch.randint(1996, 20_000, (2, 20), generator=torch.Generator().manual_seed(0))
+    trained, again = (
+        NeoBERTForMaskedLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits for path in (folder / "zero2", converted)
+    )
+    assert torch.equal(trained, again), "the converted model must predict what the trained one does"
+
+
+# Trains as one process or as two with sharded parameters; both see the same global batches and divide by the same number of masked tokens.
+_FULLY_SHARD = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.training.schedules import make_optimizer
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = NeoBERTForMaskedLM(NeoBERTConfig(**json.loads(sys.argv[1]), vocab_size=500, masked_lm_logits="masked"))
+mesh = init_device_mesh("cpu", (world,))
+for block in model.model.transformer_encoder:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+assert isinstance(model, FSDPModule) and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+optimizer = make_optimizer(model, "adamw", 3e-3, (0.9, 0.95), 1e-8, 0.1)
+losses = []
+for step in range(6):
+    batches = []
+    for micro in range(2):
+        generator = torch.Generator().manual_seed(2 * step + micro)
+        ids = torch.randint(10, 60, (4, 12 + micro), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, ids, -100)
+        batches.append((torch.where(labels != -100, 4, ids), labels))
+    masked = sum((labels != -100).sum() for _, labels in batches)
+    total = 0.0
+    for ids, labels in batches[rank::world]:
+        # Gradients are averaged over processes, so each loss counts `world` times.
+        loss = model(ids, labels=labels, num_items_in_batch=masked).loss * world
+        loss.backward()
+        total += loss.detach() / world
+    dist.all_reduce(total)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(total.item())
+if rank == 0:
+    print(json.dumps(losses))
+dist.destroy_process_group()
+"""
+
+
+def test_fully_sharded_processes_give_the_losses_of_one(folder):
+    (folder / "fully_shard.py").write_text(_FULLY_SHARD)
+    losses = []
+    for processes in (1, 2):
+        environment = {**os.environ, "PYTHONPATH": str(folder / "path"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        launcher = ("torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(_free_port()))
+        command = [sys.executable, "-m", *launcher, str(folder / "fully_shard.py"), json.dumps(MODEL)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-3000:]
+        losses.append(json.loads(run.stdout.strip().splitlines()[-1]))
+    assert losses[0][0] - losses[0][-1] > 0.1, "the losses must move, or the comparison says nothing"
+    assert max(abs(one - two) for one, two in zip(*losses)) < 1e-4, f"{losses[0]} in one process, {losses[1]} in two"
