@@ -74,7 +74,7 @@ class Scale:
 
 
 SCALES = {
-    "small": Scale(hidden=96, layers=3, heads=3, length=64, tokens=2048, largest_batch=2, steps=250, vocabulary=4096, learning_rate=3e-3, probe_texts=8000),
+    "small": Scale(hidden=96, layers=3, heads=3, length=64, tokens=2048, largest_batch=2, steps=150, vocabulary=4096, learning_rate=3e-3, probe_texts=8000),
     "tiny": Scale(hidden=24, layers=2, heads=2, length=16, tokens=128, largest_batch=2, steps=3, vocabulary=200, learning_rate=3e-3, probe_texts=40),
 }  # fmt: skip
 
