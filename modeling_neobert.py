@@ -821,7 +821,7 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         hidden = outputs.last_hidden_state
         loss = None
         if labels is not None:
-            _check_labels("labels", labels, hidden.shape[:2], self.decoder.out_features)
+            _check_labels("labels", labels, hidden.shape[:2], self.decoder.weight.shape[0])
         if labels is not None and self.config.masked_lm_logits == "masked" and not _is_tracing():
             rows = (labels.flatten() != -100).nonzero().squeeze(-1)
             logits, labels = self.decoder(hidden.flatten(0, 1)[rows]), labels.flatten()[rows]

@@ -205,9 +205,8 @@ def install_flash(monkeypatch):
     varlen.__signature__ = inspect.signature(reference.varlen)
     pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
     process = flash_utils._lazy_define_process_function(varlen)
-    if hasattr(flash_utils, "_flash_with_kvcache_fn"):
-        loaded = (dense, varlen, None, pad, unpad), (process, dict)
-    else:
-        loaded = (dense, varlen, pad, unpad), process
+    # transformers 5 added a kernel for caches, then its arguments.
+    functions = (dense, varlen, None, pad, unpad) if hasattr(flash_utils, "_flash_with_kvcache_fn") else (dense, varlen, pad, unpad)
+    loaded = functions, (process, dict) if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn") else process
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
     return reference

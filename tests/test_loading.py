@@ -366,13 +366,15 @@ def test_resize_token_embeddings(tied, size, tmp_path):
     model.resize_token_embeddings(size)
     kept = min(size, 200)
     assert model.config.vocab_size == size and model.get_input_embeddings().weight.shape == (size, 64)
-    assert model.decoder.weight.shape == (size, 64) and model.decoder.bias.shape == (size,) and model.decoder.out_features == size
+    assert model.decoder.weight.shape == (size, 64) and model.decoder.bias.shape == (size,)
     assert torch.equal(model.decoder.weight[:kept], weight[:kept]) and torch.equal(model.decoder.bias[:kept], bias[:kept])
     assert (model.decoder.weight is model.model.encoder.weight) == tied
     with torch.no_grad():
         assert_same(model(ids).logits[..., :150], before[..., :150], 1e-6, "logits of the old tokens")
-    labels = torch.full_like(ids, size - 1)
-    model(torch.full_like(ids, size - 1), labels=labels).loss.backward()
+    last = torch.full_like(ids, size - 1)
+    model(last, labels=last).loss.backward()
+    with pytest.raises(ValueError, match=f"labels must lie between 0 and {size - 1}"):
+        model(last, labels=last + 1)
     with pytest.raises(ValueError, match=f"between 0 and {size - 1}"):
         model(torch.full_like(ids, size))
     model.save_pretrained(tmp_path)
