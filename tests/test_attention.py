@@ -386,3 +386,28 @@ def test_packed_on_cuda(dtype):
     packed = error(attn_implementation="sdpa")
     floor = 1e-5 * expected.abs().max().item()
     assert packed <= max(2 * plain, floor), f"Packed sdpa is off by {packed}, the plain implementation by {plain}."
+
+
+@pytest.mark.parametrize("name", ("flash_attention_2", "flash_attention_3"))
+def test_flash_names_are_packed(name):
+    assert modeling_neobert._mask_convention(name) == "flash", f"{name} should get packed batches or a 2-D mask."
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))
+def test_autocast(implementation, flash):
+    """Mixed precision, as Trainer's bf16=True runs it: float32 weights and loss, bfloat16 products, padded, packed and backward."""
+    ids, mask = random_batch(LENGTHS)
+    labels = torch.where(mask == 1, ids, -100)
+    expected = build(NeoBERTForMaskedLM, "eager")(ids, attention_mask=mask, labels=labels).loss.item()
+    packed = {**packed_batch(texts_of(LENGTHS)), "labels": labels[mask.bool()][None]}
+    for unpad, batch in (
+        (True, {"input_ids": ids, "attention_mask": mask, "labels": labels}),
+        (False, {"input_ids": ids, "attention_mask": mask, "labels": labels}),
+        (True, packed),
+    ):
+        model = build(NeoBERTForMaskedLM, implementation, unpad_inputs=unpad)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected, f"{loss.item()} in place of {expected}"
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model.parameters())
