@@ -174,6 +174,16 @@ def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
     assert result["selected"]["step"] == result["evaluations"][0]["step"], "The first of equal checkpoints is the best."
 
 
+def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
+    held_out, dev = iter([0.2, 0.9, 0.3, 0.4, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), iter([0.9, 0.1, 0.8, 0.7, 0.6, 0.2, 0.2, 0.2, 0.2, 0.2])
+    metrics = lambda *_: {"score": next(held_out), "dev_score": next(dev)}  # noqa: E731
+    monkeypatch.setattr(glue_run, "evaluation_metrics", metrics)
+    result = run(world, tmp_path, patience=3)["sst2", 1][1]
+    assert result["selected"]["step"] == 2 and result["score"] == 0.1, "The dev set chose its own checkpoint."
+    assert result["last"] == {"step": 5, "score": 0.6}, "Three evaluations after the best one, the run should have stopped."
+    assert result["best_of_all_evaluations"] == 0.9, "What the published protocol would report is kept beside it."
+
+
 def test_held_out_rows_are_not_trained_on(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = glue_run.load_tokenizer(str(world / "model"))

@@ -295,7 +295,6 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         load_best_model_at_end=True,
         metric_for_best_model="score",
         greater_is_better=True,
-        restore_callback_states_from_checkpoint=True,
         logging_steps=interval,
         report_to=options.report_to,
         seed=settings.seed,
@@ -319,9 +318,9 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
     )
     checkpoint = last_whole_checkpoint(folder / "checkpoints")
-    memory, started = PeakMemory(), time.perf_counter()
+    memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    seconds, peak = time.perf_counter() - started, memory.peak_mib()
+    seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, memory.peak_mib()
 
     history = _history(trainer.state.log_history)
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
@@ -345,8 +344,10 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         "new_head": new_head,
         "seconds": round(seconds, 1),
         "seconds_per_step": round(seconds / max(1, trainer.state.global_step), 4),
+        "cpu_seconds": round(cpu_seconds, 1),
         "resumed": checkpoint is not None,
         "peak_memory_mib": peak,
+        "memory_before_mib": memory.before_mib,
         "evaluations": history,
     }
     if trainer.is_world_process_zero():

@@ -6,7 +6,7 @@ import torch
 
 
 class PeakMemory:
-    """Starts at construction; `peak_mib()` gives the highest value since then.
+    """Starts at construction; `peak_mib()` gives the highest value since then, `before_mib` the value at the start.
 
     On a GPU: memory reserved by torch's allocator (what the device must have). On Linux CPUs: VmHWM, reset at the start; elsewhere the peak of
     the whole process.
@@ -17,11 +17,12 @@ class PeakMemory:
         if self.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            return
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass
+        else:
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                pass
+        self.before_mib = self.peak_mib()
 
     def peak_mib(self):
         """MiB, rounded."""
