@@ -1,0 +1,419 @@
+"""`neobert report`: one self-contained HTML page, and one markdown file, from results/.
+
+Every script here writes NAME.md (its table), NAME.json (the figures and the environment they were measured in) and often NAME.png. The page
+is made of these alone: nothing is measured or typed in by hand. Parts that are missing are named with the command that makes them.
+"""
+
+import base64
+import html
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..recipe import UserError, read_recipe
+from ..training.glue_tasks import PUBLISHED as GLUE
+from ..training.glue_tasks import PUBLISHED_NOTE as GLUE_NOTE
+from . import published
+from .results import markdown_table, write_text
+
+
+IMAGES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
+_ENVIRONMENT = ("command", "commit", "date", "hardware", "threads", "python", "versions")
+
+
+@dataclass
+class ReportArguments:
+    """Options of `neobert report`."""
+
+    results: str = field(default="results", metadata={"help": "folder with the result files"})
+    output: str | None = field(default=None, metadata={"help": "the HTML file; RESULTS/report.html by default, tables beside it as .md"})
+    title: str = "NeoBERT: measured results"
+
+
+@dataclass
+class Section:
+    """A part of the page.
+
+    Attributes:
+        words: a result belongs to the first section one of whose words is in its path.
+        command: what makes the results where there are none.
+        published: markdown of the paper's figures, or "".
+    """
+
+    title: str
+    words: tuple
+    about: str
+    command: str
+    published: str = ""
+
+
+def _throughput_table():
+    rows = [[name, *("" if v is None else v for v in values)] for name, values in published.THROUGHPUT.items()]
+    header = ["model (published, thousands of tokens/s)", *(f"{length:,}" for length in published.THROUGHPUT_LENGTHS)]
+    return markdown_table(header, rows) + "\n" + published.THROUGHPUT_NOTE
+
+
+def _glue_table():
+    header = ["model (published)", "MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS", "avg"]
+    return markdown_table(header, [list(row) for row in GLUE]) + "\n" + GLUE_NOTE
+
+
+def _mteb_table():
+    header = ["model (published)", *published.MTEB_TYPES.values(), "avg (56)"]
+    return markdown_table(header, [[name, *values] for name, values in published.MTEB.items()]) + "\n" + published.MTEB_NOTE
+
+
+def sections():
+    """The page's sections in order; the last one takes what no other does."""
+    return [
+        Section(
+            "Throughput",
+            ("throughput",),
+            "Real tokens a second against other encoders; padding does not count.",
+            "neobert throughput",
+            _throughput_table(),
+        ),
+        Section(
+            "Pseudo-perplexity",
+            ("perplexity",),
+            "exp(mean cross-entropy) with each position masked on its own, against length; lower is better.",
+            "neobert pseudo-perplexity --model MODEL",
+            published.PSEUDO_PERPLEXITY_NOTE,
+        ),
+        Section(
+            "Ablation ladder",
+            ("ablation", "ladder"),
+            "The paper's rungs, each changing the last kept model; here at a reduced size, so only the order can be compared.",
+            "neobert ablations",
+            published.ABLATIONS_NOTE,
+        ),
+        Section("GLUE", ("glue",), "Dev scores x 100.", "neobert glue --task all --model MODEL", _glue_table()),
+        Section(
+            "Sentence embeddings: contrastive training and MTEB",
+            ("contrastive", "mteb"),
+            "Main score of each task in percent.",
+            "neobert mteb --model MODEL --output results/mteb",
+            _mteb_table(),
+        ),
+        Section("Corpus encoding", ("encode",), "`neobert encode` against SentenceTransformer.encode.", "python benchmarks/encode.py"),
+        Section(
+            "Sentiment: full fine-tuning and LoRA",
+            ("sentiment", "lora"),
+            "Movie-review sentences with human ratings.",
+            "see docs/fine-tuning.md",
+        ),
+        Section("Pre-training", ("pretrain", "example"), "The bundled model and the training engine.", "neobert pretrain RECIPE"),
+        Section("Other measurements", ("",), "", ""),
+    ]
+
+
+@dataclass
+class Result:
+    """One result: its markdown, environment and images."""
+
+    name: str
+    text: str
+    environment: dict
+    images: list
+    data: list
+
+
+def collect(folder):
+    """`Result`s below `folder`, by name: every .md, and every .json with an environment that has no .md beside it."""
+    folder = Path(folder)
+    results, used = [], set()
+    texts = [path for path in sorted(folder.rglob("*.md")) if path.name.lower() not in ("readme.md", "report.md")]
+    for path in texts:
+        stems = [p.with_suffix("") for p in texts if p.parent == path.parent]
+        companions = [p for p in sorted(path.parent.iterdir()) if p.is_file() and _belongs(p, path.with_suffix(""), stems)]
+        images = [p for p in companions if p.suffix in IMAGES]
+        data = [p for p in companions if p.suffix in (".json", ".csv")]
+        environment = next((env for p in data if (env := read_environment(p))), {})
+        results.append(Result(_name(path, folder), path.read_text(encoding="utf-8"), environment, images, data))
+        used.update(companions)
+    for path in sorted(folder.rglob("*.json")):
+        if path not in used and "cache" not in path.relative_to(folder).parts and (environment := read_environment(path)):
+            images = [p for suffix in IMAGES if (p := path.with_suffix(suffix)).is_file() and p not in used]
+            results.append(Result(_name(path, folder), "", environment, images, [path]))
+            used.update([path, *images])
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in IMAGES and p not in used):
+        if "cache" not in path.relative_to(folder).parts:
+            results.append(Result(_name(path, folder), "", {}, [path], []))
+    return results
+
+
+def _belongs(path, stem, stems):
+    """Whether a file belongs to the text `stem`.md: the longest stem that its name starts with; a folder's only text owns the folder."""
+    if path.suffix not in (*IMAGES, ".json", ".csv"):
+        return False
+    if len(stems) == 1 and stem.name == "table":
+        return True
+    own = [s for s in stems if path.stem == s.name or re.match(re.escape(s.name) + r"[-_.]", path.name)]
+    return bool(own) and max(own, key=lambda s: len(s.name)) == stem
+
+
+def _name(path, folder):
+    parts = path.relative_to(folder).with_suffix("").parts
+    parts = [part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1]]
+    return " / ".join(part.replace("_", " ") for part in parts if part != "table") or "results"
+
+
+def read_environment(path):
+    """The environment block of a result file: its "environment", or the same fields at the top; {} where there is none."""
+    if path.suffix != ".json":
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return {}
+    if not isinstance(data, dict):
+        return {}
+    block = data.get("environment", data)
+    if not isinstance(block, dict) or "command" not in block:
+        return {}
+    known = block if "environment" in data else {name: block[name] for name in (*_ENVIRONMENT, "dtype", "device") if name in block}
+    return {name: value for name, value in known.items() if value not in (None, "", [], {})}
+
+
+def assign(results):
+    """[(section, its results)], every result once."""
+    parts = [(section, []) for section in sections()]
+    for result in results:
+        path = result.name.lower().replace(" ", "_")
+        next(found for section, found in parts if any(word in path for word in section.words)).append(result)
+    return parts
+
+
+def environment_line(environment):
+    """One line of markdown: what was run, where, with what."""
+    parts = []
+    if "command" in environment:
+        parts.append(f"`{environment['command']}`")
+    if "commit" in environment:
+        parts.append(f"commit {environment['commit']}")
+    parts += [str(environment[name]) for name in ("date", "hardware") if name in environment]
+    if "threads" in environment:
+        parts.append(f"{environment['threads']} thread{'s' if environment['threads'] != 1 else ''}")
+    rest = [name for name in environment if name not in _ENVIRONMENT]
+    for name in rest:
+        value = environment[name]
+        parts.append(f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    parts += [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
+    return ", ".join(parts)
+
+
+# ----------------------------------------------------------------------------------------------------------- markdown to HTML
+
+
+def _inline(text):
+    """Code, bold, emphasis and links of one line; everything else is escaped."""
+    pieces = re.split(r"(`[^`]+`)", text)
+    output = []
+    for piece in pieces:
+        if piece.startswith("`") and piece.endswith("`") and len(piece) > 2:
+            output.append(f"<code>{html.escape(piece[1:-1])}</code>")
+            continue
+        piece = html.escape(piece, quote=False)
+        piece = re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", piece)
+        piece = re.sub(r"(?<![\w*])\*([^*\s][^*]*)\*(?!\w)", r"<em>\1</em>", piece)
+        piece = re.sub(r"\[([^\]]+)\]\((https?://[^)\s]+)\)", r'<a href="\2">\1</a>', piece)
+        piece = re.sub(r"\[([^\]]+)\]\([^)\s]+\)", r"\1", piece)
+        output.append(piece)
+    return "".join(output)
+
+
+_NUMBER = re.compile(r"^(\*\*)?[-+]?[\d,]+(\.\d+)?( ?(±|to|\.\.) ?[-+]?[\d,]+(\.\d+)?)?( ?%)?(e[-+]?\d+)?(\*\*)?$")
+
+
+def _cells(line):
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+
+
+def _table(lines):
+    header, *body = [_cells(line) for line in lines if not re.fullmatch(r"[\s|:-]+", line)]
+    columns = range(len(header))
+    values = [[row[i] for row in body if i < len(row) and row[i]] for i in columns]
+    numeric = [bool(values[i]) and sum(bool(_NUMBER.match(v)) for v in values[i]) > len(values[i]) / 2 for i in columns]
+
+    def row(cells, tag, kind=""):
+        marks = [' class="n"' if i < len(numeric) and numeric[i] else "" for i in range(len(cells))]
+        return f"<tr{kind}>" + "".join(f"<{tag}{mark}>{_inline(cell)}</{tag}>" for mark, cell in zip(marks, cells)) + "</tr>"
+
+    def kind(cells):
+        return ' class="published"' if any(cell == "published" for cell in cells) else ""
+
+    rows = "\n".join(row(cells, "td", kind(cells)) for cells in body)
+    return f'<div class="scroll"><table><thead>{row(header, "th")}</thead>\n<tbody>{rows}</tbody></table></div>'
+
+
+def to_html(text, level=3):
+    """The markdown that our scripts write (headings, tables, lists, fences, paragraphs) as HTML; headings start at `level`.
+
+    Images are left out: the page shows those that lie beside the text.
+    """
+    output, lines = [], text.splitlines()
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        if not line.strip() or re.fullmatch(r"\s*!\[[^\]]*\]\([^)]*\)\s*", line):
+            i += 1
+        elif match := re.match(r"(#+)\s+(.*)", line):
+            depth = min(6, level + len(match[1]) - 1)
+            output.append(f"<h{depth}>{_inline(match[2])}</h{depth}>")
+            i += 1
+        elif line.startswith("```"):
+            stop = next((j for j in range(i + 1, len(lines)) if lines[j].startswith("```")), len(lines))
+            output.append(f"<pre>{html.escape(chr(10).join(lines[i + 1 : stop]))}</pre>")
+            i = stop + 1
+        else:
+            start, kind = i, _kind(line)
+            while i < len(lines) and lines[i].strip() and _kind(lines[i]) == kind and not lines[i].startswith(("#", "```")):
+                i += 1
+            block = lines[start:i]
+            if kind == "table":
+                output.append(_table(block))
+            elif kind == "list":
+                output.append("<ul>" + "".join(f"<li>{_inline(re.sub(r'^[-*] ', '', item.strip()))}</li>" for item in block) + "</ul>")
+            else:
+                output.append(f"<p>{_inline(' '.join(map(str.strip, block)))}</p>")
+    return "\n".join(output)
+
+
+def _kind(line):
+    if line.lstrip().startswith("|"):
+        return "table"
+    return "list" if re.match(r"\s*[-*] ", line) else "text"
+
+
+# -------------------------------------------------------------------------------------------------------------------- the page
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; color: #1f2933; background: #fff;
+  max-width: 1080px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 27px; margin: 0 0 4px; } h2 { font-size: 21px; margin: 44px 0 4px; padding-top: 12px; border-top: 2px solid #2b6cb0; }
+h3 { font-size: 17px; margin: 26px 0 6px; } h4, h5, h6 { font-size: 15px; margin: 18px 0 4px; }
+p { margin: 8px 0; max-width: 82ch; } .lead { color: #52606d; }
+nav { margin: 14px 0; } nav a { margin-right: 14px; white-space: nowrap; }
+a { color: #2b6cb0; text-decoration: none; } a:hover { text-decoration: underline; }
+.scroll { overflow-x: auto; margin: 10px 0; }
+table { border-collapse: collapse; font-size: 13.5px; } th, td { padding: 4px 10px; border-bottom: 1px solid #e4e7eb; text-align: left; }
+th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; } .n { text-align: right; font-variant-numeric: tabular-nums; }
+tr.published td { color: #7b8794; } tbody tr:hover { background: #f5f7fa; }
+code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; background: #f0f4f8; padding: 1px 4px; border-radius: 3px; overflow-wrap: anywhere; }
+pre { background: #f0f4f8; padding: 10px; overflow-x: auto; font-size: 12.5px; }
+.env { font-size: 12.5px; color: #52606d; background: #f5f7fa; border-left: 3px solid #9aa5b1; padding: 6px 10px; max-width: none; }
+.paper { background: #fffaf0; border-left: 3px solid #dd9a3c; padding: 4px 12px; margin: 14px 0; } .paper summary { cursor: pointer; font-weight: 600; }
+.none { color: #7b8794; } figure { margin: 14px 0; } img { max-width: 100%; height: auto; border: 1px solid #e4e7eb; }
+figcaption { font-size: 12.5px; color: #7b8794; }
+@media print { details > * { display: block; } }
+"""
+
+
+def image_tag(path, caption):
+    """The image as a data URI."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    text = html.escape(caption)
+    return f'<figure><img alt="{text}" src="data:{IMAGES[path.suffix]};base64,{data}"><figcaption>{text}</figcaption></figure>'
+
+
+def _anchor(title):
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _without_title(text):
+    """The text without a heading at its top: the page has its own."""
+    return re.sub(r"\A\s*#+ [^\n]*\n", "", text)
+
+
+def _images_once(result):
+    """Images of a result; the same drawing as .png and .svg only once."""
+    best = {}
+    for path in result.images:
+        if path.stem not in best or path.suffix == ".svg":
+            best.setdefault(path.stem, path)
+    return list(best.values())
+
+
+def build_html(folder, title):
+    """The whole page as text."""
+    parts = [(section, found) for section, found in assign(collect(folder)) if found or section.published]
+    output = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+    ]
+    output.append(f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>")
+    output.append(
+        '<p class="lead">Every figure was written by a script together with its command, commit, machine and versions (grey boxes). '
+        "Figures of the paper (arXiv 2502.19587v2) are marked as published (boxes with an orange edge, grey rows).</p>"
+    )
+    links = [f'<a href="#{_anchor(section.title)}">{html.escape(section.title)}</a>' for section, _ in parts]
+    output.append(f"<nav>{' '.join(links)}</nav>")
+    for section, found in parts:
+        output.append(f'<h2 id="{_anchor(section.title)}">{html.escape(section.title)}</h2>')
+        if section.about:
+            output.append(f'<p class="lead">{_inline(section.about)}</p>')
+        if not found:
+            output.append(f'<p class="none">Not measured here. <code>{html.escape(section.command)}</code> does it.</p>')
+        for result in found:
+            output.append(f"<h3>{html.escape(result.name)}</h3>")
+            if result.text:
+                output.append(to_html(_without_title(result.text), level=4))
+            elif result.data:
+                output.append(f'<p class="none">Figures in {", ".join(path.name for path in result.data)}.</p>')
+            output += [image_tag(path, path.stem.replace("_", " ")) for path in _images_once(result)]
+            line = environment_line(result.environment)
+            if line and f"`{result.environment.get('command')}`" not in result.text:
+                output.append(f'<p class="env">{_inline(line)}</p>')
+        if section.published:
+            # The measured tables of GLUE and MTEB hold the published rows themselves.
+            shown = any("| published |" in result.text for result in found)
+            state = "" if shown or found else " open"
+            output.append(
+                f'<details class="paper"{state}><summary>Published figures</summary>{to_html(section.published, level=4)}</details>'
+            )
+    output.append("</body></html>")
+    return "\n".join(output) + "\n"
+
+
+def build_markdown(folder, title):
+    """The same as one markdown text, without the images."""
+    output = [f"# {title}"]
+    for section, found in assign(collect(folder)):
+        if not found and not section.published:
+            continue
+        output.append(f"## {section.title}")
+        output.append(section.about)
+        if not found:
+            output.append(f"Not measured here. `{section.command}` does it.")
+        for result in found:
+            output.append(f"### {result.name}")
+            text = re.sub(r"^\s*!\[[^\]]*\]\([^)]*\)\s*$", "", _without_title(result.text), flags=re.M)
+            output.append(re.sub(r"^(#+) ", r"###\1 ", text, flags=re.M).strip())
+            line = environment_line(result.environment)
+            if line and f"`{result.environment.get('command')}`" not in result.text:
+                output.append(line)
+        if section.published and not any("| published |" in result.text for result in found):
+            output.append("Published figures:")
+            output.append(section.published)
+    return "\n\n".join(part.strip() for part in output if part.strip()) + "\n"
+
+
+def main(argv=None):
+    """`neobert report`; returns the exit code."""
+    (arguments,) = read_recipe((ReportArguments,), argv or [], prog="neobert report")
+    folder = Path(arguments.results)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; give --results FOLDER")
+    output = Path(arguments.output) if arguments.output else folder / "report.html"
+    if output.suffix != ".html":
+        raise UserError(f"output must end in .html, but {output} was given")
+    found = collect(folder)
+    if not found:
+        raise UserError(f"{folder} holds no results (.md, or .json with an environment)")
+    write_text(output, build_html(folder, arguments.title))
+    write_text(output.with_suffix(".md"), build_markdown(folder, arguments.title))
+    print(f"{output}: {len(found)} results, {output.stat().st_size / 1e6:.1f} MB; tables in {output.with_suffix('.md')}")
+    return 0
