@@ -79,10 +79,11 @@ def wordnet_pairs(folder=WORDNET):
 
 
 class WordNetRetrieval(AbsTaskRetrieval):
+    queries = 1000
     metadata = _metadata(
         "WordNetRetrieval",
         "Retrieval",
-        "Definitions of held-out WordNet 3.0 synsets as queries, their words as documents.",
+        "Definitions of 1,000 held-out WordNet 3.0 synsets as queries, the words of all held-out synsets as documents.",
         "ndcg_at_10",
         {"query": "Find the defined word."},
         "wordnet/retrieval",
@@ -94,6 +95,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
             return
         held_out = [row for row in wordnet_definitions() if is_held_out(row[0], HELD_OUT_PERCENT)]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
+        held_out = sorted(held_out, key=lambda row: _order(row[0]))[: self.queries]
         self.dataset = {
             "default": {
                 "test": {
@@ -110,7 +112,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
 class MovieSentimentClassification(AbsTaskClassification):
     samples_per_label = 64
     n_experiments = 5
-    test_rows = 1000
+    test_rows = 500
     metadata = _metadata(
         "MovieSentimentClassification",
         "Classification",
@@ -138,7 +140,7 @@ class MovieSentimentClassification(AbsTaskClassification):
 class WordNetSimilarity(AbsTaskSTS):
     min_score = 0
     max_score = 1
-    synsets = 250
+    synsets = 120
     metadata = _metadata(
         "WordNetSimilarity",
         "STS",
