@@ -320,7 +320,8 @@ def _read_deepspeed(folder):
         if shapes:
             raise UserError(f"{folder} is incomplete: the ZeRO shards (*zero_pp_rank_*_optim_states.pt) are missing.")
         tensors = {name: _stored(value, str(folder)) for name, value in module.items() if isinstance(value, torch.Tensor)}
-        return tensors, "DeepSpeed without ZeRO", ["weights as the model held them: without ZeRO, DeepSpeed does not name its master weights"]
+        note = "weights as the model held them: without ZeRO, DeepSpeed does not name its master weights"
+        return tensors, "DeepSpeed without ZeRO", [note]
 
     shards = {}
     for rank, path in shard_files.items():

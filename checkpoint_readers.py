@@ -152,8 +152,8 @@ def find_step(path, step=None):
                 return find_step(path / name, step)
         hint = f" of step {wanted}" if wanted is not None else ""
         raise UserError(
-            f"{path} holds no checkpoint{hint}: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's *_states.pt, a torch.distributed.checkpoint "
-            "folder, or folders of steps."
+            f"{path} holds no checkpoint{hint}: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's *_states.pt, a "
+            "torch.distributed.checkpoint folder, or folders of steps."
         )
     if not _reader_of(chosen):
         raise UserError(f"{chosen} holds no weights in a known format; choose another step with --step.")

@@ -34,6 +34,7 @@ from .hub_folder import (
     HERE,
     TOKENIZER_FILES,
     clean_up_after_killed_runs,
+    reference_outputs,
     usage_lines,
     verify,
     whole_folder,
@@ -162,7 +163,7 @@ def choose_head(tensors, wanted):
     has_classifier = any(name.startswith(("dense.", "classifier.")) for name in tensors)
     if wanted is None:
         if has_decoder and has_classifier:
-            raise UserError("the checkpoint holds both a decoder and a classifier: choose with --head masked-lm or sequence-classification.")
+            raise UserError("the checkpoint holds both a decoder and a classifier: choose --head masked-lm or sequence-classification.")
         wanted = "masked-lm" if has_decoder else "sequence-classification" if has_classifier else "base"
         return wanted, tensors, []
     other = [name for name in tensors if name.startswith(_HEAD_TENSORS) and not name.startswith(HEADS[wanted][2] or ("-",))]
@@ -201,7 +202,8 @@ def check_tensors(tensors, expected):
     if missing or unexpected:
         parts = [f"{kind} tensors: {listed(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]
         raise UserError(f"the checkpoint does not fit its configuration; {'; '.join(parts)}.")
-    wrong = [f"{n} is {tuple(tensors[n].shape)} instead of {tuple(expected[n])}" for n in expected if tuple(tensors[n].shape) != tuple(expected[n])]
+    shapes = {name: tuple(tensors[name].shape) for name in expected}
+    wrong = [f"{name} is {shapes[name]} instead of {tuple(expected[name])}" for name in expected if shapes[name] != tuple(expected[name])]
     if wrong:
         raise UserError(f"tensors of the wrong shape for the configuration: {listed(wrong)}.")
     whole = [f"{n} ({tensors[n].dtype})" for n in expected if not tensors[n].dtype.is_floating_point]
@@ -311,7 +313,8 @@ def push(folder, repo, private, revision):
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo, folder_path=str(folder), revision=revision, commit_message="Convert the training checkpoint"))
+        message = "Convert the training checkpoint"
+        return str(api.upload_folder(repo_id=repo, folder_path=str(folder), revision=revision, commit_message=message))
     except Exception as error:  # requests, httpx and the Hub's own errors
         raise UserError(
             f"{folder} is written, but uploading it to {repo} failed ({_sentence(error)}); later: hf upload {repo} {folder}"
@@ -337,7 +340,7 @@ def parse(argv):
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="file, folder of a step, or folder of a run")
     add("output", type=Path, metavar="OUTPUT", help="folder to write; it must not exist")
-    add("--config", type=Path, metavar="FILE", help="JSON, YAML or Hydra file; also a part of one (num_attention_heads: 12). Default: one beside the checkpoint, then the shapes")
+    add("--config", type=Path, metavar="FILE", help="JSON, YAML or Hydra file, or a part of one; default: beside the checkpoint, then the shapes")
     add("--step", type=_step, metavar="N|latest", help="which step of a run (default: latest)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's own; float32 if it mixes several")
     add("--head", choices=HEADS, help="default: what the checkpoint has")
@@ -430,27 +433,33 @@ def convert(arguments):
                 write_sentence_transformers(folder, config)
             rows = write_weights(folder, shapes, dtype, written, arguments.max_shard_size)
             write_model_card(folder, config, head, dtype, rows, name, parameters, tokenizer is not None, pooled, notes)
-            difference, rounding, largest = verify(folder, head, build, exact, rounded, config)
+            expected = reference_outputs(head, build, exact, config)
+            expected_rounded = expected if rounded is exact else reference_outputs(head, build, rounded, config)
+            # Unmaps the checkpoint before a second process loads the result.
+            tensors.clear()
+            checkpoint.tensors.clear()
+            outputs = verify(folder, head, expected_rounded, config)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"no space left at {output.parent} while writing; nothing was kept.") from None
         raise UserError(f"{output} cannot be written ({error.strerror or error}); nothing was kept.") from None
 
-    report(rows, dtype, parameters, difference, rounding, largest)
+    report(rows, dtype, parameters, outputs, expected_rounded, expected)
     print("use it:\n" + "\n".join(f"  {line}" for line in usage_lines(str(arguments.output), head, tokenizer is not None, pooled)))
     if arguments.push_to_hub:
         print(f"uploaded: {push(output, arguments.push_to_hub, arguments.private, arguments.revision)}")
     return output
 
 
-def report(rows, dtype, parameters, difference, rounding, largest):
+def report(rows, dtype, parameters, outputs, expected_rounded, expected):
     """The table of what was written and how far its outputs are from the source's."""
+    difference, rounding = ((outputs - other).abs().max().item() for other in (expected_rounded, expected))
     table = [("tensors", f"{sum(row['tensors'] for row in rows)}"), ("parameters", f"{parameters:,}")]
     table += [("dtype", str(dtype).removeprefix("torch.")), ("bytes", f"{sum(row['bytes'] for row in rows):,}")]
     table += [(f"sha256 {row['file']}", row["sha256"]) for row in rows]
-    table += [("largest difference", f"{difference:.1e} (largest output {largest:.3g})")]
-    if rounding != difference:
-        table += [("of which rounding", f"{rounding:.1e} against the unrounded source weights")]
+    table += [("largest difference", f"{difference:.1e} (largest output {expected.abs().max().item():.3g})")]
+    if expected is not expected_rounded:
+        table += [("with rounding", f"{rounding:.1e} from the source weights before they were rounded to {str(dtype).removeprefix('torch.')}")]
     width = max(len(key) for key, _ in table)
     print("\n".join(f"{key:<{width}}  {value}" for key, value in table))
 

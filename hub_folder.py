@@ -313,25 +313,38 @@ def streamed_forward(model, read, inputs):
     return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-def verify(folder, head, build, read, rounded, config):
+def reference_outputs(head, build, read, config):
+    """What the source weights answer for random tokens, in float32, with one module's weights in memory at a time.
+
+    Args:
+        head: masked-lm, base or sequence-classification.
+        build: returns the model on the meta device.
+        read: function of a parameter's name that returns the float32 tensor.
+        config: of the model.
+    Returns:
+        outputs at the real tokens (T, D or V), or (B, C) for sequence classification.
+    """
+    inputs = _random_tokens(config)
+    return streamed_forward(build(), read, inputs)[_compared(head, inputs)]
+
+
+def _compared(head, inputs):
+    return slice(None) if head == "sequence-classification" else inputs["attention_mask"].bool()
+
+
+def verify(folder, head, expected, config):
     """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh process and compares its outputs.
 
     Args:
         folder: what was written.
-        head: masked-lm, base or sequence-classification.
-        build: returns the model on the meta device.
-        read: function of a parameter's name that returns the source's tensor in float32.
-        rounded: the same after rounding to the dtype that was written.
-        config: of the model.
+        head, config: as in `reference_outputs`.
+        expected: what `reference_outputs` returned for the source weights, rounded to the dtype that was written.
     Returns:
-        (largest difference to the rounded source weights, largest difference to the source weights, largest output), floats.
+        the outputs of the folder, in float32.
     Raises:
         UserError: it does not load, or its outputs are not those of the source weights.
     """
     inputs = _random_tokens(config)
-    real = inputs["attention_mask"].bool() if head != "sequence-classification" else slice(None)
-    expected = streamed_forward(build(), read, inputs)[real]
-    exact = streamed_forward(build(), rounded, inputs)[real] if rounded is not read else expected
     with tempfile.TemporaryDirectory(prefix="neobert-verify-") as scratch:
         given, answered = Path(scratch) / "inputs.safetensors", Path(scratch) / "outputs.safetensors"
         save_file(inputs, given)
@@ -346,9 +359,8 @@ def verify(folder, head, build, read, rounded, config):
         if process.returncode:
             reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
-        output = load_file(answered)["output"][real]
-    largest = expected.abs().max().item()
-    to_rounded, to_source = (output - exact).abs().max().item(), (output - expected).abs().max().item()
-    if not to_rounded <= 1e-5 * max(largest, 1.0):
-        raise UserError(f"the converted folder's outputs differ from the source's by {to_rounded:.2e}, so it was not kept.")
-    return to_rounded, to_source, largest
+        output = load_file(answered)["output"][_compared(head, inputs)]
+    difference = (output - expected).abs().max().item()
+    if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):
+        raise UserError(f"the converted folder's outputs differ from the source's by {difference:.2e}, so it was not kept.")
+    return output
