@@ -1,0 +1,165 @@
+"""Puts a finished run of training/configs/example_small.yaml into examples/checkpoint: raw weights, log, and the card with what it reached.
+
+    python scripts/example_card.py runs/example_small [--checkpoint checkpoint-800]
+
+The held-out figures are measured here on the weights as they are stored (float16), next to the unigram baseline on the same masked positions.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.evaluation.results import environment, write_json, write_text
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.recipe import read_recipe
+from neobert.training import pretrain
+from neobert.training.masking import TokenMasking
+from neobert.training.pretrain_trainer import evaluate_batches, save_raw_checkpoint
+from neobert.training.pretraining_data import load_prepared
+
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "training" / "configs" / "example_small.yaml"
+TEXTS = [
+    "violin: a musical [MASK] with four strings.",
+    "paris: the capital and largest city of [MASK].",
+    "a city in northern [MASK].",
+    "robin: a small [MASK] with a red breast.",
+    "sailor: a person who works on a [MASK].",
+    "English [MASK] who wrote novels and plays.",
+    "He opened the [MASK] and went out.",
+    "the quality of being [MASK].",
+]
+
+CARD = """---
+license: other
+license_name: wordnet
+language: en
+tags: [neobert, fill-mask]
+---
+
+# The bundled checkpoint: a small NeoBERT trained on WordNet
+
+A raw training checkpoint in the layout of the authors' training code (`config.yaml`, `model_checkpoints/{steps}/state_dict.pt`, names with the
+`module.` prefix of DistributedDataParallel), for the demo, the tests and the benchmarks. It is a small model that has read a dictionary for about an
+hour of a shared CPU: it completes dictionary definitions and knows little else.
+
+    python convert_checkpoint.py examples/checkpoint OUTPUT
+
+| | |
+|---|---|
+| architecture | {layers} layers of {hidden}, {heads} heads, vocabulary 30,522, decoder tied to the embedding; {parameters:.2f}M parameters, {size:.1f} MB in float16 |
+| text | WordNet 3.0 (Debian package wordnet-base): words, definition, kind and examples of each synset; {train_rows:,} texts, {train_tokens:,} tokens |
+| held out | {heldout_rows:,} texts, {heldout_tokens:,} tokens, chosen by a hash of the synset; never trained on |
+| recipe | `training/configs/example_small.yaml`: 20 % of the tokens masked, always by [MASK]; AdamW, cosine to 10 %, packed batches |
+| trained | {steps:,} steps, {tokens_seen:,} tokens |
+| **held-out masked accuracy** | **{accuracy:.1%}** of {masked:,} masked tokens, {ratio:.1f} times the baseline; loss {loss:.3f} nats (perplexity {perplexity:.0f}) |
+| unigram baseline | {baseline:.1%}, on the same positions: always {frequent!r}, the most frequent token |
+| hardware | {hardware}, {threads} threads, float32 |
+
+The log of the run is `log.jsonl`; `heldout.json` holds the figures of this card.{note}
+
+## What it fills in
+
+| text | first guesses |
+|---|---|
+{fills}
+
+## Again
+
+```bash
+apt-get install wordnet-base
+python -m neobert.training.local_text wordnet --out data/wordnet
+neobert pretrain training/configs/example_small.yaml
+python scripts/example_card.py runs/example_small
+```
+
+Measured by `{command}`, commit {commit}, {date}; {versions}.
+
+## Licence and sources
+
+The only training text is WordNet 3.0, Copyright 2006 by Princeton University, all rights reserved; its licence permits use, copying,
+modification and distribution, for any purpose and without fee, of the database and works made from it, provided that the notice is kept:
+<https://wordnet.princeton.edu/license-and-commercial-use>. It comes "as is", without warranty. The weights are passed on under the same terms.
+The tokenizer is BERT's uncased WordPiece vocabulary (Apache 2.0).
+"""
+
+
+def fills(model, tokenizer):
+    """Rows of the card's table: the four best guesses for each text."""
+    rows = []
+    for text in TEXTS:
+        batch = tokenizer(text, return_tensors="pt")
+        place = int((batch["input_ids"][0] == tokenizer.mask_token_id).nonzero())
+        with torch.no_grad():
+            shares = model(**batch).logits[0, place].softmax(-1).topk(4)
+        guesses = ", ".join(f"{tokenizer.decode([i])} ({p:.0%})" for i, p in zip(shares.indices.tolist(), shares.values.tolist()))
+        rows.append(f"| {text} | {guesses} |")
+    return "\n".join(rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoint", help="a checkpoint of the run instead of its final model")
+    parser.add_argument("--note", default="", help="a sentence on this run for the card")
+    parser.add_argument("--out", type=Path, default=ROOT / "examples" / "checkpoint")
+    arguments = parser.parse_args()
+    source = arguments.run / arguments.checkpoint if arguments.checkpoint else arguments.run
+    config = NeoBERTConfig.from_pretrained(source)
+    model = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32)
+    state = (
+        json.loads((source / "trainer_state.json").read_text())
+        if arguments.checkpoint
+        else json.loads((arguments.run / "result.json").read_text())
+    )
+    steps = state["global_step"] if arguments.checkpoint else state["steps"]
+    tokens_seen = state["num_input_tokens_seen"] if arguments.checkpoint else state["tokens_seen"]
+
+    shutil.rmtree(arguments.out / "model_checkpoints", ignore_errors=True)
+    path = save_raw_checkpoint(model, arguments.out, steps, torch.float16)
+    stored = {name.removeprefix("module."): tensor.float() for name, tensor in torch.load(path, weights_only=True).items()}
+    model.load_state_dict(stored)
+
+    model_arguments, data, training = read_recipe(
+        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), [str(RECIPE), "--report_to", "none"]
+    )
+    tokenizer = pretrain.load_tokenizer(model_arguments.tokenizer)
+    masking = TokenMasking(tokenizer, data.mask_probability)
+    train, train_summary = load_prepared(arguments.run / "prepared" / "train", tokenizer)
+    held, held_summary = load_prepared(arguments.run / "prepared" / "heldout", tokenizer)
+    batches = pretrain.make_batches(data, held, tokenizer, masking, None, training.seed + 1)
+    measured = evaluate_batches(model.eval(), batches)
+    frequent = pretrain.unigram(train, tokenizer)
+    baseline = pretrain.unigram_accuracy(batches, frequent)
+
+    log = [json.loads(line) for line in (arguments.run / "log.jsonl").read_text().splitlines()]
+    write_text(arguments.out / "log.jsonl", "\n".join(json.dumps(row) for row in log if row["step"] <= steps) + "\n")
+    env = environment(dtype="float16 weights, float32 arithmetic")
+    figures = {
+        "steps": steps,
+        "tokens_seen": tokens_seen,
+        **measured,
+        "unigram_accuracy": baseline,
+        "unigram_token": tokenizer.decode([frequent]),
+    }
+    write_json(arguments.out / "heldout.json", {**env, **figures})
+    card = CARD.format(
+        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads, size=path.stat().st_size / 1e6,
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6, steps=steps, tokens_seen=tokens_seen, accuracy=measured["masked_accuracy"],
+        masked=measured["masked_tokens"], loss=measured["loss"], perplexity=torch.tensor(measured["loss"]).exp().item(), baseline=baseline,
+        ratio=measured["masked_accuracy"] / baseline, frequent=tokenizer.decode([frequent]), train_rows=train_summary["kept"],
+        train_tokens=train_summary["tokens"], heldout_rows=held_summary["kept"], heldout_tokens=held_summary["tokens"], hardware=env["hardware"],
+        threads=2, fills=fills(model, tokenizer), command=env["command"], commit=env["commit"], date=env["date"],
+        versions=", ".join(f"{name} {version}" for name, version in env["versions"].items()), note=f" {arguments.note}" if arguments.note else "",
+    )  # fmt: skip
+    write_text(arguments.out / "README.md", card)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
