@@ -1,5 +1,6 @@
 """Pins the data path of pre-training: sources, skipped rows, prepared sets, windows, batches, mixture, streaming and its resumption."""
 
+import gzip
 import json
 
 import numpy as np
@@ -303,6 +304,20 @@ def test_wordnet_lines_become_sentences(tmp_path):
         "adj-00000030": "galore: existing in abundance.",
     }
     assert [row["text"] for row in local_text.wordnet_sentences(tmp_path)] == ["he used a landing net.", "The man took me in."]
+
+
+def test_dictionary_entries_lose_their_apparatus(tmp_path):
+    entries = (
+        'Laminar \\Lam"i*nar\\, Laminal \\Lam"i*nal\\, a. [Cf. F. laminaire.\n   See {Lamina}]\n   In, or consisting of, thin plates or layers.\n'
+        "   [1913 Webster]\n\nDowse \\Dowse\\, v. t. [imp. & p. p. {Dowsed} (doust).] [Cf. OD. doesen to strike.]\n   1. To plunge, or duck into water.\n"
+        "      [1913 Webster]\n\n            A poor man was dowsed.   --Tillotson.\n"
+    )
+    with gzip.open(tmp_path / "gcide.dict.dz", "wt") as file:
+        file.write(entries)
+    assert [row["text"] for row in local_text.gcide_entries(tmp_path / "gcide.dict.dz")] == [
+        "Laminar: In, or consisting of, thin plates or layers.",
+        "Dowse: 1. To plunge, or duck into water. A poor man was dowsed.",
+    ]
 
 
 def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):

@@ -130,13 +130,27 @@ def gcide_entries(path=GCIDE):
     starts = [i for i, line in enumerate(lines) if line and not line[0].isspace() and "\\" in line]
     for number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(lines)])):
         word = lines[start].split("\\")[0].strip()
-        body = " ".join(line.strip() for line in lines[start + 1 : stop])
-        body = re.sub(r"\[[^\]]*\]", " ", body)  # sources and etymologies
-        body = re.sub(r"[{}]", "", body)
-        body = re.sub(r"\s--\s?[A-Z][\w. ]*?\.(?=\s|$)", " ", body)  # who is quoted
-        body = re.sub(r"\b[Ss]yn:|--", "; ", re.sub(r"\s+", " ", body)).strip(" ;")
+        body = _gcide_definition(" ".join(line.strip() for line in lines[start:stop]))
         if word and len(body) > 10:
             yield {"id": f"gcide-{number}", "word": word, "text": f"{word}: {body}"}
+
+
+# "Laminar \\Lam"i*nar\\, Laminal ..., a. " of an entry: words, pronunciations and the part of speech.
+_GCIDE_HEAD = re.compile(
+    r"^.{0,160}?[\s,](n|a|adj|adv|v|prep|conj|interj|pron|p|imp)\.(\s*(&|pl|t|i|p|a|n|sing|v|adv|pr)\.?)*\s*(;\s[^.]{0,80}\.)?\s+"
+)
+
+
+def _gcide_definition(block):
+    """The definitions and quotations of an entry, without pronunciation, part of speech, etymology, sources and names."""
+    block = re.sub(r"\\[^\\]*\\", " ", block)
+    for _ in range(2):  # brackets within brackets
+        block = re.sub(r"\[[^\[\]]*\]", " ", block)
+    block = _GCIDE_HEAD.sub("", re.sub(r"\s+", " ", block), count=1)
+    block = re.sub(r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", ""))  # fields of knowledge, letters of senses
+    block = re.sub(r"\s--\s?[A-Z][\w. ]*?\.(?=\s|$)", " ", block)  # who is quoted
+    block = re.sub(r"\b[Ss]yn:|--", "; ", block)
+    return re.sub(r"\s+([.,;])", r"\1", re.sub(r"\s+", " ", block)).strip(" ;,")
 
 
 def _sentiment_archive(path=None):
