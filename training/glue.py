@@ -376,7 +376,11 @@ def main(argv=None):
     recipe = read_arguments(sys.argv[1:] if argv is None else argv)
     require("train", "accelerate", "datasets")
     require("eval", "sklearn", "scipy")
+    from .glue_run import process_state
+
+    main_process = process_state().is_main_process
     logging.basicConfig(format="%(message)s")
+    logger.disabled = not main_process
     tasks = parse_tasks(recipe.task)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # its own report on new heads; `check` says it in one line
@@ -384,11 +388,10 @@ def main(argv=None):
         tokenizer, revision, data = check(recipe, tasks)
         for task in tasks:
             run_task(recipe, task, data[task.name], tokenizer, revision)
-            from accelerate import PartialState
-
-            if PartialState().is_main_process:
+            if main_process:
                 write_tables(recipe.output)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    print((Path(recipe.output) / "table.md").read_text())
+    if main_process:
+        print((Path(recipe.output) / "table.md").read_text())
     return 0

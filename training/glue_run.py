@@ -60,6 +60,11 @@ class RunSettings:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "seed"}, sort_keys=True)
 
 
+def process_state():
+    """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's processes would not find each other."""
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
 def evaluation_interval(batches_per_epoch, at_most=500):
     """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (PAPER section 6)."""
     return max(1, min(at_most, batches_per_epoch // 10))
@@ -273,7 +278,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
     trained, total = trainable_parameters(model)
     train, evaluation, slices = prepare(task, splits, tokenizer, settings, text_limit(model.config, tokenizer))
 
-    processes = PartialState().num_processes
+    processes = process_state().num_processes
     if settings.batch_size % processes:
         raise UserError(f"the batch size of {task.name}, {settings.batch_size}, cannot be shared by {processes} processes")
     batches = math.ceil(len(train) / settings.batch_size)
@@ -299,6 +304,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         report_to=options.report_to,
         seed=settings.seed,
         bf16=settings.bf16,
+        use_cpu=not torch.accelerator.is_available(),
         label_names=["labels"],
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
