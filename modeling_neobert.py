@@ -142,14 +142,16 @@ def eager_attention(module, query, key, value, attention_mask, dropout=0.0, scal
 class _TextByText:
     """Runs a dense attention function on a packed batch, text by text; neighbours of one length together.
 
-    In place of an attention function; the mask it is called with is the list of text lengths.
+    In place of an attention function; the mask it is called with is the `_Layout`: compiled blocks would guard on a list of lengths
+    and recompile for every batch.
     """
 
     def __init__(self, attention):
         self.attention = attention
 
     @torch.compiler.disable
-    def __call__(self, module, query, key, value, lengths, **kwargs):
+    def __call__(self, module, query, key, value, layout, **kwargs):
+        lengths = layout.lengths
         outputs, start, i = [], 0, 0
         while i < len(lengths):
             count = 1
@@ -338,7 +340,7 @@ def _attention_plan(config, implementation, hidden, mask, layout, training, with
         allowed = _visible(mask)[:, None, None, :] if mask is not None else None
     elif layout.lengths is not None and implementation in ("eager", "sdpa") and not with_weights:
         if hidden.device.type != "cuda" or implementation == "eager":
-            return _TextByText(function), layout.lengths
+            return _TextByText(function), layout
         dropout = config.attention_dropout if training else 0.0
         if _varlen_obstacle(_attention_dtype(hidden), dropout) is None:
             return varlen_sdpa, None

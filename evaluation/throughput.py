@@ -64,6 +64,11 @@ PRESETS = {
     },
 }
 
+# Sides of the square matrix product that stands for the machine's own rate (the fastest counts), and how long it runs before and after
+# every timed pass.
+GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
+GEMM_SECONDS = 0.1
+
 
 @dataclass
 class ThroughputArguments:
@@ -262,9 +267,8 @@ class MatrixProduct:
 
     def __init__(self, device, dtype, clock=time.perf_counter):
         self.device, self.clock = device, clock
-        sizes = (4096, 8192, 16384) if device.startswith("cuda") else (512, 1024, 2048)
         rates = {}
-        for size in sizes:
+        for size in GEMM_SIZES[device.partition(":")[0]]:
             self._prepare(size, dtype)
             rates[size] = max(self() for _ in range(5))
         self.size = max(rates, key=rates.get)
@@ -291,6 +295,7 @@ class Meter:
     def __init__(self, arguments, name, file_lengths=None):
         self.arguments, self.name = arguments, name
         self.file_lengths = file_lengths
+        self.interrupted = False
         free = torch.cuda.mem_get_info()[0] if arguments.device.startswith("cuda") else _available_memory() / 2
         self.budget = arguments.memory_gib * 2**30 if arguments.memory_gib else free
 
@@ -335,6 +340,8 @@ class Meter:
     def measure(self, runs, counts, product, progress):
         """Times `runs`, each on its batch of `counts` texts, in turns.
 
+        An interrupt after the first whole repeat keeps the whole ones and sets `interrupted`.
+
         Returns:
             one dictionary a run.
         """
@@ -351,16 +358,24 @@ class Meter:
                 for _ in range(arguments.warmup - 1):
                     run(*batch)
                 progress.update(1)
-            for _ in range(arguments.repeats):
-                for i, (run, batch) in enumerate(zip(runs, batches)):
-                    before = product(0.1)
-                    _synchronise(device)
-                    start = product.clock()
-                    run(*batch)
-                    _synchronise(device)
-                    seconds[i].append(product.clock() - start)
-                    rates[i].append((before + product(0.1)) / 2)
-                    progress.update(1)
+            try:
+                for _ in range(arguments.repeats):
+                    for i, (run, batch) in enumerate(zip(runs, batches)):
+                        before = product(GEMM_SECONDS)
+                        _synchronise(device)
+                        start = product.clock()
+                        run(*batch)
+                        _synchronise(device)
+                        second = product.clock() - start
+                        rates[i].append((before + product(GEMM_SECONDS)) / 2)
+                        seconds[i].append(second)
+                        progress.update(1)
+            except KeyboardInterrupt:
+                whole = min(map(len, seconds))
+                if not whole:
+                    raise
+                self.interrupted = True
+                seconds, rates = ([values[:whole] for values in lists] for lists in (seconds, rates))
         return [
             self._row(run, lengths[i], seconds[i], rates[i], peaks[i], product.size) for i, run in enumerate(runs)
         ]
@@ -572,6 +587,8 @@ def _measure_all(arguments, todo, data, small, file_lengths, progress):
             # Compared on the same texts where the search stopped alike; a model that fits fewer texts keeps its own batch.
             if runs:
                 data["rows"] += meter.measure(runs, counts, product, progress)
+            if meter.interrupted:
+                raise KeyboardInterrupt
             if arguments.device.startswith("cuda"):
                 runs.clear()
                 run = None

@@ -114,7 +114,9 @@ class Run:
 def _local_window(config, layer):
     """Tokens that a token of this layer sees, or None for all (ModernBERT: two layers of three see 64 to each side)."""
     every = getattr(config, "global_attn_every_n_layers", None)
-    return config.local_attention + 1 if every and layer % every else None
+    kinds = getattr(config, "layer_types", None)
+    local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
+    return config.local_attention + 1 if local else None
 
 
 def packed_inputs(input_ids, attention_mask):

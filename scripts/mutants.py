@@ -133,7 +133,7 @@ MUTANTS = {
         CORE,
     ),
     "packed texts see each other: eager, sdpa": (
-        (("return _TextByText(function), layout.lengths", "return _TextByText(function), [sum(layout.lengths)]"),),
+        (("lengths = layout.lengths\n", "lengths = [sum(layout.lengths)]\n"),),
         ("attention",),
     ),
     "packed texts see each other: flex": (

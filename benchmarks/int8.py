@@ -1,0 +1,148 @@
+"""int8 weights on the CPU: speed and embedding cosine of the published architecture against fp32, one row a method.
+
+    python benchmarks/int8.py --output results/int8_cpu
+
+Methods: torch's dynamic quantisation (`torch.ao.quantization.quantize_dynamic`), torchao (int8 weights; int8 weights and dynamic
+activations), ONNX Runtime's dynamic quantisation (per channel, with and without reduced range). Each that is not installed says so. Weights
+are random unless --model names a trained checkpoint; mean-pooled embeddings are compared text by text.
+"""
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.evaluation.results import environment, markdown_table, write_json, write_text
+from neobert.evaluation.throughput import draw_lengths, make_batch
+
+
+def torch_dynamic(model, batch):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def torchao_weights(model, batch):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = copy.deepcopy(model)
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def torchao_dynamic(model, batch):
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = copy.deepcopy(model)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def onnx_runtime(reduce_range):
+    def convert(model, batch):
+        import onnxruntime
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        folder = tempfile.mkdtemp()
+        plain, small = f"{folder}/model.onnx", f"{folder}/int8.onnx"
+        dims = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=2)}
+        torch.onnx.export(
+            model, (), plain, kwargs=dict(zip(("input_ids", "attention_mask"), batch)), dynamo=True, verbose=False,
+            dynamic_shapes={"input_ids": dims, "attention_mask": dims},
+        )  # fmt: skip
+        quantize_dynamic(plain, small, per_channel=True, reduce_range=reduce_range, weight_type=QuantType.QInt8)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(small, options, providers=["CPUExecutionProvider"])
+
+        def run(input_ids, attention_mask):
+            (output,) = session.run(None, {"input_ids": input_ids.numpy(), "attention_mask": attention_mask.numpy()})[:1]
+            return (torch.from_numpy(output),)
+
+        return run
+
+    return convert
+
+
+METHODS = {
+    "fp32": lambda model, batch: model,
+    "torch.ao quantize_dynamic": torch_dynamic,
+    "torchao Int8WeightOnly": torchao_weights,
+    "torchao Int8DynamicActivationInt8Weight": torchao_dynamic,
+    "ONNX Runtime dynamic, per channel": onnx_runtime(False),
+    "ONNX Runtime dynamic, per channel, reduced range": onnx_runtime(True),
+}
+
+
+def embed(run, batch):
+    """(B, D) means over the real tokens."""
+    mask = batch[1][..., None]
+    return (run(*batch)[0] * mask).sum(1) / mask.sum(1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", default="results/int8_cpu")
+    parser.add_argument("--model", help="folder of a trained checkpoint; by default random weights of the published architecture")
+    parser.add_argument("--set", default="short", help="lengths, as in neobert throughput")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall", help="processor: CPU seconds, with --threads 1")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    if arguments.clock == "processor" and arguments.threads != 1:
+        parser.error("--clock processor needs --threads 1")
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    if arguments.model:
+        model = NeoBERTModel.from_pretrained(arguments.model, dtype=torch.float32)
+    else:
+        model = NeoBERTModel(NeoBERTConfig(num_hidden_layers=arguments.layers))
+    model.config._attn_implementation, model.config.return_dict = "sdpa", False
+    model.eval()
+    clock = time.perf_counter if arguments.clock == "wall" else time.process_time
+    batch = make_batch(draw_lengths(arguments.set, arguments.batch), "cpu")
+    runs, failed, embeddings, seconds = {}, {}, {}, {}
+    with torch.no_grad():
+        for name in ["fp32", *(n for n in arguments.methods if n != "fp32")]:
+            try:
+                run = METHODS[name](model, batch)
+                embeddings[name] = embed(run, batch)
+                runs[name] = run
+            except Exception as error:  # one method's failure is a row of the table
+                failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            print(name, failed.get(name, "ready"), flush=True)
+        for _ in range(arguments.repeats):
+            for name, run in runs.items():
+                start = clock()
+                run(*batch)
+                seconds.setdefault(name, []).append(clock() - start)
+    rows, table = [], []
+    for name in METHODS:
+        if name in failed:
+            rows.append({"method": name, "error": failed[name]})
+            table.append([name, "", "", "", failed[name]])
+        elif name in runs:
+            ratios = [plain / s for plain, s in zip(seconds["fp32"], seconds[name])]
+            cosine = torch.cosine_similarity(embeddings["fp32"], embeddings[name], dim=-1).min().item()
+            row = {"method": name, "speed_up": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+            rows.append({**row, "cosine": cosine, "seconds": seconds[name]})
+            table.append([name, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{cosine:.4f}", ""])
+    env = environment(clock=arguments.clock, capability=torch.backends.cpu.get_cpu_capability(), model=arguments.model or "random weights")
+    text = f"# int8 on the CPU\n\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['capability']}, "
+    text += f"{env['threads']} threads, {arguments.clock} time, {env['model']}, "
+    text += ", ".join(f"{name} {version}" for name, version in env["versions"].items()) + ".\n\n"
+    text += markdown_table(["method", "times as fast as fp32", "range over repeats", "lowest cosine", "error"], table)
+    write_json(Path(arguments.output).with_suffix(".json"), {"environment": env, "rows": rows})
+    write_text(Path(arguments.output).with_suffix(".md"), text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Pins `neobert throughput`: the arithmetic of its sets and of its operation count, the batch search, what an interrupted run leaves and
+`--resume` adds, and the tables of a tiny run. Speeds are not pinned."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from neobert.evaluation import throughput
+from neobert.evaluation.throughput import Meter, ThroughputArguments, draw_lengths, largest_batch, main, ratios
+from neobert.evaluation.throughput_models import MODELS, build, packed_inputs
+from neobert.recipe import UserError
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TINY = ["--device", "cpu", "--sets", "16", "short", "--batch", "3", "--repeats", "2", "--plots", "false"]
+
+
+@pytest.fixture(autouse=True)
+def small_matrix_product(monkeypatch):
+    monkeypatch.setattr(throughput, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(throughput, "GEMM_SECONDS", 0.0)
+
+
+def tiny(output, *more):
+    return main(["--output", str(output), "--preset", "cpu", *TINY, "--models", "neobert", "modernbert-base", *more], small=SMALL)
+
+
+def rows_of(output):
+    return json.loads((output / "throughput.json").read_text())["rows"]
+
+
+# --------------------------------------------------------------------------------------------------------------------- sets
+
+
+def test_fixed_sets():
+    assert draw_lengths("512", 3) == [512, 512, 512], "a number is the length of every text"
+
+
+@pytest.mark.parametrize("name,mean,spread,low,high", (("normal-256", 256, 64, 16, 512), ("normal-4096", 4096, 1024, 16, 8192)))
+def test_normal_sets(name, mean, spread, low, high):
+    lengths = torch.tensor(draw_lengths(name, 4000), dtype=torch.float)
+    assert low <= lengths.min() and lengths.max() <= high, "lengths are clipped"
+    assert abs(lengths.mean() - mean) < 4 * spread / math.sqrt(4000), "the mean is the issued one"
+    assert abs(lengths.std() - spread) < 0.05 * spread, "the deviation is the issued one"
+    assert draw_lengths(name, 8) == draw_lengths(name, 8), "a seed gives the same lengths"
+    assert draw_lengths(name, 8) != draw_lengths(name, 8, seed=1), "another seed gives others"
+
+
+def test_short_texts_fill_about_a_third():
+    logarithms = torch.tensor(draw_lengths("short", 4000), dtype=torch.float).log()
+    assert abs(logarithms.mean() - math.log(48)) < 0.05 and abs(logarithms.std() - 0.7) < 0.05, "log-normal, median 48, sigma 0.7"
+    fills = []
+    for seed in range(100):
+        lengths = draw_lengths("short", 32, seed)
+        fills.append(sum(lengths) / 32 / max(lengths))
+    assert 0.25 < sum(fills) / 100 < 0.35, "a batch of 32 is about 0.3 full"
+
+
+@pytest.mark.parametrize("percent", (10, 30, 60, 90))
+@pytest.mark.parametrize("count", (8, 32))
+def test_fill_sets(percent, count):
+    lengths = draw_lengths(f"fill-{percent}", count)
+    assert len(lengths) == count and max(lengths) == 512, "one text has 512 tokens"
+    wanted = max(percent / 100, (512 + count - 1) / count / 512)
+    assert sum(lengths) / count / 512 == pytest.approx(wanted, abs=0.02), "the batch is as full as its name says"
+
+
+def test_lengths_of_a_file(tmp_path, tokenizer_dir):
+    path = tmp_path / "texts.txt"
+    path.write_text("hello world\n\nthe quick brown fox\n")
+    lengths = throughput.lengths_of_file(path, tokenizer_dir)
+    assert lengths == [4, 6], "one length a non-empty line, with [CLS] and [SEP]"
+    assert set(draw_lengths("texts", 50, file_lengths=lengths)) == {4, 6}, "drawn from the lengths of the file"
+
+
+@pytest.mark.parametrize(
+    "argv,words",
+    (
+        (["--sets", "long"], "there is no set 'long'"),
+        (["--sets", "texts"], "needs --texts"),
+        (["--models", "gpt"], "there is no model 'gpt'"),
+        (["--implementations", "xformers"], "there is no implementation 'xformers'"),
+        (["--dtype", "int8"], "dtype must be"),
+        (["--repeats", "0"], "repeats must be at least 1"),
+        (["--preset", "huge"], "preset must be one of"),
+        (["--clock", "processor", "--device", "cpu", "--threads", "2"], "give --device cpu --threads 1"),
+        (["--reapets", "3"], "did you mean --repeats"),
+    ),
+)
+def test_bad_input_is_one_sentence(argv, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        main(["--output", str(tmp_path / "out"), *argv])
+    assert not (tmp_path / "out").exists(), "nothing is written before the input is checked"
+
+
+# -------------------------------------------------------------------------------------------------------------- measurement
+
+
+@pytest.mark.parametrize("limit,fits", ((512, 512), (512, 100), (512, 1), (512, 0), (24, 24), (24, 17), (1, 1)))
+def test_batch_search(limit, fits):
+    tried = []
+    found = largest_batch(lambda count: tried.append(count) or count <= fits, limit)
+    assert found <= fits and max(tried) <= limit, "a batch that does not fit is not returned, and the limit is kept"
+    assert found >= fits * 7 / 8, "it is within an eighth of the largest"
+    assert len(tried) <= 14, "few batches are tried"
+
+
+def test_out_of_memory_ends_the_search(tmp_path):
+    arguments = ThroughputArguments(output=str(tmp_path), device="cpu", preset="quick", max_batch=64, max_tokens=4096, memory_gib=0.0)
+    arguments.memory_gib = 1000.0
+    meter, seen = Meter(arguments, "16"), []
+
+    def run(ids, mask):
+        seen.append(len(ids))
+        if len(ids) > 5:
+            raise torch.OutOfMemoryError("out of memory")
+
+    meter.budget = 1.0  # nothing is foretold to fit with certainty, so that every size is tried
+    found = meter.search(run)
+    assert 0 <= found <= 5, "a batch for which memory ran out is not used"
+
+    def broken(ids, mask):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        meter.search(broken)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_operation_count(name):
+    """2 operations a weight and token, and 2 products of D a pair of tokens that see each other, in every layer."""
+    run = build(name, "sdpa", "cpu", torch.float32, SMALL)
+    inner = 32 if name == "neobert" else 48
+    ffn = 3 * 32 * inner if name in ("neobert", "modernbert-base", "modernbert-large") else 2 * 32 * inner
+    linear = 2 * (4 * 32 * 32 + ffn)
+    assert run.flops([10, 4]) == 2 * linear * 14 + 2 * 4 * 32 * (100 + 16), "weights and pairs, of real tokens only"
+    if name.startswith("modernbert"):
+        assert run.flops([1000]) == 2 * linear * 1000 + 4 * 32 * 1000 * (1000 + 129), "the second layer sees 64 tokens to each side"
+
+
+@torch.no_grad()
+def test_the_published_construction_computes_the_same():
+    from neobert.evaluation.throughput import make_batch
+
+    ids, mask = make_batch([9, 4, 1], "cpu")
+    ours = build("neobert", "sdpa", "cpu", torch.float32, SMALL)
+    outputs = [ours(ids, mask)]
+    for implementation in ("padded", "published"):
+        outputs.append(build("neobert", implementation, "cpu", torch.float32, SMALL, shared=ours.model)(ids, mask))
+        difference = (outputs[-1] - outputs[0])[mask.bool()].abs().max()
+        assert difference < 1e-5 * outputs[0].abs().max(), f"{implementation} is the same model"
+    assert (outputs[0][~mask.bool()] == 0).all(), "NeoBERT under sdpa packs"
+    assert (outputs[1][~mask.bool()] != 0).any(), "padded computes on padding"
+
+
+def test_packed_inputs():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    packed = packed_inputs(torch.tensor([[5, 6, 7], [8, 0, 0]]), mask)
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8]] and packed["position_ids"].tolist() == [[0, 1, 2, 0]]
+    assert packed["cu_seq_lens_q"].tolist() == [0, 3, 4] and packed["max_length_k"] == 3
+    assert packed["cu_seq_lens_q"].dtype == torch.int32, "flash-attn takes int32 offsets"
+
+
+# ------------------------------------------------------------------------------------------------------------------ results
+
+
+def test_a_tiny_run_writes_its_tables(tmp_path):
+    assert tiny(tmp_path, "--implementations", "sdpa", "padded") == 0
+    rows = rows_of(tmp_path)
+    names = [(row["set"], row["model"], row["implementation"]) for row in rows]
+    each = [("neobert", "sdpa"), ("neobert", "padded"), ("modernbert-base", "sdpa")]
+    assert names == [(name, *pair) for name in ("16", "short") for pair in each], "every set and model has its row"
+    for row in rows:
+        assert len(row["seconds"]) == 2 and row["tokens_per_second"] > 0 and row["gemm_gflops"] > 0, "two timed repeats"
+        median = sum(row["real_tokens"] / s for s in row["seconds"]) / 2
+        assert row["tokens_per_second"] == pytest.approx(median), "real tokens over seconds, the median over repeats"
+    short = next(row for row in rows if row["set"] == "short")
+    lengths = draw_lengths("short", 3)
+    assert short["real_tokens"] == sum(lengths) and short["fill"] == pytest.approx(sum(lengths) / 3 / max(lengths))
+    data = json.loads((tmp_path / "throughput.json").read_text())
+    assert data["environment"]["versions"]["torch"] and data["environment"]["dtype"] == "float32", "the environment is in the file"
+    table = (tmp_path / "throughput.md").read_text()
+    assert "| short | neobert | padded |" in table and "real tokens/s" in table
+    with open(tmp_path / "throughput.csv") as file:
+        assert len(list(csv.DictReader(file))) == 6, "the CSV has the same rows"
+
+
+def test_ratios_pair_neighbours():
+    mine = {"set": "short", "model": "neobert", "implementation": "sdpa", "real_tokens": 100, "seconds": [1.0, 2.0, 1.0]}
+    other = {"set": "short", "model": "bert-base", "implementation": "sdpa", "real_tokens": 50, "seconds": [1.0, 2.0, 3.0]}
+    result = ratios([mine, other])["short"]["bert-base/sdpa"]
+    assert result["ratio"] == 2.0, "100 tokens in 1 s against 50 in 1 s; repeat by repeat 2, 2 and 6"
+
+
+def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeypatch):
+    measure = Meter.measure
+
+    def interrupted(self, *arguments):
+        if self.name == "short":
+            raise KeyboardInterrupt
+        return measure(self, *arguments)
+
+    monkeypatch.setattr(Meter, "measure", interrupted)
+    assert tiny(tmp_path, "--implementations", "sdpa") == 130, "130 is the exit status of an interrupt"
+    first = rows_of(tmp_path)
+    assert [row["set"] for row in first] == ["16", "16"], "the finished set is kept"
+    monkeypatch.setattr(Meter, "measure", measure)
+    assert tiny(tmp_path, "--implementations", "sdpa", "--resume", "true") == 0
+    rows = rows_of(tmp_path)
+    assert rows[:2] == first, "what was measured is not measured again"
+    assert [row["set"] for row in rows] == ["16", "16", "short", "short"], "the rest is added"
+    with pytest.raises(UserError, match="was measured with repeats=2"):
+        tiny(tmp_path, "--implementations", "sdpa", "--resume", "true", "--repeats", "5")
+
+
+def test_a_text_that_a_model_cannot_take(tmp_path):
+    argv = ["--output", str(tmp_path), "--preset", "quick", "--sets", "600", "--models", "bert-base", "--batch", "1", "--plots", "false"]
+    assert main(argv, small=SMALL) == 0
+    assert rows_of(tmp_path)[0]["error"] == "takes texts of at most 512 tokens", "it has a row that says so"
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    argv = ["--output", str(tmp_path), "--preset", "cpu", *TINY[:-1], "true", "--models", "neobert"]
+    assert main([*argv, "--implementations", "sdpa", "padded"], small=SMALL) == 0
+    for name in ("fixed.png", "fill.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG", f"{name} is drawn"
