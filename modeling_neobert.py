@@ -578,21 +578,21 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             logger.warning_once(f"output_attentions=True: {implementation} returns no weights, the eager function is used instead.")
             implementation = "eager"
 
-        texts = layout = _caller_layout(shape, attention_mask, position_ids, kwargs)
-        packed_here = False
+        layout = _caller_layout(shape, attention_mask, position_ids, kwargs)
+        padded = None
         if layout is None and mask is not None and not _is_tracing() and mask.device.type != "meta":
-            texts = _Layout.from_mask(mask)
-            if texts is None and mask.all():
+            padded = _Layout.from_mask(mask)
+            if padded is None and mask.all():
                 mask = None
-            packable = self.config.unpad_inputs and not output_attentions and self._packs(implementation)
-            packed_here = texts is not None and packable
-            layout = texts if packable else None
+        pack = padded is not None and self.config.unpad_inputs and not output_attentions and self._packs(implementation)
 
         # In real tokens, also where the batch stays padded: "dynamic" RoPE must not depend on padding.
+        texts = layout or padded
         longest = texts.max_length if texts is not None else shape[1]
         self._check_length(longest)
-        positions = self._positions(input_ids, mask, position_ids, layout if not packed_here else None, shape)
-        if packed_here:
+        positions = self._positions(input_ids, mask, position_ids, layout, shape)
+        if pack:
+            layout = padded
             positions = layout.pack(positions.expand(shape))
             input_ids, inputs_embeds = (x if x is None else layout.pack(x) for x in (input_ids, inputs_embeds))
         hidden = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
@@ -604,7 +604,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if self.config.position_embedding_type == "rope":
             rotary = prepare_rotary(*rotary_table(self.config, positions, longest))
         attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training, output_attentions)
-        # Mixed precision on a caller's device: an all-masked packed batch cannot reach this point.
         hidden = self.embedding_dropout(hidden)
 
         all_hidden, all_weights = [], []
@@ -617,10 +616,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         hidden = self.layer_norm(hidden)
         if output_hidden_states:
             all_hidden.append(hidden)
-        if packed_here:
-            unpacked = [layout.unpack(x, *shape) for x in all_hidden[:-1]]
-            hidden = layout.unpack(hidden, *shape)
-            all_hidden = [*unpacked, hidden] if output_hidden_states else []
+        if pack:
+            hidden, *all_hidden = (layout.unpack(x, *shape) for x in (hidden, *all_hidden))
         return BaseModelOutput(
             last_hidden_state=hidden,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
