@@ -1,0 +1,263 @@
+"""Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
+of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the sliced feed-forward.
+
+Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
+"""
+
+import pytest
+import torch
+from neobert import NeoBERTModel
+from neobert import modeling_neobert as modeling
+from torch import nn
+
+from .reference import make_model, random_batch
+
+
+def scattered_batch():
+    """Four rows of 12: padding on the left, on the right and in between; one row is all padding."""
+    ids, _ = random_batch([12, 12, 12, 12])
+    mask = torch.tensor(
+        [
+            [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+            [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
+            [1, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0],
+            [0] * 12,
+        ]
+    )
+    return ids, mask
+
+
+BATCHES = {
+    "right": lambda: random_batch([9, 3, 7, 1]),
+    "left": lambda: random_batch([9, 3, 7, 1], side="left"),
+    "scattered and empty": scattered_batch,
+    "one text": lambda: random_batch([5], length=9),
+    "equal lengths": lambda: random_batch([6, 6, 6], length=9),
+}
+
+
+def outputs_and_gradients(model, ids, mask):
+    """Outputs of the real tokens, and the gradients of all parameters of a fixed random weighting of them."""
+    model.zero_grad()
+    hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+    (hidden.float() * weights.to(hidden.device)).sum().backward()
+    return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_close(given, expected, bound, what):
+    error = (given.double() - expected.double()).abs().max()
+    assert error <= bound * expected.abs().max(), f"{what}: the error {error:.1e} is above {bound:.0e} of {expected.abs().max():.1e}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("implementation", ("eager", "sdpa", "flex_attention"))
+def test_layouts_agree_on_outputs_and_gradients(implementation, batch):
+    ids, mask = BATCHES[batch]()
+    if implementation == "flex_attention":  # torch's flex_attention has no backward pass on the CPU
+        model = make_model(NeoBERTModel, attn_implementation=implementation)
+        expected = make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False)
+        with torch.no_grad():
+            packed, expected = (m(ids, attention_mask=mask).last_hidden_state[mask.bool()] for m in (model, expected))
+        assert_close(packed, expected, 1e-5, "outputs")
+        return
+    packed, grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation=implementation), ids, mask)
+    expected, expected_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask)
+    assert_close(packed, expected, 1e-5, "outputs")
+    assert any(grad.abs().max() > 0 for grad in expected_grads.values()), "no gradient, so this test would be vacuous"
+    for name, grad in expected_grads.items():
+        assert_close(grads[name], grad, 1e-4, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+def test_low_precision_within_the_error_of_the_plain_implementation(implementation):
+    """bfloat16 against float32: outputs within twice, gradients within three times the error of the padded eager model in bfloat16."""
+    ids, mask = random_batch([9, 3, 7])
+    exact, exact_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask)
+
+    def errors(unpad, implementation):
+        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).to(torch.bfloat16)
+        outputs, grads = outputs_and_gradients(model, ids, mask)
+        total = sum((grads[name].float() - grad).square().sum() for name, grad in exact_grads.items())
+        return (outputs.float() - exact).abs().max(), total.sqrt()
+
+    plain, plain_grads = errors(False, "eager")
+    packed, packed_grads = errors(True, implementation)
+    assert plain > 0, "bfloat16 is exact here, so this test would be vacuous"
+    assert packed <= 2 * plain, f"outputs: {packed:.2e} against {plain:.2e} of the plain implementation"
+    assert packed_grads <= 3 * plain_grads, f"gradients: {packed_grads:.2e} against {plain_grads:.2e} of the plain implementation"
+
+
+@torch.no_grad()
+def test_empty_batch_rows_are_zero():
+    ids, mask = scattered_batch()
+    hidden = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state
+    assert torch.isfinite(hidden).all(), "a row of padding alone gives no NaN"
+    assert (hidden[~mask.bool()] == 0).all(), "padding positions are zero"
+    empty = make_model(NeoBERTModel)(ids, attention_mask=torch.zeros_like(mask)).last_hidden_state
+    assert empty.shape == hidden.shape and torch.isfinite(empty).all(), "nor does a batch of padding alone"
+
+
+class Rows:
+    """Counts the tokens that a module sees."""
+
+    def __init__(self, *modules):
+        self.seen = []
+        for module in modules:
+            module.register_forward_hook(lambda module, inputs, output: self.seen.append(output[..., 0].numel()))
+
+
+@pytest.mark.parametrize("inputs", ("input_ids", "inputs_embeds"))
+@torch.no_grad()
+def test_no_layer_computes_on_padding(inputs):
+    ids, mask = random_batch([9, 3, 7, 1])
+    model = make_model(NeoBERTModel)
+    given = {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
+    layers = Rows(*(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))))
+    model(**given, attention_mask=mask)
+    assert layers.seen and set(layers.seen) == {20}, f"all layers see the 20 real tokens of 36, not {sorted(set(layers.seen))}"
+
+
+@pytest.mark.parametrize("mask", ("packed", "padded", "none"))
+@torch.no_grad()
+def test_one_table_and_one_mask_a_forward(mask, monkeypatch):
+    calls = []
+    for name in ("rotary_table", "prepare_rotary", "_attention_plan"):
+        function = getattr(modeling, name)
+        monkeypatch.setattr(modeling, name, lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k))
+    ids, attention_mask = random_batch([9, 3])
+    model = make_model(NeoBERTModel, unpad_inputs=mask != "padded")
+    model(ids, attention_mask=None if mask == "none" else attention_mask)
+    assert sorted(calls) == ["_attention_plan", "prepare_rotary", "rotary_table"], "each once for all three layers"
+
+
+@torch.no_grad()
+def test_projections_are_not_copied_before_attention():
+    """Queries, keys and values reach the attention function as views: value of the projection itself, the others of the rotated pair."""
+    storages = []
+
+    def spy(module, query, key, value, mask, **kwargs):
+        storages.append([x.untyped_storage().nbytes() // x.element_size() for x in (query, key, value)])
+        return modeling.eager_attention(module, query, key, value, mask, **kwargs)
+
+    model = make_model(NeoBERTModel, num_hidden_layers=1)
+    modeling.ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+    model.config._attn_implementation = "spy"
+    model(random_batch([8])[0])
+    assert storages == [[8 * 2 * 64, 8 * 2 * 64, 8 * 3 * 64]], "no tensor of its own for q, k or v"
+
+
+# ------------------------------------------------------------------------------------------------------------- feed-forward
+
+
+@pytest.mark.parametrize("tokens", (1, 4, 5, 9))
+@torch.no_grad()
+def test_the_sliced_feed_forward(tokens, monkeypatch):
+    """On the CPU without gradients the feed-forward runs slice by slice; with gradients in one piece."""
+    block = make_model(NeoBERTModel).transformer_encoder[0].ffn
+    x = torch.randn(1, tokens, 64)
+    gate, value = (x @ block.w12.weight.T).chunk(2, dim=-1)
+    expected = (gate * torch.sigmoid(gate) * value) @ block.w3.weight.T
+    monkeypatch.setattr(modeling, "_CPU_SLICE", 4)
+    rows = Rows(block.w12)
+    assert_close(block(x), expected, 1e-5, "sliced")
+    assert max(rows.seen) <= 4 and sum(rows.seen) == tokens, "every token once, four at most at a time"
+    with torch.enable_grad():
+        assert_close(block(x), expected, 1e-5, "in one piece")
+    assert rows.seen[-1] == tokens, "with gradients it is not sliced"
+
+
+# ----------------------------------------------------------------------------------------------------------- torch.compile
+
+
+@torch.no_grad()
+def test_compiled_blocks_keep_their_graphs():
+    """Batches of different texts, lengths and numbers of texts run through the graphs of the first ones."""
+    from neobert.evaluation.throughput_models import compile_blocks
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    eager, model = make_model(NeoBERTModel), compile_blocks(make_model(NeoBERTModel), backend="eager")
+    graphs = []
+    for lengths in ([9, 3], [7, 2, 5], [4, 4, 4, 1], [20, 1], [6, 3, 2, 2, 1], [11, 12, 13, 2]):
+        ids, mask = random_batch(lengths)
+        assert_close(model(ids, attention_mask=mask).last_hidden_state, eager(ids, attention_mask=mask).last_hidden_state, 1e-5, "compiled")
+        graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert graphs[0] > 0, "nothing was compiled, so this test would be vacuous"
+    assert graphs[-1] == graphs[1], f"no graph is made after the second batch: {graphs}"
+
+
+# --------------------------------------------------------------------------------------------------------- the CUDA layouts
+
+
+@pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2]))
+def test_repadded_equals_text_by_text_with_gradients(lengths):
+    """What fp32 on CUDA runs (q, k, v scattered to a padded batch) against one call a text."""
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    layout = modeling._Layout.from_kwargs(bounds, None)
+    module = nn.Module()
+    module.is_causal = False
+    inputs = [torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True) for _ in range(3)]
+    weights = torch.randn(1, sum(lengths), 2, 8, generator=generator)
+    results = []
+    for attention, mask in (
+        (modeling._TextByText(modeling.eager_attention), layout),
+        (modeling._Repadded(modeling.eager_attention), layout.padding()),
+    ):
+        output = attention(module, *inputs, mask, scaling=0.3)[0]
+        results.append((output, torch.autograd.grad((output * weights).sum(), inputs)))
+    assert results[0][0].shape == (1, sum(lengths), 2, 8), "(1, T, H, K)"
+    assert_close(results[1][0], results[0][0], 1e-5, "outputs")
+    for ours, theirs in zip(results[1][1], results[0][1]):
+        assert_close(ours, theirs, 1e-5, "gradients")
+
+
+def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
+    """(T, H, K) tensors, int32 offsets on both sides, whole-number longest lengths and the softmax scale by name."""
+    calls = []
+
+    def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+        calls.append((query.shape, cu_seq_q, cu_seq_k, max_q, max_k, scale))
+        bounds = cu_seq_q.tolist()
+        parts = []
+        for start, stop in zip(bounds, bounds[1:]):
+            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+            parts.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(modeling, "varlen_attn", varlen)
+    lengths = [5, 1, 4]
+    bounds = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
+    layout = modeling._Layout.from_kwargs(bounds, None)
+    q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
+    module = nn.Module()
+    module.is_causal = False
+    output, weights = modeling.varlen_sdpa(module, q, k, v, None, scaling=0.3, **layout.kwargs())
+    expected, _ = modeling._TextByText(modeling.eager_attention)(module, q, k, v, layout, scaling=0.3)
+    ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
+    assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, "packed tokens first, the longest text, the model's scale"
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [0, *torch.tensor(lengths).cumsum(0)], "int32 offsets"
+    assert weights is None
+    assert_close(output, expected, 1e-5, "outputs")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch's variable-length kernel itself is not tested here")
+def test_gradients_of_the_kernel_on_cuda():
+    """bfloat16 through torch.nn.attention.varlen: gradients within three times the error of the padded eager model in bfloat16."""
+    ids, mask = (x.cuda() for x in random_batch([60, 30, 7]))
+    exact, exact_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False).cuda(), ids, mask)
+    errors = []
+    for unpad, implementation in ((False, "eager"), (True, "sdpa")):
+        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).cuda().to(torch.bfloat16)
+        outputs, grads = outputs_and_gradients(model, ids, mask)
+        total = sum((grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()).sqrt()
+        errors.append(((outputs.float() - exact).abs().max(), total))
+    assert "varlen" in model.attention_backend(), f"the kernel did not run: {model.attention_backend()}"
+    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], f"errors {errors[1]} against {errors[0]}"
