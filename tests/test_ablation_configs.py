@@ -105,7 +105,9 @@ def test_the_stages_have_the_papers_values(stage, steps, length, keys):
 
 def test_the_defaults_are_the_papers_too():
     names = ("learning_rate", "weight_decay", "adam_beta2", "warmup_steps", "schedule", "max_steps", "optimizer", "lr_floor", "decay_share")
-    _, data, training = read_recipe((pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), [])
+    _, data, training = read_recipe(
+        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), ["--report_to", "none"]
+    )
     assert [getattr(training, name) for name in names] == [6e-4, 0.1, 0.95, 2000, "cosine", 1_000_000, "adamw", 0.1, 0.9]
     assert (data.dataset, data.text_column, data.mask_probability, data.mask_share) == ("tiiuae/falcon-refinedweb", "content", 0.2, 1.0)
 

@@ -1,5 +1,6 @@
 """Pins `neobert pretrain`: learning, metrics, a run killed at any moment equals an uninterrupted one, checkpoints kept, stage 2, bad input."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -74,10 +75,9 @@ def _log(out):
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
+    reports = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
     metrics = _run(
-        _arguments(
-            corpus, tmp_path, max_steps=150, save_steps=150, logging_steps=10, heldout=corpus / "heldout.txt", report_to="tensorboard"
-        )
+        _arguments(corpus, tmp_path, max_steps=150, save_steps=150, logging_steps=10, heldout=corpus / "heldout.txt", report_to=reports)
     )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
@@ -87,7 +87,7 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     assert steps[-1]["learning_rate"] == pytest.approx(3e-4), "the learning rate must end at 10 % of its peak"
     assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], "context must help on held-out text"
     assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, "tokens seen are the real tokens of all batches"
-    assert list(tmp_path.rglob("events.out.tfevents*")), "TensorBoard's file must be there"
+    assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*")), "TensorBoard's file must be there"
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["eval_loss"] == metrics["eval_loss"] and result["command"] and result["steps"] == 150
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
@@ -287,3 +287,21 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
         _run(_arguments(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, learning_rate=1e-3))
     with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
         _run(_arguments(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
+
+
+def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
+    arguments = _arguments(corpus, tmp_path / "out", prepared_dir=tmp_path / "prepared", heldout=corpus / "heldout.txt")
+    assert cli.main(["pretrain", *arguments, "--prepare"]) == 0
+    assert "360 of 360 rows" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
+    assert (summary["kept"], summary["empty"], summary["broken"]) == (40, 0, 0)
+    assert not (tmp_path / "out" / "recipe.json").exists(), "--prepare must not train"
+
+
+def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
+    _run(_arguments(corpus, tmp_path))
+    log, weights = _log(tmp_path), load_file(tmp_path / "model.safetensors")
+    _run(_arguments(corpus, tmp_path, raw_checkpoint="float32"))
+    again = load_file(tmp_path / "model.safetensors")
+    assert _log(tmp_path) == log and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), "options about the output alone may be added"

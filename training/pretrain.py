@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -151,6 +152,12 @@ class PretrainingArguments(TrainingArguments):
             )
         if self.optimizer not in schedules.OPTIMIZERS:
             raise UserError(f"optimizer must be one of {', '.join(schedules.OPTIMIZERS)}, but {self.optimizer!r} was given")
+        if self.warmup_steps != int(self.warmup_steps):
+            raise UserError(f"warmup_steps must be a whole number of steps, but {self.warmup_steps} was given")
+        self.warmup_steps = int(self.warmup_steps)
+        for name in self.report_to.split(",") if isinstance(self.report_to, str) else ():
+            if name in ("tensorboard", "wandb", "trackio") and importlib.util.find_spec(name) is None:
+                raise UserError(f"report_to {name} needs the package {name}: pip install {name}, or give report_to: none")
         schedules.check_schedule(self.schedule, self.warmup_steps, self.max_steps, self.decay_share, self.lr_floor)
         super().__post_init__()
 
