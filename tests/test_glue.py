@@ -115,6 +115,7 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
 @pytest.mark.parametrize(("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)])
 def test_evaluation_interval(batches, steps):
     assert glue_run.evaluation_interval(batches) == steps, "The interval is min(500, batches_per_epoch // 10), at least 1."
+    assert glue_run.evaluation_interval(90, per_epoch=2) == 45, "evaluations_per_epoch is ignored."
 
 
 def test_hyper_parameters_are_the_papers():
@@ -162,6 +163,7 @@ def test_head_dropout_and_new_head(world):
     model, new = glue_run.load_classifier(str(world / "model"), TASKS["mnli"], head_dropout=0.25)
     assert model.dropout.p == 0.25 and model.config.num_labels == 3 and model.config.id2label[2] == "contradiction"
     assert new == ["classifier.bias", "classifier.weight", "dense.bias", "dense.weight"], "A masked-LM checkpoint brings no head."
+    assert glue_run.load_classifier(str(world / "model"), TASKS["mnli"], pooling="cls")[0].config.classifier_pooling == "cls"
     model, new = glue_run.load_classifier(str(world / "bert"), TASKS["mnli"], head_dropout=0.25)
     assert model.dropout.p == 0.25, "The baseline has another head dropout."
     assert new == ["classifier.bias", "classifier.weight"], "A head of two labels cannot serve three."
@@ -412,6 +414,7 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         ({"epochs": 0}, "epochs must be above 0"),
         ({"heldout_fraction": 0.001}, "too few to hold 0.001 of them out; use --selection dev"),
         ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer of this model; it has classifier, dense, qkv"),
+        ({"classifier_pooling": "max"}, "classifier_pooling must be cls or mean, .* but 'max' was given"),
         ({"lora": True, "lora_rank": 0}, "the LoRA rank must be a whole number of at least 1, but 0 was given"),
         ({"learning_rates": 1}, "unknown argument '--learning_rates'; did you mean --learning_rate"),
     ],

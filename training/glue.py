@@ -60,6 +60,8 @@ class GlueRecipe:
     warmup: float = 0.06
     patience: int = 15
     max_eval_interval: int = 500
+    evaluations_per_epoch: int = 10
+    classifier_pooling: str | None = field(default=None, metadata={"help": "cls or mean, for NeoBERT; default: what its config.json says"})
     head_dropout: float = 0.1
     max_length: int = 512
     lora: bool = field(default=False, metadata={"help": "adapt with LoRA instead of training all weights"})
@@ -85,7 +87,15 @@ class GlueRecipe:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise UserError(f"{key} must be one of {', '.join(allowed)}, but {getattr(self, key)!r} was given")
-        for key in ("epochs", "patience", "max_eval_interval", "max_length", "eval_batch_size", "lora_learning_rate"):
+        for key in (
+            "epochs",
+            "patience",
+            "max_eval_interval",
+            "evaluations_per_epoch",
+            "max_length",
+            "eval_batch_size",
+            "lora_learning_rate",
+        ):
             if getattr(self, key) <= 0:
                 raise UserError(f"{key} must be above 0, but {getattr(self, key)!r} was given")
         for key in ("batch_size", "learning_rate", "max_train_samples", "max_eval_samples"):
@@ -216,7 +226,7 @@ def _settings(recipe, task, revision, seed, hyper, start):
     from .glue_run import RunSettings
 
     same = ("epochs", "warmup", "patience", "max_eval_interval", "max_length", "head_dropout", "selection", "heldout_fraction")
-    same += ("heldout_rows", "max_train_samples", "max_eval_samples", "bf16")
+    same += ("evaluations_per_epoch", "classifier_pooling", "heldout_rows", "max_train_samples", "max_eval_samples", "bf16")
     shared = {key: getattr(recipe, key) for key in same}
     return RunSettings(
         task=task.name, revision=revision, data=recipe.data, seed=seed, lora=recipe.lora_settings(), start=start, **hyper, **shared
@@ -355,7 +365,7 @@ def check(recipe, tasks):
     for task in tasks:
         recipe.combinations(task)
     tokenizer_source = recipe.tokenizer or recipe.model
-    model, new = load_classifier(recipe.model, tasks[0], recipe.head_dropout, recipe.trust_remote_code)
+    model, new = load_classifier(recipe.model, tasks[0], recipe.head_dropout, recipe.trust_remote_code, recipe.classifier_pooling)
     tokenizer = load_tokenizer(tokenizer_source)
     check_vocabulary(tokenizer, model, recipe.model)
     if new:

@@ -44,6 +44,7 @@ class RunSettings:
     warmup: float
     patience: int
     max_eval_interval: int
+    evaluations_per_epoch: int
     max_length: int
     head_dropout: float
     selection: str
@@ -52,6 +53,7 @@ class RunSettings:
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
     bf16: bool = False
+    classifier_pooling: str | None = None
     lora: dict | None = None
     start: str | None = None
 
@@ -65,9 +67,9 @@ def process_state():
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def evaluation_interval(batches_per_epoch, at_most=500):
+def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
     """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (PAPER section 6)."""
-    return max(1, min(at_most, batches_per_epoch // 10))
+    return max(1, min(at_most, batches_per_epoch // per_epoch))
 
 
 def split_heldout(rows, fraction, at_most):
@@ -103,8 +105,11 @@ def load_config(name, trust_remote_code=False):
         raise UserError(f"{name!r} is neither a model folder nor a model that can be reached on the Hub: {_short(error)}") from error
 
 
-def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False):
+def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
     """A sequence classifier for `task`, in float32.
+
+    Args:
+        pooling: "cls" or "mean" for models that can choose; None for what the configuration says.
 
     Returns:
         model, names of the head's parameters that the checkpoint did not have (random), as a sorted list.
@@ -120,6 +125,10 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False):
     for field in ("classifier_dropout", "cls_dropout", "seq_classif_dropout"):
         if hasattr(config, field):
             setattr(config, field, head_dropout)
+    if pooling is not None:
+        if not hasattr(config, "classifier_pooling") or pooling not in ("cls", "mean"):
+            raise UserError(f"classifier_pooling must be cls or mean, for a model that can choose, but {pooling!r} was given for {name}")
+        config.classifier_pooling = pooling
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name,
@@ -270,7 +279,8 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
     task = TASKS[settings.task]
     folder = Path(folder)
     set_seed(settings.seed)
-    model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code)
+    pooling = settings.classifier_pooling
+    model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code, pooling)
     check_vocabulary(tokenizer, model, model_name)
     if settings.lora:
         heads = head_modules(model, new_head)
@@ -283,7 +293,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         raise UserError(f"the batch size of {task.name}, {settings.batch_size}, cannot be shared by {processes} processes")
     batches = math.ceil(len(train) / settings.batch_size)
     steps = math.ceil(batches * settings.epochs)
-    interval = evaluation_interval(batches, settings.max_eval_interval)
+    interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
     arguments = TrainingArguments(
         output_dir=str(folder / "checkpoints"),
         num_train_epochs=settings.epochs,
