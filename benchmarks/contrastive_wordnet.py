@@ -6,6 +6,7 @@ Training pairs: synsets that neither this run nor the pre-training of the bundle
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -53,21 +54,21 @@ def plot(result, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
     names = list(result["before"])
-    places = range(len(names))
-    left.bar([i - 0.2 for i in places], [result["before"][n] for n in names], 0.38, label="before", color="#9aa5b1")
-    means, sds = zip(*((result["after"][n]["mean"], result["after"][n]["sd"] or 0) for n in names))
-    label = f"after (mean of {len(result['seeds'])} seeds, bars: sd)"
-    left.bar([i + 0.2 for i in places], means, 0.38, yerr=sds, capsize=4, label=label, color="#2b6cb0")
-    left.set_xticks(list(places), [f"{name}\n({result['metrics'][name]})" for name in names], fontsize=7)
-    left.set_ylabel("score (%)")
-    left.legend(fontsize=8)
-    for seed, losses in zip(result["seeds"], result["losses"]):
-        right.plot(*zip(*losses), label=f"seed {seed}")
-    right.set_xlabel("step")
-    right.set_ylabel("InfoNCE loss")
-    right.legend(fontsize=8)
+    figure, axes = pyplot.subplots(1, len(names) + 1, figsize=(12, 3.6), width_ratios=[1] * len(names) + [1.8])
+    for axis, name in zip(axes, names):
+        after = result["after"][name]
+        axis.bar(["before", "after"], [result["before"][name], after["mean"]], 0.6, color=["#9aa5b1", "#2b6cb0"])
+        axis.plot(["after"] * len(after["runs"]), after["runs"], "o", color="#1f2933", markersize=4)
+        axis.set_title(f"{name}\n{result['metrics'][name]}, %", fontsize=8)
+        axis.margins(y=0.15)
+    losses = axes[-1]
+    for seed, points in zip(result["seeds"], result["losses"]):
+        losses.plot(*zip(*points), label=f"seed {seed}")
+    losses.axhline(math.log(result["batch"]), color="grey", linestyle="--", linewidth=0.8, label="chance")
+    losses.set_xlabel("step")
+    losses.set_title("InfoNCE loss; dots on the left: seeds", fontsize=8)
+    losses.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -84,7 +85,11 @@ def main():
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--max_length", type=int, default=48)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--plot_only", action="store_true", help="draw the plot of --output again")
     given = parser.parse_args()
+    if given.plot_only:
+        result = json.loads((Path(given.output) / "wordnet.json").read_text())
+        return plot(result, Path(given.output) / "wordnet.png")
     pairs = Path(given.work) / "wordnet.jsonl"
     rows = list(wordnet_pairs())
     write_text(pairs, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
