@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
+from tqdm import tqdm
+
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput import draw_lengths, make_batch
 from neobert.evaluation.throughput_models import compile_blocks
-from torch._dynamo.utils import counters
-from tqdm import tqdm
 
 
 def build(arguments, unpad, compiled):

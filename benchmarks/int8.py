@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 
 import torch
+
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput import draw_lengths, make_batch

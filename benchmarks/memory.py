@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput import PeakMemory, make_batch
 from neobert.evaluation.throughput_models import build

@@ -1,6 +1,6 @@
 """What packing costs a batch that has nothing to pack: with an attention mask of ones against no mask at all, times in turns.
 
-    python benchmarks/no_padding.py --output results/no_padding_cpu
+python benchmarks/no_padding.py --output results/no_padding_cpu
 """
 
 import argparse
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput import make_batch

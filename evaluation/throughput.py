@@ -17,7 +17,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import List, Optional
 
 import torch
 from tqdm import tqdm
@@ -75,26 +74,28 @@ class ThroughputArguments:
     """Options of `neobert throughput`."""
 
     output: str = field(metadata={"help": "folder for throughput.json, .csv, .md and the plots"})
-    preset: Optional[str] = field(default=None, metadata={"help": "gpu, cpu or quick; by default gpu where there is one, else cpu"})
-    models: Optional[List[str]] = field(default=None, metadata={"help": f"of {', '.join(MODELS)}"})
-    implementations: Optional[List[str]] = field(default=None, metadata={"help": f"of {', '.join(IMPLEMENTATIONS)}"})
-    sets: Optional[List[str]] = field(default=None, metadata={"help": "text lengths, see above"})
-    texts: Optional[str] = field(default=None, metadata={"help": "text file, one text a line, whose lengths make the set 'texts'"})
-    tokenizer: Optional[str] = field(default=None, metadata={"help": "folder or name for --texts; by default the bundled one"})
-    device: Optional[str] = field(default=None, metadata={"help": "cuda, cpu"})
-    dtype: Optional[str] = field(default=None, metadata={"help": "float32, bfloat16, float16; by default bfloat16 on GPUs, else float32"})
-    threads: Optional[int] = field(default=None, metadata={"help": "CPU threads"})
-    batch: Optional[int] = field(default=None, metadata={"help": "texts a batch; by default the largest that fits, found by search"})
-    max_batch: Optional[int] = field(default=None, metadata={"help": "upper end of the search, in texts"})
-    max_tokens: Optional[int] = field(default=None, metadata={"help": "upper end of the search, in padded tokens"})
-    memory_gib: Optional[float] = field(default=None, metadata={"help": "memory that a batch may take on the CPU; by default half of the free"})
-    repeats: Optional[int] = field(default=None, metadata={"help": "timed repeats"})
-    warmup: Optional[int] = field(default=None, metadata={"help": "repeats before, not timed"})
+    preset: str | None = field(default=None, metadata={"help": "gpu, cpu or quick; by default gpu where there is one, else cpu"})
+    models: list[str] | None = field(default=None, metadata={"help": f"of {', '.join(MODELS)}"})
+    implementations: list[str] | None = field(default=None, metadata={"help": f"of {', '.join(IMPLEMENTATIONS)}"})
+    sets: list[str] | None = field(default=None, metadata={"help": "text lengths, see above"})
+    texts: str | None = field(default=None, metadata={"help": "text file, one text a line, whose lengths make the set 'texts'"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or name for --texts; by default the bundled one"})
+    device: str | None = field(default=None, metadata={"help": "cuda, cpu"})
+    dtype: str | None = field(default=None, metadata={"help": "float32, bfloat16, float16; by default bfloat16 on GPUs, else float32"})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads"})
+    batch: int | None = field(default=None, metadata={"help": "texts a batch; by default the largest that fits, found by search"})
+    max_batch: int | None = field(default=None, metadata={"help": "upper end of the search, in texts"})
+    max_tokens: int | None = field(default=None, metadata={"help": "upper end of the search, in padded tokens"})
+    memory_gib: float | None = field(
+        default=None, metadata={"help": "memory that a batch may take on the CPU; by default half of the free"}
+    )
+    repeats: int | None = field(default=None, metadata={"help": "timed repeats"})
+    warmup: int | None = field(default=None, metadata={"help": "repeats before, not timed"})
     clock: str = field(
         default="wall", metadata={"help": "wall, or processor: CPU seconds of this process, with --threads 1 on a machine in use"}
     )
     seed: int = field(default=0, metadata={"help": "of the lengths and token ids"})
-    layers: Optional[int] = field(default=None, metadata={"help": "cut every model to this many layers (a trial run)"})
+    layers: int | None = field(default=None, metadata={"help": "cut every model to this many layers (a trial run)"})
     resume: bool = field(default=False, metadata={"help": "keep what --output already holds and measure the rest"})
     plots: bool = field(default=True, metadata={"help": "draw the plots (needs matplotlib)"})
 
@@ -376,9 +377,7 @@ class Meter:
                     raise
                 self.interrupted = True
                 seconds, rates = ([values[:whole] for values in lists] for lists in (seconds, rates))
-        return [
-            self._row(run, lengths[i], seconds[i], rates[i], peaks[i], product.size) for i, run in enumerate(runs)
-        ]
+        return [self._row(run, lengths[i], seconds[i], rates[i], peaks[i], product.size) for i, run in enumerate(runs)]
 
     def _row(self, run, lengths, seconds, rates, peak, size):
         tokens = sum(lengths)

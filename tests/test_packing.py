@@ -6,9 +6,10 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 
 import pytest
 import torch
+from torch import nn
+
 from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
-from torch import nn
 
 from .reference import make_model, random_batch
 
@@ -176,8 +177,9 @@ def test_the_sliced_feed_forward(tokens, monkeypatch):
 @torch.no_grad()
 def test_compiled_blocks_keep_their_graphs():
     """Batches of different texts, lengths and numbers of texts run through the graphs of the first ones."""
-    from neobert.evaluation.throughput_models import compile_blocks
     from torch._dynamo.utils import counters
+
+    from neobert.evaluation.throughput_models import compile_blocks
 
     torch._dynamo.reset()
     counters.clear()

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from neobert.evaluation import throughput
 from neobert.evaluation.throughput import Meter, ThroughputArguments, draw_lengths, largest_batch, main, ratios
 from neobert.evaluation.throughput_models import MODELS, build, packed_inputs
