@@ -5,6 +5,7 @@ says which. Exit status 1 if a mutant survives, or if the tests fail without one
 """
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -210,6 +211,14 @@ def apply(source, changes, name):
     return source
 
 
+def load_results_helpers():
+    """evaluation/results.py on its own: this process must not import the package, whose broken copies its forks import."""
+    spec = importlib.util.spec_from_file_location("results_helpers", ROOT / "evaluation" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="markdown file to write")
@@ -217,6 +226,8 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = {name: value for name, value in MUTANTS.items() if arguments.only in name}
+    results = load_results_helpers()
+    facts = results.environment()
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy_checkout(Path(folder))
         source = (checkout / MODEL).read_text()
@@ -232,26 +243,24 @@ def main():
             rows.append([name, ", ".join(f"`{test}`" for test in failed) or "**survived**"])
             if not failed:
                 survivors.append(name)
-    from neobert.evaluation.results import environment, markdown_table, write_text
-
-    facts = [[name, str(value)] for name, value in environment().items()]
+    facts = [[name, str(value)] for name, value in facts.items()]
     text = "\n".join(
         (
             "# Mutants",
             "",
             "The model is broken in one place at a time; the tests run until three have failed. Written by `python scripts/mutants.py`.",
             "",
-            markdown_table(["mutant", "killed by (the first three)"], rows),
+            results.markdown_table(["mutant", "killed by (the first three)"], rows),
             "",
             f"Without a mutant: {control.strip('= ')}. Killed: {len(rows) - len(survivors)} of {len(rows)}.",
             "",
-            markdown_table(["run", ""], facts),
+            results.markdown_table(["run", ""], facts),
             "",
         )
     )
     print(text)
     if arguments.output:
-        write_text(arguments.output, text)
+        results.write_text(arguments.output, text)
     return 1 if survivors else 0
 
 
