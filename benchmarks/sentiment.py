@@ -58,6 +58,9 @@ def fine_tune(args, method, seed, data):
         command += ["--learning_rate", str(args.learning_rate)]
     subprocess.run(command, check=True)
     results = [json.loads(path.read_text()) for path in output.glob("*/sst2/*/result.json")]
+    rate = args.lora_learning_rate if method == "lora" else args.learning_rate
+    wanted = {"learning_rate": rate, "epochs": args.epochs, "batch_size": args.batch_size, "data": str(data)}
+    results = [result for result in results if wanted.items() <= result["settings"].items()]
     newest = max(results, key=lambda result: result["environment"]["date"])
     memory = newest["peak_memory_mib"] - newest["memory_before_mib"]
     return {
@@ -134,13 +137,13 @@ def plot(results, path):
     for i, runs in enumerate(results.values()):
         values = [100 * run["accuracy"] for run in runs]
         deviation = np.std(values, ddof=1) if len(values) > 1 else 0.0
-        axes[0].bar(i, np.mean(values), yerr=deviation, capsize=4, color=f"C{i}", alpha=0.75)
-        axes[0].plot([i] * len(values), values, "k.", markersize=4)
-        axes[0].text(i, np.mean(values) + deviation + 0.4, f"{np.mean(values):.1f}", ha="center")
-    low = min(100 * run["accuracy"] for runs in results.values() for run in runs)
-    axes[0].set_ylim(max(0, low - 8), None)
+        axes[0].errorbar(i, np.mean(values), yerr=deviation, fmt="D", markersize=8, capsize=6, color=f"C{i}")
+        axes[0].plot([i + 0.12] * len(values), values, "k.", markersize=4)
+        axes[0].annotate(f"{np.mean(values):.1f}", (i, np.mean(values)), (-10, 0), textcoords="offset points", ha="right", va="center")
+    axes[0].axhline(50, color="grey", linewidth=0.8, linestyle=":")
+    axes[0].set_xlim(-0.6, len(results) - 0.4)
     axes[0].set_xticks(range(len(results)), [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n") for method in results])
-    axes[0].set(title="test accuracy, %", ylabel="bars: mean; lines: standard deviation; points: seeds")
+    axes[0].set(title="test accuracy, %", ylabel="diamonds: mean; lines: standard deviation; points: seeds; dotted: chance")
     axes[0].yaxis.label.set_size(7)
     tuned = [method for method in ("full", "lora") if method in results]
     for ax, key, title in zip(

@@ -486,7 +486,7 @@ def plot(rows, buckets, path, title=None):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    series = sorted({(bucket["name"], bucket["yarn"]) for bucket in buckets})
+    series = sorted({(bucket["name"], bucket["yarn"]) for bucket in buckets}, key=lambda pair: (pair[0], pair[1] != "off", pair[1]))
     for i, (name, yarn) in enumerate(series):
         colour = f"C{i % 10}"
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
