@@ -143,7 +143,7 @@ def plot(results, path):
     axes[0].axhline(50, color="grey", linewidth=0.8, linestyle=":")
     axes[0].set_xlim(-0.6, len(results) - 0.4)
     axes[0].set_xticks(range(len(results)), [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n") for method in results])
-    axes[0].set(title="test accuracy, %", ylabel="diamonds: mean; lines: standard deviation; points: seeds; dotted: chance")
+    axes[0].set(title="test accuracy, %", ylabel="diamond: mean, line: standard deviation,\npoints: seeds, dotted: chance")
     axes[0].yaxis.label.set_size(7)
     tuned = [method for method in ("full", "lora") if method in results]
     for ax, key, title in zip(
