@@ -236,8 +236,7 @@ class NeoBERTConfig(PretrainedConfig):
             raise ValueError(f"unpad_inputs must be True or False, but {self.unpad_inputs!r} was given.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size must be a multiple of num_attention_heads, but {self.hidden_size} and "
-                f"{self.num_attention_heads} were given."
+                f"hidden_size must be a multiple of num_attention_heads, but {self.hidden_size} and {self.num_attention_heads} were given."
             )
         if self.position_embedding_type == "rope" and self.head_size % 2:
             raise ValueError(

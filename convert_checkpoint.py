@@ -137,9 +137,7 @@ def work_out_config(tensors, given, head):
             "give it with --config, a file with the line 'num_attention_heads: N'."
         )
     filled = {
-        name: value
-        for name, value in derived.items()
-        if not any(given.get(other) is not None for other in (name, *_SAME.get(name, ())))
+        name: value for name, value in derived.items() if not any(given.get(other) is not None for other in (name, *_SAME.get(name, ())))
     }
     notes = []
     if filled:
@@ -340,7 +338,12 @@ def parse(argv):
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="file, folder of a step, or folder of a run")
     add("output", type=Path, metavar="OUTPUT", help="folder to write; it must not exist")
-    add("--config", type=Path, metavar="FILE", help="JSON, YAML or Hydra file, or a part of one; default: beside the checkpoint, then the shapes")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="JSON, YAML or Hydra file, or a part of one; default: beside the checkpoint, then the shapes",
+    )
     add("--step", type=_step, metavar="N|latest", help="which step of a run (default: latest)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's own; float32 if it mixes several")
     add("--head", choices=HEADS, help="default: what the checkpoint has")
@@ -459,7 +462,9 @@ def report(rows, dtype, parameters, outputs, expected_rounded, expected):
     table += [(f"sha256 {row['file']}", row["sha256"]) for row in rows]
     table += [("largest difference", f"{difference:.1e} (largest output {expected.abs().max().item():.3g})")]
     if expected is not expected_rounded:
-        table += [("with rounding", f"{rounding:.1e} from the source weights before they were rounded to {str(dtype).removeprefix('torch.')}")]
+        table += [
+            ("with rounding", f"{rounding:.1e} from the source weights before they were rounded to {str(dtype).removeprefix('torch.')}")
+        ]
     width = max(len(key) for key, _ in table)
     print("\n".join(f"{key:<{width}}  {value}" for key, value in table))
 

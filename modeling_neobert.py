@@ -651,9 +651,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             lowest, highest = input_ids.min().item(), input_ids.max().item()
             if lowest < 0 or highest >= rows:
                 wrong = lowest if lowest < 0 else highest
-                raise ValueError(
-                    f"input_ids must lie between 0 and {rows - 1}, but {wrong} was given; is it this model's tokenizer?"
-                )
+                raise ValueError(f"input_ids must lie between 0 and {rows - 1}, but {wrong} was given; is it this model's tokenizer?")
         return input_ids.shape
 
     def _check_length(self, longest):
@@ -700,9 +698,7 @@ def _checked_mask(attention_mask, shape):
     if attention_mask is None:
         return None
     if attention_mask.shape != shape:
-        raise ValueError(
-            f"attention_mask must have the shape of the tokens, {tuple(shape)}, but {tuple(attention_mask.shape)} was given."
-        )
+        raise ValueError(f"attention_mask must have the shape of the tokens, {tuple(shape)}, but {tuple(attention_mask.shape)} was given.")
     if attention_mask.dtype != torch.bool and not _is_tracing() and attention_mask.device.type != "meta":
         if not ((attention_mask == 0) | (attention_mask == 1)).all():
             raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding, but other values were given.")
@@ -715,9 +711,7 @@ def _checked_positions(position_ids, shape):
         return None
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
     if position_ids.dim() != 2 or position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
-        raise ValueError(
-            f"position_ids must have shape {tuple(shape)} or (1, {shape[1]}), but {tuple(position_ids.shape)} was given."
-        )
+        raise ValueError(f"position_ids must have shape {tuple(shape)} or (1, {shape[1]}), but {tuple(position_ids.shape)} was given.")
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise ValueError(f"position_ids must be whole numbers (int64), but {position_ids.dtype} was given.")
     return position_ids
@@ -733,9 +727,7 @@ def _caller_layout(shape, attention_mask, position_ids, kwargs):
         raise ValueError(f"cu_seq_lens_q marks a packed batch of shape (1, tokens), but a batch of {tuple(shape)} was given.")
     layout = _Layout.from_kwargs(cu_seq_lens, kwargs.get("max_length_q"))
     if layout.lengths is not None and (min(layout.lengths, default=0) < 0 or sum(layout.lengths) != shape[1] or cu_seq_lens[0] != 0):
-        raise ValueError(
-            f"cu_seq_lens_q must rise from 0 to the number of tokens, {shape[1]}, but {cu_seq_lens.tolist()} was given."
-        )
+        raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens, {shape[1]}, but {cu_seq_lens.tolist()} was given.")
     return layout
 
 
@@ -917,9 +909,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classify(self.pool(outputs.last_hidden_state, attention_mask, position_ids, **kwargs))
         loss = self.loss(logits, labels, num_items_in_batch) if labels is not None else None
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
     def loss(self, logits, labels, num_items_in_batch=None):
         """Loss of (B, C) logits by `config.problem_type`; if that is None, by the number of labels and their dtype."""
@@ -979,9 +969,7 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         if labels is not None:
             _check_labels("labels", labels, logits.shape[:1], choices)
             loss = _cross_entropy(logits, labels, num_items_in_batch)
-        return MultipleChoiceModelOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 
 class NeoBERTForTokenClassification(_TaskHeadModel):
@@ -1020,9 +1008,7 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         if labels is not None:
             _check_labels("labels", labels, logits.shape[:2], self.num_labels)
             loss = _cross_entropy(logits, labels, num_items_in_batch)
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 
 class NeoBERTForQuestionAnswering(_TaskHeadModel):

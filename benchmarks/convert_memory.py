@@ -96,7 +96,9 @@ def _children(pid):
 def measure(arguments):
     """Runs the converter; returns its seconds and, over time, the largest memory of it and its child process together, in bytes."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, str(ROOT / "convert_checkpoint.py"), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "convert_checkpoint.py"), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     peak = {"resident": 0, "anonymous": 0, "converter_resident": 0, "reload_resident": 0}
     while process.poll() is None:
         own, child = _memory(process.pid), [_memory(pid) for pid in _children(process.pid)]

@@ -1,6 +1,6 @@
 """The main job in one go: convert the bundled raw training checkpoint, load it as a user would, fill masks, compare sentences.
 
-    make demo        or        python examples/demo.py [--output runs/demo]
+make demo        or        python examples/demo.py [--output runs/demo]
 """
 
 import argparse

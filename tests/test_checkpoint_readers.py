@@ -200,7 +200,10 @@ def test_missing_zero_shard(distributed, tmp_path, name):
 
 @needs_deepspeed
 def test_all_zero_shards_or_the_model_states_missing(distributed, tmp_path):
-    for name, pattern, message in (("zero1", "*optim*", "ZeRO shards .* are missing"), ("zero3", "*rank_0*model_states*", "model_states.pt .*missing")):
+    for name, pattern, message in (
+        ("zero1", "*optim*", "ZeRO shards .* are missing"),
+        ("zero3", "*rank_0*model_states*", "model_states.pt .*missing"),
+    ):
         shutil.copytree(distributed / name, tmp_path / name)
         for path in (tmp_path / name / "10").glob(pattern):
             path.unlink()
@@ -350,7 +353,9 @@ def test_malicious_pickle_does_not_run(tmp_path, evil_class, kind):
     assert not proof.exists(), "code in the checkpoint was run"
     if kind in ("zip", "legacy", "deepspeed", "dcp"):
         name = "system" if evil_class is _Touch else "eval"
-        assert re.search(rf"class [\w.]*\b{name}, which no checkpoint", str(refusal.value)), f"the refusal does not name the class: {refusal.value}"
+        assert re.search(rf"class [\w.]*\b{name}, which no checkpoint", str(refusal.value)), (
+            f"the refusal does not name the class: {refusal.value}"
+        )
     assert len(str(refusal.value).splitlines()) == 1, "more than one sentence"
 
 

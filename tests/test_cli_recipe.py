@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+
 from neobert import cli
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.extras import require

@@ -20,7 +20,9 @@ def test_is_bert_uncased(tokenizer, tokenizer_dir):
     tokens = ["[CLS]", "na", "##ive", "cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
     ids = tokenizer("Naïve Café, playing NeoBERT!")["input_ids"]
     assert ids == [vocabulary.index(t) for t in tokenizer.convert_ids_to_tokens(ids)], "ids do not follow vocab.txt"
-    assert tokenizer.convert_ids_to_tokens(ids) in (tokens, ["[CLS]", "naive", *tokens[3:]]), "the text is not split as BERT uncased splits it"
+    assert tokenizer.convert_ids_to_tokens(ids) in (tokens, ["[CLS]", "naive", *tokens[3:]]), (
+        "the text is not split as BERT uncased splits it"
+    )
 
 
 def test_settings(tokenizer, tokenizer_dir):
