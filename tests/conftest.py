@@ -1,6 +1,7 @@
 """Fixtures of all tests: no network, one thread, a tiny model, the golden data and the tokenizer."""
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -10,8 +11,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+import neobert
+
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The checkout is itself the package. pytest imports it again under the folder's name, and the Auto classes would then know that copy.
+sys.modules.setdefault(ROOT.name, neobert)
 
 
 @pytest.fixture(autouse=True)
