@@ -241,7 +241,7 @@ def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, ca
 def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, without_proof):
     classifier = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=5))
     source = save(tmp_path / "run", {**model.state_dict(), **classifier.state_dict()}, **tiny_config)
-    with pytest.raises(UserError, match="both a decoder and a classifier: choose with --head"):
+    with pytest.raises(UserError, match="both a decoder and a classifier: choose --head"):
         convert(source, tmp_path / "out", "--tokenizer", "none")
     convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "sequence-classification")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == classifier.state_dict().keys()
