@@ -36,7 +36,14 @@ def heading(text):
 def convert(output):
     """The bundled checkpoint to a folder that is ready for the Hub."""
     heading("1. python convert_checkpoint.py examples/checkpoint")
-    command = [sys.executable, str(ROOT / "convert_checkpoint.py"), str(ROOT / "examples" / "checkpoint"), str(output), "--dtype", "float32"]
+    command = [
+        sys.executable,
+        str(ROOT / "convert_checkpoint.py"),
+        str(ROOT / "examples" / "checkpoint"),
+        str(output),
+        "--dtype",
+        "float32",
+    ]
     subprocess.run([*command, "--sentence-transformers", "--force"], check=True)
 
 

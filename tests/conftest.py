@@ -55,5 +55,7 @@ def bundled(tmp_path_factory):
     from neobert.convert_checkpoint import main
 
     folder = tmp_path_factory.mktemp("bundled") / "model"
-    assert not main([str(ROOT / "examples" / "checkpoint"), str(folder), "--sentence-transformers", "--dtype", "float32"]), "the converter failed"
+    assert not main([str(ROOT / "examples" / "checkpoint"), str(folder), "--sentence-transformers", "--dtype", "float32"]), (
+        "the converter failed"
+    )
     return folder
