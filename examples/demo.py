@@ -36,15 +36,9 @@ def heading(text):
 def convert(output):
     """The bundled checkpoint to a folder that is ready for the Hub."""
     heading("1. python convert_checkpoint.py examples/checkpoint")
-    command = [
-        sys.executable,
-        str(ROOT / "convert_checkpoint.py"),
-        str(ROOT / "examples" / "checkpoint"),
-        str(output),
-        "--dtype",
-        "float32",
-    ]
-    subprocess.run([*command, "--sentence-transformers", "--force"], check=True)
+    options = ["--dtype", "float32", "--sentence-transformers", "--force"]
+    script, checkpoint = ROOT / "convert_checkpoint.py", ROOT / "examples" / "checkpoint"
+    subprocess.run([sys.executable, str(script), str(checkpoint), str(output), *options], check=True)
 
 
 def fill_masks(folder):
