@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.evaluation.throughput import draw_lengths, make_batch
 from neobert.evaluation.throughput_models import compile_blocks
+from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 
 
 def build(arguments, unpad, compiled):

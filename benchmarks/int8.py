@@ -19,7 +19,7 @@ import torch
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.evaluation.throughput import draw_lengths, make_batch
+from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 
 
 def torch_dynamic(model, batch):

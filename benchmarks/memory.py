@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.evaluation.throughput import PeakMemory, make_batch
+from neobert.evaluation.throughput import PeakMemory
 from neobert.evaluation.throughput_models import build
+from neobert.evaluation.throughput_sets import make_batch
 
 
 def measure(model, implementation, length, batch, layers, device):

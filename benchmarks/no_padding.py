@@ -12,7 +12,7 @@ import torch
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.evaluation.throughput import make_batch
+from neobert.evaluation.throughput_sets import make_batch
 
 
 def main():

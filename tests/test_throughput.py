@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from neobert.evaluation import throughput
-from neobert.evaluation.throughput import Meter, ThroughputArguments, draw_lengths, largest_batch, main, ratios
+from neobert.evaluation.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
 from neobert.evaluation.throughput_models import MODELS, build, packed_inputs
+from neobert.evaluation.throughput_sets import draw_lengths
 from neobert.recipe import UserError
 
 
@@ -143,7 +144,7 @@ def test_operation_count(name):
 
 @torch.no_grad()
 def test_the_published_construction_computes_the_same():
-    from neobert.evaluation.throughput import make_batch
+    from neobert.evaluation.throughput_sets import make_batch
 
     ids, mask = make_batch([9, 4, 1], "cpu")
     ours = build("neobert", "sdpa", "cpu", torch.float32, SMALL)
