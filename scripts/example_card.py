@@ -1,6 +1,8 @@
-"""Puts a finished run of training/configs/example_small.yaml into examples/checkpoint: raw weights, log, and the card with what it reached.
+"""Puts a finished run of training/configs/example_small*.yaml into examples/checkpoint: raw weights, log, and the card with what it reached.
 
-    python scripts/example_card.py runs/example_small [--checkpoint checkpoint-800]
+    python scripts/example_card.py runs/example_small_stage2 --after runs/example_small/checkpoint-2300
+
+`--after` names the first stage's checkpoint (or finished run), whose steps and log count too.
 
 The held-out figures are measured here on the weights as they are stored (float16), next to the unigram baseline on the same masked positions.
 """
@@ -55,8 +57,8 @@ hour of a shared CPU: it completes dictionary definitions and knows little else.
 | architecture | {layers} layers of {hidden}, {heads} heads, vocabulary 30,522, decoder tied to the embedding; {parameters:.2f}M parameters, {size:.1f} MB in float16 |
 | text | WordNet 3.0 (Debian package wordnet-base): words, definition, kind and examples of each synset; {train_rows:,} texts, {train_tokens:,} tokens |
 | held out | {heldout_rows:,} texts, {heldout_tokens:,} tokens, chosen by a hash of the synset; never trained on |
-| recipe | `training/configs/example_small.yaml`: 20 % of the tokens masked, always by [MASK]; AdamW, cosine to 10 %, packed batches |
-| trained | {steps:,} steps, {tokens_seen:,} tokens |
+| recipe | `training/configs/example_small.yaml`, then `example_small_stage2.yaml`: 20 % of the tokens masked, always by [MASK]; AdamW, cosine to 10 %, packed batches |
+| trained | {steps:,} steps, {tokens_seen:,} tokens{stages} |
 | **held-out masked accuracy** | **{accuracy:.1%}** of {masked:,} masked tokens, {ratio:.1f} times the baseline; loss {loss:.3f} nats (perplexity {perplexity:.0f}) |
 | unigram baseline | {baseline:.1%}, on the same positions: always {frequent!r}, the most frequent token |
 | hardware | {hardware}, {threads} threads, float32 |
@@ -75,7 +77,8 @@ The log of the run is `log.jsonl`; `heldout.json` holds the figures of this card
 apt-get install wordnet-base
 python -m neobert.training.local_text wordnet --out data/wordnet
 neobert pretrain training/configs/example_small.yaml
-python scripts/example_card.py runs/example_small
+neobert pretrain training/configs/example_small_stage2.yaml
+python scripts/example_card.py runs/example_small_stage2 --after runs/example_small
 ```
 
 Measured by `{command}`, commit {commit}, {date}; {versions}.
@@ -102,23 +105,40 @@ def fills(model, tokenizer):
     return "\n".join(rows)
 
 
+def trained(source):
+    """Steps and tokens of a finished run (result.json) or of a checkpoint (trainer_state.json)."""
+    if (source / "result.json").exists():
+        state = json.loads((source / "result.json").read_text())
+        return state["steps"], state["tokens_seen"]
+    state = json.loads((source / "trainer_state.json").read_text())
+    return state["global_step"], state["num_input_tokens_seen"]
+
+
+def read_log(run, steps):
+    """The run's log up to `steps`."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] <= steps]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", help="a checkpoint of the run instead of its final model")
+    parser.add_argument("--after", type=Path, help="the first stage: a finished run, or a checkpoint of it")
     parser.add_argument("--note", default="", help="a sentence on this run for the card")
     parser.add_argument("--out", type=Path, default=ROOT / "examples" / "checkpoint")
     arguments = parser.parse_args()
     source = arguments.run / arguments.checkpoint if arguments.checkpoint else arguments.run
     config = NeoBERTConfig.from_pretrained(source)
     model = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32)
-    state = (
-        json.loads((source / "trainer_state.json").read_text())
-        if arguments.checkpoint
-        else json.loads((arguments.run / "result.json").read_text())
-    )
-    steps = state["global_step"] if arguments.checkpoint else state["steps"]
-    tokens_seen = state["num_input_tokens_seen"] if arguments.checkpoint else state["tokens_seen"]
+    steps, tokens_seen = trained(source)
+    log, stages = read_log(arguments.run, steps), ""
+    if arguments.after:
+        first_steps, first_tokens = trained(arguments.after)
+        first_run = arguments.after if (arguments.after / "log.jsonl").exists() else arguments.after.parent
+        log = [{"stage": 1, **row} for row in read_log(first_run, first_steps)] + [{"stage": 2, **row} for row in log]
+        stages = f": {first_steps:,} steps of the first stage, {steps:,} of the second"
+        steps, tokens_seen = steps + first_steps, tokens_seen + first_tokens
 
     shutil.rmtree(arguments.out / "model_checkpoints", ignore_errors=True)
     path = save_raw_checkpoint(model, arguments.out, steps, torch.float16)
@@ -137,8 +157,7 @@ def main():
     frequent = pretrain.unigram(train, tokenizer)
     baseline = pretrain.unigram_accuracy(batches, frequent)
 
-    log = [json.loads(line) for line in (arguments.run / "log.jsonl").read_text().splitlines()]
-    write_text(arguments.out / "log.jsonl", "\n".join(json.dumps(row) for row in log if row["step"] <= steps) + "\n")
+    write_text(arguments.out / "log.jsonl", "\n".join(json.dumps(row) for row in log) + "\n")
     env = environment(dtype="float16 weights, float32 arithmetic")
     figures = {
         "steps": steps,
@@ -150,7 +169,7 @@ def main():
     write_json(arguments.out / "heldout.json", {**env, **figures})
     card = CARD.format(
         layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads, size=path.stat().st_size / 1e6,
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6, steps=steps, tokens_seen=tokens_seen, accuracy=measured["masked_accuracy"],
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6, steps=steps, tokens_seen=tokens_seen, stages=stages, accuracy=measured["masked_accuracy"],
         masked=measured["masked_tokens"], loss=measured["loss"], perplexity=torch.tensor(measured["loss"]).exp().item(), baseline=baseline,
         ratio=measured["masked_accuracy"] / baseline, frequent=tokenizer.decode([frequent]), train_rows=train_summary["kept"],
         train_tokens=train_summary["tokens"], heldout_rows=held_summary["kept"], heldout_tokens=held_summary["tokens"], hardware=env["hardware"],
