@@ -13,12 +13,15 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
+# The bundled model has read a dictionary for an hour: it knows how definitions go.
 MASKED = [
-    "a small [MASK] that lives in the sea.",
-    "the capital of [MASK].",
-    "a person who studies [MASK].",
-    "the act of [MASK] something.",
-    "a [MASK] made of wood.",
+    "of or [MASK] to the sea.",
+    "the quality of [MASK] honest.",
+    "happiness: the [MASK] of being happy.",
+    "knife: a [MASK] used for cutting.",
+    "sailor: a [MASK] who works on a ship.",
+    "in a sad [MASK].",
+    "boston: a city in [MASK].",
 ]
 SENTENCES = [
     "a large bird of prey",
