@@ -108,17 +108,7 @@ def windows(rows, text_column, shard_rows, shard_characters):
 
 def build_encoder(arguments, device):
     """The `PackedEncoder` of these arguments on `device`, and the text of its prompt."""
-    encoder = PackedEncoder(
-        arguments.model,
-        dtype=arguments.dtype,
-        device=device,
-        tokens_per_batch=arguments.tokens_per_batch,
-        max_length=arguments.max_length,
-        pooling=arguments.pooling,
-        tokenizer=arguments.tokenizer,
-        attn_implementation=arguments.attn_implementation,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    encoder = PackedEncoder.from_arguments(arguments, device)
     return encoder, encoder.prompt(arguments.prompt_name) if arguments.prompt is None else arguments.prompt
 
 

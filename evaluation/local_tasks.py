@@ -23,7 +23,7 @@ from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from ..training.local_text import WORDNET, _parse_synset, _split_gloss, _synsets, is_held_out, sentiment_sentences
+from ..training.local_text import WORDNET, is_held_out, parse_synset, read_synsets, sentiment_sentences, split_gloss
 
 
 HELD_OUT_PERCENT = 2.0
@@ -63,8 +63,8 @@ def _order(key):
 def wordnet_definitions(folder=WORDNET):
     """List of (id, words, definition) of every synset that has a definition, in file order; ids as in `wordnet_entries`."""
     rows = []
-    for part, offset, words, _, _, gloss in _synsets(folder):
-        definition, _ = _split_gloss(gloss)
+    for part, offset, words, _, _, gloss in read_synsets(folder):
+        definition, _ = split_gloss(gloss)
         if definition:
             rows.append((f"{part}-{offset}", list(dict.fromkeys(word.lower() for word in words)), definition))
     return rows
@@ -167,8 +167,8 @@ def _noun_taxonomy(folder=WORDNET):
     with open(f"{folder}/data.noun", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not line.startswith("  "):
-                offset, _, hypernyms, _, gloss = _parse_synset(line)
-                nodes[offset] = (hypernyms, _split_gloss(gloss)[0])
+                offset, _, hypernyms, _, gloss = parse_synset(line)
+                nodes[offset] = (hypernyms, split_gloss(gloss)[0])
     return nodes
 
 

@@ -292,17 +292,7 @@ def main(argv=None):
     """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
     (arguments,) = read_recipe((MtebArguments,), argv or [], prog="neobert mteb")
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
-    encoder = PackedEncoder(
-        arguments.model,
-        dtype=arguments.dtype,
-        device=choose_device(arguments.device),
-        tokens_per_batch=arguments.tokens_per_batch,
-        max_length=arguments.max_length,
-        pooling=arguments.pooling,
-        tokenizer=arguments.tokenizer,
-        attn_implementation=arguments.attn_implementation,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device))
     report = evaluate(encoder, arguments)
     print(task_table({report["name"]: report}))
     if report["errors"]:

@@ -147,6 +147,21 @@ class PackedEncoder:
         self._rest = modules[2:]
         self.width = self.encode([_PROBE]).shape[1]
 
+    @classmethod
+    def from_arguments(cls, arguments, device):
+        """The encoder that a command's arguments describe (fields named as the settings above), on `device`."""
+        return cls(
+            arguments.model,
+            dtype=arguments.dtype,
+            device=device,
+            tokens_per_batch=arguments.tokens_per_batch,
+            max_length=arguments.max_length,
+            pooling=arguments.pooling,
+            tokenizer=arguments.tokenizer,
+            attn_implementation=arguments.attn_implementation,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+
     @property
     def packs(self):
         """Whether this model runs without padding."""

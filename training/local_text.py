@@ -44,7 +44,7 @@ def is_held_out(key, percent=2.0):
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
 
 
-def _parse_synset(line):
+def parse_synset(line):
     """(offset, words, offsets of its hypernyms, whether it is an instance, gloss) of one line of a WordNet data file (wndb(5))."""
     fields, _, gloss = line.partition(" | ")
     fields = fields.split()
@@ -57,7 +57,7 @@ def _parse_synset(line):
     return offset, words, kinds, instance, gloss.strip()
 
 
-def _split_gloss(gloss):
+def split_gloss(gloss):
     """Definition and example sentences of a gloss: `a definition; another; "an example"; "one more"`."""
     examples = [text.strip(" ;") for text in re.findall(r'"([^"]+)"', gloss)]
     definition = re.sub(r'"[^"]*"?', "", gloss)
@@ -69,14 +69,14 @@ def _sentence(text):
     return text if text.endswith((".", "!", "?")) else text + "."
 
 
-def _synsets(folder):
+def read_synsets(folder):
     folder = Path(folder)
     missing = [name for name in _PARTS_OF_SPEECH if not (folder / f"data.{name}").is_file()]
     if missing:
         raise UserError(f"there is no WordNet in {folder} (data.{missing[0]}); install it with: apt-get install wordnet-base")
     for part in _PARTS_OF_SPEECH:
         lines = (folder / f"data.{part}").read_text(encoding="utf-8", errors="replace").splitlines()
-        rows = [_parse_synset(line) for line in lines if line and not line.startswith("  ")]
+        rows = [parse_synset(line) for line in lines if line and not line.startswith("  ")]
         first_word = {offset: words[0] for offset, words, *_ in rows}
         for offset, words, kinds, instance, gloss in rows:
             yield part, offset, words, [first_word[kind] for kind in kinds if kind in first_word], instance, gloss
@@ -90,8 +90,8 @@ def wordnet_entries(folder=WORDNET):
     Raises:
         UserError: WordNet is not installed.
     """
-    for part, offset, words, kinds, instance, gloss in _synsets(folder):
-        definition, examples = _split_gloss(gloss)
+    for part, offset, words, kinds, instance, gloss in read_synsets(folder):
+        definition, examples = split_gloss(gloss)
         if not definition:
             continue
         parts = [_sentence(f"{', '.join(dict.fromkeys(words))}: {definition}")]
@@ -107,8 +107,8 @@ def wordnet_entries(folder=WORDNET):
 def wordnet_sentences(folder=WORDNET):
     """The example sentences of WordNet, each once: `{"id", "word", "text"}`. Raises UserError when it is not installed."""
     seen = set()
-    for part, offset, words, _, _, gloss in _synsets(folder):
-        for i, text in enumerate(_split_gloss(gloss)[1]):
+    for part, offset, words, _, _, gloss in read_synsets(folder):
+        for i, text in enumerate(split_gloss(gloss)[1]):
             if len(text.split()) > 2 and text.lower() not in seen:
                 seen.add(text.lower())
                 yield {"id": f"{part}-{offset}-{i}", "word": words[0], "text": _sentence(text)}
