@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from neobert.evaluation.memory import PeakMemory
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.evaluation.throughput import PeakMemory
 from neobert.evaluation.throughput_models import build
 from neobert.evaluation.throughput_sets import make_batch
 
@@ -29,10 +29,9 @@ def measure(model, implementation, length, batch, layers, device):
     tokens = make_batch([length] * batch, device)
     with torch.inference_mode():
         run(*make_batch([16], device))
-        held = torch.cuda.memory_reserved() if device == "cuda" else 0
-        with PeakMemory(device) as peak:
+        with PeakMemory(device) as memory:
             run(*tokens)
-    return peak.bytes - held
+    return memory.growth
 
 
 def in_a_process(arguments, model, length, layers):

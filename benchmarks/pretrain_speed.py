@@ -8,11 +8,9 @@ Each way runs in a process of its own, so that its peak memory is its own; the w
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from neobert.configuration_neobert import NeoBERTConfig
+from neobert.evaluation.memory import PeakMemory
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.training.batching import MicroBatches, Windows, pad, real_tokens, squared_lengths
@@ -56,31 +55,6 @@ def as_padded(batch, pad_token_id):
     return {**padded, "labels": labels}
 
 
-def resident():
-    """Resident memory of this process in bytes (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-class PeakMemory:
-    """Highest resident memory inside the `with`, sampled every 5 ms, and that before it."""
-
-    def __enter__(self):
-        self.before = self.peak = resident()
-        self.running = True
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def _watch(self):
-        while self.running:
-            self.peak = max(self.peak, resident())
-            time.sleep(0.005)
-
-    def __exit__(self, *exception):
-        self.running = False
-        self.thread.join()
-
-
 def measure_way(way, arguments):
     """Trains `steps` steps one way. Returns losses, real tokens, seconds a step, memory before and at its peak, in bytes."""
     torch.set_num_threads(arguments.threads)
@@ -100,7 +74,7 @@ def measure_way(way, arguments):
     if way == "plain":
         batches = [as_padded(batch, pad_token_id) for batch in batches]
     losses, tokens, seconds, computed = [], [], [], []
-    with PeakMemory() as memory:
+    with PeakMemory("cpu") as memory:
         for batch in batches:
             start = time.perf_counter()
             loss = model(**batch).loss

@@ -6,7 +6,6 @@ one model is in memory at a time. Results are written after every set or model: 
 """
 
 import csv
-import ctypes
 import gc
 import io
 import json
@@ -20,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from ..recipe import UserError, read_recipe
+from .memory import PeakMemory
 from .results import environment, markdown_table, write_json, write_text
 from .throughput_models import IMPLEMENTATIONS, MODELS, NEOBERT_ONLY, build, check_runs
 from .throughput_sets import check_set, draw_lengths, lengths_of_file, make_batch
@@ -134,44 +134,6 @@ def _synchronise(device):
         torch.cuda.synchronize()
 
 
-def _proc_status(name):
-    """A field of /proc/self/status in bytes, or None where there is no such file."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
-
-
-class PeakMemory:
-    """Peak of a stretch of work: reserved bytes on CUDA, resident bytes beyond those at its start on the CPU (Linux); else None."""
-
-    def __init__(self, device):
-        self.device, self.bytes = device, None
-
-    def __enter__(self):
-        gc.collect()
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            return self
-        try:
-            # Freed memory that malloc keeps would hide the growth; writing 5 resets the peak of resident memory.
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-        except (OSError, AttributeError):
-            pass
-        self.start = _proc_status("VmRSS")
-        return self
-
-    def __exit__(self, *error):
-        if self.device.startswith("cuda"):
-            self.bytes = torch.cuda.max_memory_reserved()
-        elif self.start is not None:
-            self.bytes = max(_proc_status("VmHWM") - self.start, 0)
-        return False
-
-
 def out_of_memory(error):
     """Whether an exception says that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -265,7 +227,7 @@ class Meter:
                     raise
                 fits = False
             else:
-                peaks[size] = peak.bytes or 0
+                peaks[size] = peak.growth or 0
                 fits = not cpu or peaks[size] <= self.budget
             if not cpu:
                 torch.cuda.empty_cache()
@@ -290,7 +252,7 @@ class Meter:
                 with PeakMemory(device) as peak:
                     run(*batch)
                     _synchronise(device)
-                peaks.append(peak.bytes)
+                peaks.append(peak.peak if peak.device.type == "cuda" else peak.growth)
                 for _ in range(arguments.warmup - 1):
                     run(*batch)
                 progress.update(1)

@@ -22,11 +22,11 @@ from transformers import (
     set_seed,
 )
 
+from ..evaluation.memory import PeakMemory, mebibytes
 from ..evaluation.results import environment, write_json
 from ..recipe import UserError
 from .glue_tasks import TASKS, scores
 from .lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
-from .memory import PeakMemory
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
     checkpoint = last_whole_checkpoint(folder / "checkpoints")
     memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, memory.peak_mib()
+    seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, mebibytes(memory.peak)
 
     history = _history(trainer.state.log_history)
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
@@ -363,7 +363,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         "cpu_seconds": round(cpu_seconds, 1),
         "resumed": checkpoint is not None,
         "peak_memory_mib": peak,
-        "memory_before_mib": memory.before_mib,
+        "memory_before_mib": mebibytes(memory.before),
         "evaluations": history,
     }
     if trainer.is_world_process_zero():

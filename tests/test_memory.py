@@ -1,0 +1,62 @@
+"""Pins the peak memory that results publish: what is held at the start is not growth, what is freed before the end still counts, and where the
+system tells nothing there is no figure."""
+
+import pathlib
+
+import pytest
+import torch
+
+from neobert.evaluation import memory
+from neobert.evaluation.memory import PeakMemory, mebibytes
+
+
+MIB = 2**20
+linux = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="resident memory is read from Linux's /proc")
+
+
+@linux
+def test_growth_is_that_of_the_work():
+    held = torch.ones(64 * MIB // 4)
+    with PeakMemory("cpu") as first:
+        torch.ones(48 * MIB // 4)  # freed at once
+        torch.ones(16 * MIB // 4)
+    assert 46 * MIB < first.growth < 60 * MIB, (
+        f"48 MiB lived at once, beside 64 that were there before, but {mebibytes(first.growth)} were seen"
+    )
+    assert first.peak == first.before + first.growth and first.before > held.nbytes, "the peak counts what was held at the start"
+    peak = first.peak
+    more = torch.ones(96 * MIB // 4)
+    assert first.peak == peak, "what comes after the with does not count"
+    with PeakMemory("cpu") as second:
+        pass
+    assert second.growth < 8 * MIB, f"an earlier, higher peak is forgotten, but {mebibytes(second.growth)} MiB were seen"
+    del more
+
+
+@linux
+def test_without_a_with_it_goes_on():
+    running = PeakMemory("cpu")
+    before = running.peak
+    torch.ones(32 * MIB // 4)
+    assert running.peak >= before + 30 * MIB, "the peak is that since the construction, at any time"
+
+
+def test_on_cuda_it_is_what_torch_reserved(monkeypatch):
+    """A stand-in for the allocator's counters: cached blocks are given back, the peak is reset, then read."""
+    calls = []
+    for name, value in (("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None), ("memory_reserved", 10 * MIB),
+                        ("max_memory_reserved", 25 * MIB)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name, value=value: calls.append(name) or value)
+    with PeakMemory("cuda") as peak:
+        calls.append("work")
+    assert calls[:3] == ["synchronize", "empty_cache", "reset_peak_memory_stats"], "garbage goes before the peak is reset"
+    assert (peak.before, peak.peak, peak.growth) == (10 * MIB, 25 * MIB, 15 * MIB), "10 MiB of weights, 15 of work"
+    assert calls.index("work") < calls.index("max_memory_reserved"), "the peak is read after the work"
+
+
+def test_where_the_system_tells_nothing(monkeypatch):
+    monkeypatch.setattr(memory, "_proc_status", lambda name: None)
+    with PeakMemory("cpu") as peak:
+        pass
+    assert peak.growth is None, "no figure is better than a wrong one"
+    assert mebibytes(peak.growth) is None and mebibytes(3 * MIB + 1) == 3
