@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.recipe import UserError
@@ -107,6 +114,17 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
     assert values["dev_score"] == pytest.approx((1 / 2 + 1 / 3) / 2), "MNLI scores the mean of the two, not the pooled accuracy (2 / 5)."
     assert values["score"] == 1.0, "Held-out rows select, not the dev set."
     assert glue_run.evaluation_metrics(TASKS["mnli"], logits, labels, {**slices, "heldout": None})["score"] == values["dev_score"]
+
+
+def test_one_metric_can_select_in_place_of_the_mean():
+    labels, logits = np.array([1, 1, 1, 0, 0, 1]), np.eye(2)[[1, 0, 1, 0, 1, 1]]
+    for slices in ({"validation": slice(0, 6)}, {"heldout": slice(0, 6), "validation": slice(0, 2)}):
+        chosen = {
+            name: glue_run.evaluation_metrics(TASKS["mrpc"], logits, labels, slices, name)["score"] for name in ("mean", "accuracy", "f1")
+        }
+        assert chosen == pytest.approx({"mean": (4 / 6 + 0.75) / 2, "accuracy": 4 / 6, "f1": 0.75}), (
+            "Another metric than the given one selects."
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------- protocol
@@ -416,6 +434,11 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer of this model; it has classifier, dense, qkv"),
         ({"classifier_pooling": "max"}, "classifier_pooling must be cls or mean, .* but 'max' was given"),
         ({"lora": True, "lora_rank": 0}, "the LoRA rank must be a whole number of at least 1, but 0 was given"),
+        ({"metric": "bleu"}, "there is no metric 'bleu'; choose from accuracy"),
+        ({"metric": "f1"}, "sst2 has no metric 'f1'; choose mean, or from accuracy"),
+        ({"report_to": "nonsense"}, "report_to 'nonsense' is unknown; installed are none"),
+        ({"weight_decay": -1}, "weight_decay must be at least 0"),
+        ({"max_length": 2}, "max_length must be at least 8 tokens"),
         ({"learning_rates": 1}, "unknown argument '--learning_rates'; did you mean --learning_rate"),
     ],
 )
@@ -473,6 +496,40 @@ def test_file_kinds_give_the_same_rows(tmp_path):
         loaded.append(glue_tasks.load_task(TASKS["stsb"], str(tmp_path / kind)))
     assert loaded[0] == loaded[1] == loaded[2], "One data set in three formats reads differently."
     assert loaded[0]["train"] == {"sentence1": ["a, \u2028 b", "d"], "sentence2": ['say "c"', "e"], "label": [2.5, 0.0]}
+
+
+def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):
+    output, quick = tmp_path / "out", {"epochs": 0.2, "name": "mine"}
+    run(world, output, **quick)
+    assert "| mine (data: data) |" in (output / "table.md").read_text(), "The row must say that its data is not GLUE's."
+    assert "it is no GLUE score" in (output / "table.md").read_text()
+    with pytest.raises(UserError, match="holds runs of other weights .* under the name 'mine'; give this model another --name"):
+        run(world, output, **{**quick, "model": world / "bert"})
+    changed = tmp_path / "data" / "sst2"
+    for path in (world / "data" / "sst2").iterdir():
+        write_rows(changed / path.name, [json.loads(line) for line in path.read_text().splitlines()][1:])
+    with pytest.raises(UserError, match="the rows of sst2 in .* are not those of the finished runs"):
+        run(world, output, **{**quick, "data": tmp_path / "data"})
+    assert len(glue.finished_runs(output)) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output must be a folder"):
+        run(world, tmp_path / "file", **quick)
+
+
+def test_a_model_without_a_usable_tokenizer(world, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((world / "bert" / name).read_bytes())
+    with pytest.raises(UserError, match="no tokenizer was found in"):
+        run(world, tmp_path / "out", model=tmp_path)
+    padless = PreTrainedTokenizerFast(tokenizer_file=str(world / "bert" / "tokenizer.json"), unk_token="[UNK]")
+    padless.save_pretrained(tmp_path / "padless")
+    with pytest.raises(UserError, match="has no padding token"):
+        run(world, tmp_path / "out", model=world / "bert", tokenizer=tmp_path / "padless")
+    (tmp_path / "st" / "0_Transformer").mkdir(parents=True)
+    (tmp_path / "st" / "0_Transformer" / "config.json").write_text("{}")
+    (tmp_path / "st" / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
+    with pytest.raises(UserError, match="is a sentence encoder whose model lies in a folder of its own; give .*0_Transformer"):
+        run(world, tmp_path / "out", model=tmp_path / "st")
 
 
 def test_checkpoint_of_another_kind(world, tmp_path):

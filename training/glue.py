@@ -24,7 +24,7 @@ from ..evaluation.identity import weights_digest
 from ..evaluation.results import environment, markdown_table, write_json, write_text
 from ..extras import require
 from ..recipe import UserError, read_recipe
-from .glue_tasks import PUBLISHED, PUBLISHED_NOTE, TASKS, load_task, parse_tasks
+from .glue_tasks import HUB_DATA, PUBLISHED, PUBLISHED_NOTE, TASKS, load_task, metric_function, parse_tasks, rows_digest
 
 
 logger = logging.getLogger("neobert.glue")
@@ -38,7 +38,7 @@ class GlueRecipe:
 
     task: str = field(metadata={"help": "all, or a comma-separated list of mnli, qnli, qqp, rte, sst2, mrpc, cola, stsb"})
     model: str = field(metadata={"help": "model folder, or name on the Hub; any encoder"})
-    data: str = field(default="nyu-mll/glue", metadata={"help": "name on the Hub, or a folder with <task>/<split>.jsonl|csv|tsv|parquet"})
+    data: str = field(default=HUB_DATA, metadata={"help": "name on the Hub, or a folder with <task>/<split>.jsonl|csv|tsv|parquet"})
     output: str = field(default="runs/glue", metadata={"help": "folder of the runs and the table"})
     name: str | None = field(default=None, metadata={"help": "row of the table; default: last part of --model"})
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub name; default: the model's"})
@@ -52,6 +52,10 @@ class GlueRecipe:
     selection: str = field(default="heldout", metadata={"help": "what stops and selects: heldout (training rows) or dev (as published)"})
     heldout_fraction: float = 0.1
     heldout_rows: int = 2000
+    metric: str = field(
+        default="mean",
+        metadata={"help": "what stops and selects: mean of the task's metrics (as in the paper), or the name of one of them"},
+    )
     preset: str = "neobert-4096"
     batch_size: int | None = field(default=None, metadata={"help": "of all processes together; default: the preset's"})
     learning_rate: float | None = field(default=None, metadata={"help": "default: the preset's, or lora_learning_rate"})
@@ -98,6 +102,10 @@ class GlueRecipe:
         ):
             if getattr(self, key) <= 0:
                 raise UserError(f"{key} must be above 0, but {getattr(self, key)!r} was given")
+        if self.max_length < 8:
+            raise UserError(f"max_length must be at least 8 tokens (a pair has 3 special ones), but {self.max_length} was given")
+        if (self.weight_decay or 0) < 0:
+            raise UserError(f"weight_decay must be at least 0, but {self.weight_decay} was given")
         for key in ("batch_size", "learning_rate", "max_train_samples", "max_eval_samples"):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 raise UserError(f"{key} must be above 0, but {getattr(self, key)!r} was given")
@@ -106,6 +114,12 @@ class GlueRecipe:
                 raise UserError(f"{key} must be from 0 to below 1, but {getattr(self, key)!r} was given")
         if self.preset not in (self.presets or {}):
             raise UserError(f"there is no preset {self.preset!r}; choose from {', '.join(self.presets or {}) or 'none'}")
+
+    def check_metric(self, task):
+        """Raises UserError when `metric` is not one of `task`."""
+        if self.metric != "mean" and self.metric not in task.metrics:
+            metric_function(self.metric)  # names those that exist
+            raise UserError(f"{task.name} has no metric {self.metric!r}; choose mean, or from {', '.join(task.metrics)}")
 
     def lora_settings(self):
         if not self.lora:
@@ -174,14 +188,9 @@ def finished_runs(output):
 
 
 def _same_row(recipe, result, task_name):
-    settings = result["settings"]
-    return (
-        result["name"] == recipe.name
-        and result["task"] == task_name
-        and bool(settings["lora"]) == recipe.lora
-        and settings["selection"] == recipe.selection
-        and settings["max_train_samples"] == recipe.max_train_samples
-    )
+    """Whether a result is in the row of the table that this recipe's runs are in, and of this task."""
+    ours = {"name": recipe.name, "settings": {**vars(recipe), "lora": recipe.lora_settings()}}
+    return result["task"] == task_name and _row_label(result) == _row_label(ours)
 
 
 def mnli_start(recipe, revision):
@@ -222,15 +231,14 @@ def _start(recipe, task, revision):
     return None, recipe.model
 
 
-def _settings(recipe, task, revision, seed, hyper, start):
+def _settings(recipe, task, revision, seed, hyper, start, rows=""):
     from .glue_run import RunSettings
 
     same = ("epochs", "warmup", "patience", "max_eval_interval", "max_length", "head_dropout", "selection", "heldout_fraction")
-    same += ("evaluations_per_epoch", "classifier_pooling", "heldout_rows", "max_train_samples", "max_eval_samples", "bf16")
+    same += ("evaluations_per_epoch", "classifier_pooling", "heldout_rows", "max_train_samples", "max_eval_samples", "bf16", "metric")
     shared = {key: getattr(recipe, key) for key in same}
-    return RunSettings(
-        task=task.name, revision=revision, data=recipe.data, seed=seed, lora=recipe.lora_settings(), start=start, **hyper, **shared
-    )
+    shared |= {"data": recipe.data, "rows": rows, "lora": recipe.lora_settings()}
+    return RunSettings(task=task.name, revision=revision, seed=seed, start=start, **hyper, **shared)
 
 
 def run_task(recipe, task, splits, tokenizer, revision):
@@ -238,9 +246,10 @@ def run_task(recipe, task, splits, tokenizer, revision):
     from .glue_run import fine_tune
 
     start, model = _start(recipe, task, revision)
+    rows = rows_digest(splits)
 
     def run(hyper, seed):
-        settings = _settings(recipe, task, revision, seed, hyper, start)
+        settings = _settings(recipe, task, revision, seed, hyper, start, rows)
         folder = run_folder(recipe, settings)
         path = folder / "result.json"
         if path.is_file():
@@ -281,12 +290,18 @@ def _prune(recipe, task):
 def _row_label(result):
     settings = result["settings"]
     notes = []
+    if settings.get("data", HUB_DATA) != HUB_DATA:
+        notes.append(f"data: {Path(settings['data']).name}")
     if settings["lora"]:
         notes.append(f"LoRA r={settings['lora']['rank']}")
     if settings["selection"] == "dev":
         notes.append("selected on dev")
+    if settings.get("metric", "mean") != "mean":
+        notes.append(f"selected by {settings['metric']}")
     if settings["max_train_samples"]:
         notes.append(f"{settings['max_train_samples']} training rows")
+    if settings.get("max_eval_samples"):
+        notes.append(f"{settings['max_eval_samples']} dev rows")
     return result["name"] + (f" ({', '.join(notes)})" if notes else "")
 
 
@@ -352,6 +367,11 @@ def write_tables(output):
         f"{PUBLISHED_NOTE}\n\nRows marked 'measured' are dev scores x 100, mean ± standard deviation over seeds. The checkpoint was chosen on "
         "training rows that were held out, unless the row says 'selected on dev'. The average is given when all eight tasks are there."
     )
+    if any("(data: " in row["name"] for row in measured):
+        note += (
+            " A row with 'data: NAME' was measured on other data in GLUE's schema: it is no GLUE score, and not to be compared with the "
+            "published rows."
+        )
     write_text(Path(output) / "table.md", f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{note}\n")
     data = {"kind": "glue", "header": header, "rows": rows, "measured": measured, "note": note, "environment": environment()}
     write_json(Path(output) / "table.json", data)
@@ -359,11 +379,15 @@ def write_tables(output):
 
 def check(recipe, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision and {task: splits}."""
-    from .glue_run import check_vocabulary, load_classifier, load_tokenizer
+    from .glue_run import check_reporting, check_vocabulary, load_classifier, load_tokenizer
     from .lora import head_modules, lora_config
 
+    if Path(recipe.output).exists() and not Path(recipe.output).is_dir():
+        raise UserError(f"output must be a folder, but {recipe.output} is a file")
     for task in tasks:
         recipe.combinations(task)
+        recipe.check_metric(task)
+    check_reporting(recipe.report_to)
     tokenizer_source = recipe.tokenizer or recipe.model
     model, new = load_classifier(recipe.model, tasks[0], recipe.head_dropout, recipe.trust_remote_code, recipe.classifier_pooling)
     tokenizer = load_tokenizer(tokenizer_source)
@@ -378,7 +402,28 @@ def check(recipe, tasks):
         for task in tasks:
             _start(recipe, task, revision)
     data = {task.name: load_task(task, recipe.data) for task in tasks}
+    _check_same_origin(recipe, revision, {name: rows_digest(splits) for name, splits in data.items()})
     return tokenizer, revision, data
+
+
+def _check_same_origin(recipe, revision, rows):
+    """Raises UserError when `output` has runs of this name from other weights, or of these tasks from other rows: a row holds one model.
+
+    Args:
+        rows: {task: digest of its rows}.
+    """
+    for folder, result in finished_runs(recipe.output):
+        settings = result["settings"]
+        if result["name"] == recipe.name and settings.get("revision", revision) != revision:
+            raise UserError(
+                f"{folder.parent.parent} holds runs of other weights ({result.get('model')}) under the name {recipe.name!r}; "
+                "give this model another --name, or choose another --output"
+            )
+        task = result["task"]
+        if _same_row(recipe, result, task) and settings.get("rows") and settings["rows"] != rows.get(task, settings["rows"]):
+            raise UserError(
+                f"the rows of {task} in {recipe.data} are not those of the finished runs in {folder.parent}; choose another --output or --name"
+            )
 
 
 def main(argv=None):

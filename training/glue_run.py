@@ -31,7 +31,7 @@ from .lora import head_modules, lora_config, save_adapter_and_merge, trainable_p
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that a run's numbers depend on, machine and library versions apart."""
+    """Everything that a run's numbers depend on, machine and library versions apart; `rows` is a digest of the data's rows."""
 
     task: str
     revision: str
@@ -53,6 +53,8 @@ class RunSettings:
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
     bf16: bool = False
+    metric: str = "mean"
+    rows: str = ""
     classifier_pooling: str | None = None
     lora: dict | None = None
     start: str | None = None
@@ -65,6 +67,17 @@ class RunSettings:
 def process_state():
     """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's processes would not find each other."""
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def check_reporting(names):
+    """Raises UserError for a tracker that Trainer does not know or that is not installed."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in str(names).split(","):
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            what = "not installed" if name in INTEGRATION_TO_CALLBACK else "unknown"
+            raise UserError(f"report_to {name!r} is {what}; installed are none, {', '.join(get_available_reporting_integrations())}")
 
 
 def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
@@ -85,14 +98,24 @@ def split_heldout(rows, fraction, at_most):
 def load_tokenizer(name):
     """Raises UserError when the folder or repository has no tokenizer."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer ({_short(error)})") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 makes an empty one where there are no files
+        raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is this an encoder?")
+    return tokenizer
 
 
 def load_config(name, trust_remote_code=False):
     """Raises UserError when there is no model, or it brings its own code that was not trusted."""
     path = Path(name)
+    if (path / "modules.json").is_file() and not (path / "config.json").is_file():
+        inner = [
+            entry["path"] for entry in json.loads((path / "modules.json").read_text()) if (path / entry["path"] / "config.json").is_file()
+        ]
+        raise UserError(f"{name} is a sentence encoder whose model lies in a folder of its own; give {path / (inner or ['?'])[0]}")
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"{name} has no config.json; convert a raw training checkpoint first: neobert convert")
     try:
@@ -214,19 +237,22 @@ def prepare(task, splits, tokenizer, settings, model_limit):
     return Rows(tokenizer, task, train, max_length), Rows(tokenizer, task, joined, max_length), slices
 
 
-def evaluation_metrics(task, logits, labels, slices):
+def evaluation_metrics(task, logits, labels, slices, metric="mean"):
     """Metrics of every part.
 
+    Args:
+        metric: what stops and selects, "mean" of the task's metrics or one of them.
     Returns:
         "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there are several dev splits, and "score":
-        what stops and selects, of the held-out rows if there are some, else "dev_score".
+        what stops and selects, of the held-out rows if there are some, else of dev.
     """
     dev = {split: scores(task, logits[slices[split]], labels[slices[split]]) for split in task.validation}
     metrics = {f"dev_{name}": float(np.mean([part[name] for part in dev.values()])) for name in (*task.metrics, "score")}
     if len(dev) > 1:
         metrics |= {f"{split}_{name}": part[name] for split, part in dev.items() for name in task.metrics}
     part = slices.get("heldout")
-    metrics["score"] = metrics["dev_score"] if part is None else scores(task, logits[part], labels[part])["score"]
+    key = "score" if metric == "mean" else metric
+    metrics["score"] = metrics[f"dev_{key}"] if part is None else scores(task, logits[part], labels[part])[key]
     return metrics
 
 
@@ -311,7 +337,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         metric_for_best_model="score",
         greater_is_better=True,
         logging_steps=interval,
-        report_to=options.report_to,
+        report_to=options.report_to.split(","),
         seed=settings.seed,
         bf16=settings.bf16,
         use_cpu=not torch.accelerator.is_available(),
@@ -322,7 +348,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
 
     def compute_metrics(output):
         logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
-        return evaluation_metrics(task, logits, output.label_ids, slices)
+        return evaluation_metrics(task, logits, output.label_ids, slices, settings.metric)
 
     trainer = GlueTrainer(
         model=model,
