@@ -115,9 +115,10 @@ def test_the_defaults_are_the_papers_too():
 def test_shrinking_keeps_what_the_rungs_differ_in():
     scale = ablations.SCALES["small"]
     small = {name: ablations.shrink(ablations.rung_recipe(name), scale) for name in ablations.PUBLISHED}
-    assert small["m0"]["model_config"]["hidden_size"] == 96 and small["m0"]["model_config"]["num_hidden_layers"] == 3
-    assert small["m7"]["model_config"]["hidden_size"] == 132 and small["m7"]["model_config"]["num_hidden_layers"] == 4
-    assert small["m8"]["model_config"]["num_hidden_layers"] == 7 and small["m8"]["model_config"]["hidden_size"] == 96
+    shapes = {name: (small[name]["model_config"]["num_hidden_layers"], small[name]["model_config"]["hidden_size"]) for name in small}
+    # 12 layers of 768 become 2 of 64; 16 of 1,056 in proportion 3 of 88; 28 of 768: 5 of 64.
+    assert shapes["m0"] == (2, 64) and shapes["m7"] == (3, 88) and shapes["m8"] == (5, 64) == shapes["m9"], shapes
+    assert small["m0"]["model_config"]["decoder_init_range"] == pytest.approx(0.02 * 12**0.5, abs=1e-4), "0.02 at 768 is 0.069 at 64"
     assert small["m6"]["layout"] == "packed_without_boundaries" and small["m9"]["max_length"] == 2 * small["m8"]["max_length"]
     assert small["m9"]["tokens_per_batch"] == 2 * small["m8"]["tokens_per_batch"]
     assert small["m0"]["optimizer"] == "adam" and small["m4"]["optimizer"] == "adamw" and small["m5"]["mask_probability"] == 0.2
@@ -144,7 +145,7 @@ def corpora(tmp_path):
     }
 
 
-def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch):
+def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--scale", "tiny", "--seeds", "2", "--rungs", "m0,m3,m6", "--work_dir", "work", "--results_dir", "results"]
     arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
@@ -162,6 +163,8 @@ def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch):
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}
     assert cli.main(["ablations", *arguments]) == 0
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}, "finished rungs must not run again"
+    assert cli.main(["ablations", *arguments, "--steps", "4"]) == 2, "finished rungs of 3 steps must not pass for rungs of 4"
+    assert "work holds a ladder with steps 3, now 4" in capsys.readouterr().err
 
 
 def test_the_spread_is_over_seeds():
@@ -173,8 +176,24 @@ def test_the_spread_is_over_seeds():
 
 @pytest.mark.parametrize(
     "wrong, words",
-    [(["--scale", "huge"], "scale must be one of"), (["--rungs", "m0,m11"], "no rung 'm11'"), (["--seeds", "0"], "seeds must")],
+    [
+        (["--scale", "huge"], "scale must be one of"),
+        (["--rungs", "m0,m11"], "no rung 'm11'"),
+        (["--rungs", ","], "there is no rung ','"),
+        (["--seeds", "0"], "seeds must"),
+        (["--steps", "0"], "steps must"),
+        (["--diverse", "absent.jsonl"], "there is no file absent.jsonl"),
+        (["--heldout", "broken.jsonl"], "line 2"),
+        (["--probe", "unlabelled.jsonl"], "has no 'label'"),
+        (["--probe", "onesided.jsonl"], "labels must be 0 and 1"),
+    ],
 )
-def test_bad_input_is_one_sentence(capsys, wrong, words):
+def test_bad_input_is_one_sentence(capsys, tmp_path, monkeypatch, wrong, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "unlabelled.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "onesided.jsonl").write_text('{"text": "a", "label": 1}\n')
     assert cli.main(["ablations", *wrong]) == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error
+    assert not (tmp_path / "runs").exists(), "nothing may be written before the input is known to be good"

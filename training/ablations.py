@@ -26,6 +26,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tqdm import tqdm  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+from ..evaluation.corpus import check_corpus, read_corpus  # noqa: E402
 from ..evaluation.results import environment, markdown_table, write_json, write_text  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from ..recipe import UserError, read_recipe  # noqa: E402
@@ -58,7 +59,7 @@ class Scale:
     """What stands for the paper's sizes.
 
     hidden, layers, heads: for 768, 12 and 12. length: for 512 tokens. tokens: of a step, for 131,072; largest_batch: how many times that for the
-    2,097,152 of M9. vocabulary: for 30,522. probe_texts: sentences of the probe, a quarter of them its test.
+    2,097,152 of M9. vocabulary: for 30,522. corpus_texts: of each corpus, at most. probe_texts: sentences of the probe, a quarter of them its test.
     """
 
     hidden: int
@@ -69,13 +70,20 @@ class Scale:
     largest_batch: int
     steps: int
     vocabulary: int
+    corpus_texts: int
     learning_rate: float
     probe_texts: int
 
 
 SCALES = {
-    "small": Scale(hidden=96, layers=3, heads=3, length=64, tokens=2048, largest_batch=2, steps=150, vocabulary=4096, learning_rate=3e-3, probe_texts=8000),
-    "tiny": Scale(hidden=24, layers=2, heads=2, length=16, tokens=128, largest_batch=2, steps=3, vocabulary=200, learning_rate=3e-3, probe_texts=40),
+    "small": Scale(
+        hidden=64, layers=2, heads=2, length=64, tokens=512, largest_batch=2, steps=1500, vocabulary=2048, corpus_texts=40_000,
+        learning_rate=1.5e-3, probe_texts=8000,
+    ),
+    "tiny": Scale(
+        hidden=24, layers=2, heads=2, length=16, tokens=128, largest_batch=2, steps=3, vocabulary=200, corpus_texts=150,
+        learning_rate=3e-3, probe_texts=40,
+    ),
 }  # fmt: skip
 
 
@@ -87,8 +95,11 @@ class AblationArguments:
         default="small", metadata={"help": f"one of {', '.join(SCALES)}; for the paper's size run the recipes with neobert pretrain"}
     )
     seeds: int = field(default=3, metadata={"help": "runs of each rung"})
+    steps: int | None = field(default=None, metadata={"help": "optimizer steps of a run; default: the scale's"})
     rungs: str = field(default=",".join(PUBLISHED), metadata={"help": "which rungs, separated by commas"})
-    work_dir: str = field(default="runs/ablations_small", metadata={"help": "models and data; a finished rung is not run again"})
+    work_dir: str | None = field(
+        default=None, metadata={"help": "models and data; a finished rung is not run again; default runs/ablations_SCALE"}
+    )
     results_dir: str = field(default="results", metadata={"help": "where table, chart and numbers go"})
     curated: str | None = field(default=None, metadata={"help": "jsonl with text in place of Wiki + Books (M0, M1); default: WordNet"})
     diverse: str | None = field(
@@ -102,11 +113,21 @@ class AblationArguments:
             raise UserError(
                 f"scale must be one of {', '.join(SCALES)}, but {self.scale!r} was given; the paper's size is run rung by rung with neobert pretrain"
             )
-        if self.seeds < 1:
-            raise UserError(f"seeds must be at least 1, but {self.seeds} was given")
-        unknown = sorted(set(self.rungs.split(",")) - set(PUBLISHED))
-        if unknown:
-            raise UserError(f"there is no rung {unknown[0]!r}; choose among {', '.join(PUBLISHED)}")
+        for name in ("seeds", "steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, but {getattr(self, name)} was given")
+        self.sizes = SCALES[self.scale] if self.steps is None else dataclasses.replace(SCALES[self.scale], steps=self.steps)
+        names = [name.strip() for name in self.rungs.split(",") if name.strip()]
+        unknown = sorted(set(names) - set(PUBLISHED))
+        if unknown or not names:
+            raise UserError(f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among {', '.join(PUBLISHED)}")
+        self.rung_names = [name for name in PUBLISHED if name in names]
+        self.work_dir = self.work_dir or f"runs/ablations_{self.scale}"
+        for name, columns in {"curated": ["text"], "diverse": ["text"], "heldout": ["text"], "probe": ["text", "label"]}.items():
+            if getattr(self, name) is not None:
+                check_corpus(getattr(self, name), columns, ["text"])
+        if self.probe is not None and {row["label"] for row in read_corpus(self.probe, ["label"])} != {0, 1}:
+            raise UserError(f"probe {self.probe}: the labels must be 0 and 1, and both must be there")
 
 
 def rung_recipe(name):
@@ -115,7 +136,10 @@ def rung_recipe(name):
 
 
 def shrink(recipe, scale):
-    """A rung's recipe at a reduced scale, by one rule for all rungs: what the paper's recipes share stays shared, what differs still differs."""
+    """A rung's recipe at a reduced scale, by one rule for all rungs: what the paper's recipes share stays shared, what differs still differs.
+
+    The bound of the uniform initialisation grows with 1 / sqrt(width), from 0.02 at 768, so that narrow models start with activations as large.
+    """
     model = dict(recipe["model_config"])
     heads = scale.heads
     width = model["hidden_size"] / 768 * scale.hidden
@@ -126,6 +150,7 @@ def shrink(recipe, scale):
         num_hidden_layers=max(1, round(model["num_hidden_layers"] / 12 * scale.layers)),
         intermediate_size=4 * scale.hidden,
         max_position_embeddings=length,
+        decoder_init_range=round(0.02 * math.sqrt(768 / scale.hidden), 4),
     )
     model.pop("vocab_size", None)
     small = {
@@ -174,28 +199,22 @@ def train_tokenizer(texts, kind, vocabulary, folder):
     fast.save_pretrained(str(folder))
 
 
-def _read_jsonl(path):
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; give a jsonl file with text")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
-
 def make_data(arguments, folder):
     """Writes the corpora, the held-out text, the probe and the tokenizers under `folder`; returns the paths by name."""
     given = {name: getattr(arguments, name) for name in ("curated", "diverse", "heldout", "probe")}
     paths = {name: Path(value) if value else folder / f"{name}.jsonl" for name, value in given.items()}
     paths.update(wordpiece=folder / "wordpiece", bpe=folder / "bpe")
+    scale = arguments.sizes
     if not all(paths[name].is_file() for name in ("curated", "diverse", "heldout")):
-        sources = {"wordnet": list(local_text.wordnet_entries()), "gcide": list(local_text.gcide_entries())}
-        parts = {name: ([], []) for name in sources}
-        for name, rows in sources.items():
-            for row in rows:
+        parts = {}
+        for name, entries in (("wordnet", local_text.wordnet_entries), ("gcide", local_text.gcide_entries)):
+            parts[name] = ([], [])
+            for row in entries():
                 parts[name][local_text.is_held_out(row["id"])].append(json.dumps({"text": row["text"]}, ensure_ascii=False))
         own = {
-            "curated": parts["wordnet"][0],
-            "diverse": parts["wordnet"][0] + parts["gcide"][0],
-            "heldout": parts["wordnet"][1][:750] + parts["gcide"][1][:750],
+            "curated": _some(parts["wordnet"][0], scale.corpus_texts),
+            "diverse": _some(parts["wordnet"][0] + parts["gcide"][0], scale.corpus_texts),
+            "heldout": _some(parts["wordnet"][1], 750) + _some(parts["gcide"][1], 750),
         }
         for name, lines in own.items():
             if given[name] is None:
@@ -203,12 +222,16 @@ def make_data(arguments, folder):
     if not paths["probe"].is_file():
         rows = [json.dumps({"text": row["text"], "label": row["label"]}) for row in local_text.sentiment_sentences("movie")]
         write_text(paths["probe"], "\n".join(rows) + "\n")
-    scale = SCALES[arguments.scale]
     for kind in ("wordpiece", "bpe"):
         if not (paths[kind] / "tokenizer_config.json").is_file():
-            texts = (row["text"] for row in _read_jsonl(paths["diverse"]))
+            texts = (row["text"] for row in read_corpus(paths["diverse"], ["text"]))
             train_tokenizer(texts, kind, scale.vocabulary, paths[kind])
     return paths
+
+
+def _some(rows, count):
+    """At most `count` of the rows, always the same ones, in an order of their own."""
+    return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
 
 
 def rung_values(name, scale, paths, out, seed):
@@ -284,19 +307,17 @@ def run_ladder(arguments):
     """Trains and measures every rung and seed.
 
     Returns:
-        list of dicts: rung, seed, tokens_seen, parameters and the measurements.
+        list of dicts (rung, seed, tokens_seen, parameters and the measurements), the majority class's accuracy, test sentences of the probe.
     """
-    scale, folder = SCALES[arguments.scale], Path(arguments.work_dir)
+    scale, folder = arguments.sizes, Path(arguments.work_dir)
+    _check_same_ladder(arguments, folder / "ladder.json")
     paths = make_data(arguments, folder / "data")
-    heldout = [row["text"] for row in _read_jsonl(paths["heldout"])]
-    probe = _read_jsonl(paths["probe"])
-    order = np.random.default_rng(0).permutation(len(probe))[: scale.probe_texts]
-    probe = [probe[i] for i in order]
+    heldout = [row["text"] for row in read_corpus(paths["heldout"], ["text"])]
+    probe = _some(list(read_corpus(paths["probe"], ["text", "label"])), scale.probe_texts)
     baseline = _majority([row["label"] for row in probe])
     rows = []
-    for name, seed in tqdm(
-        [(name, seed) for seed in range(arguments.seeds) for name in arguments.rungs.split(",")], desc="ladder", unit="run"
-    ):
+    todo = [(name, seed) for seed in range(arguments.seeds) for name in arguments.rung_names]
+    for name, seed in tqdm(todo, desc="ladder", unit="run"):
         out = folder / f"{name}_seed{seed}"
         finished = out / "measured.json"
         if not finished.is_file():
@@ -308,7 +329,22 @@ def run_ladder(arguments):
             row = {"rung": name, "seed": seed, "parameters": trained["parameters"], "tokens_seen": trained["tokens_seen"]}
             write_json(finished, {**row, **measure(model, tokenizer, heldout, probe, scale.length)})
         rows.append(json.loads(finished.read_text()))
-    return rows, baseline
+    return rows, baseline, len(probe) - len(probe) * 3 // 4
+
+
+def _check_same_ladder(arguments, path):
+    """Finished rungs are not run again, so a folder belongs to one scale and one set of texts."""
+    texts = {name: getattr(arguments, name) for name in ("curated", "diverse", "heldout", "probe")}
+    texts = {name: [Path(value).name, Path(value).stat().st_size] if value else None for name, value in texts.items()}
+    now = {"scale": dataclasses.asdict(arguments.sizes), "texts": texts}
+    before = json.loads(path.read_text()) if path.is_file() else now
+    for group, values in now.items():
+        for name, value in values.items():
+            if before[group].get(name) != value:
+                raise UserError(
+                    f"{path.parent} holds a ladder with {name} {before[group].get(name)}, now {value}; give the same, or another work_dir"
+                )
+    write_json(path, now)
 
 
 def _majority(labels):
@@ -332,13 +368,13 @@ def _with_spread(pair, digits=1, factor=100):
     return f"{mean * factor:.{digits}f}" + (f" ± {spread * factor:.{digits}f}" if spread is not None else "")
 
 
-def report(arguments, rows, baseline, env):
+def report(arguments, rows, baseline, probe_tests, env):
     """Writes ablations_<scale>.json, .md and .png into the results folder."""
     table = summarise(rows)
     out = Path(arguments.results_dir)
     name = f"ablations_{arguments.scale}"
-    scale = dataclasses.asdict(SCALES[arguments.scale])
-    write_json(out / f"{name}.json", {**env, "scale": scale, "probe_majority": baseline, "runs": rows})
+    scale = dataclasses.asdict(arguments.sizes)
+    write_json(out / f"{name}.json", {**env, "scale": scale, "probe_majority": baseline, "probe_test_texts": probe_tests, "runs": rows})
     header = [
         "model",
         "change",
@@ -366,16 +402,21 @@ def report(arguments, rows, baseline, env):
                 f"{values['tokens_seen'][0] / 1e6:.2f}M",
             ]  # fmt: skip
         )
+    stand_ins = {
+        "Wiki + Books": arguments.curated or "WordNet",
+        "RefinedWeb": arguments.diverse or "WordNet and GCIDE together",
+        "GLUE": "the probe" if arguments.probe is None else f"the probe on {arguments.probe}",
+    }
     text = (
         f"# The ablation ladder at a small scale\n\n"
-        f"**Small-scale: models of {table[next(iter(table))]['parameters'][0] / 1e6:.1f}M parameters and up, {scale['steps']} steps of "
-        f"{scale['tokens']:,} tokens on dictionary text. It shows that every rung runs and is measured alike; it says nothing for or against the "
+        f"**Small-scale: models of {table[next(iter(table))]['parameters'][0] / 1e6:.2f}M parameters and up, {scale['steps']:,} steps of "
+        f"{scale['tokens']:,} tokens. It shows that every rung runs and is measured alike; it says nothing for or against the "
         f"published numbers, which come from 1,000,000 steps of 131,072 tokens.**\n\n"
         f"Mean ± standard deviation over {arguments.seeds} seeds. Probe: logistic regression on mean-pooled features, sentiment of movie-review "
-        f"sentences, {scale['probe_texts'] // 4:,} test sentences (always the majority class: {100 * baseline:.1f} %). Masked accuracy: 20 % always "
-        f"[MASK] on held-out text; M3's other tokenizer predicts other pieces, so compare it by bits per hidden character. "
-        f"Wiki + Books is stood for by WordNet, RefinedWeb by WordNet and GCIDE together, the tokenizers by a WordPiece and a byte-level BPE of "
-        f"{scale['vocabulary']:,} pieces and 5 % more, learnt from that text.\n\n"
+        f"sentences, {probe_tests:,} test sentences (always the majority class: {100 * baseline:.1f} %). Masked accuracy: 20 % always "
+        f"[MASK] on held-out text; M3's other tokenizer predicts other pieces, so compare it by bits per hidden character (lower is better). In place of "
+        + ", of ".join(f"{name}: {what}" for name, what in stand_ins.items())
+        + f". Tokenizers: a WordPiece and a byte-level BPE of {scale['vocabulary']:,} pieces and 5 % more, learnt from that text.\n\n"
     )
     text += markdown_table(header, lines)
     versions = ", ".join(f"{package} {version}" for package, version in env["versions"].items())
@@ -387,7 +428,7 @@ def report(arguments, rows, baseline, env):
 
 
 def draw(table, arguments, baseline, path):
-    """Figure 1's chart: published GLUE by rung above, ours below; rungs that were not kept are pale."""
+    """Figure 1's chart: published GLUE by rung on top, our two measurements below; rungs that were not kept are pale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -395,33 +436,49 @@ def draw(table, arguments, baseline, path):
 
     names = list(table)
     colours = ["#2f6db3" if PUBLISHED[name][2] is not False else "#b9cbe0" for name in names]
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 6.4), sharex=True)
-    upper.bar(names, [PUBLISHED[name][1] for name in names], color=colours)
-    upper.set_ylim(76, 89)
-    upper.set_ylabel("GLUE dev, published")
-    for i, name in enumerate(names):
-        upper.text(i, PUBLISHED[name][1] + 0.2, PUBLISHED[name][1], ha="center", fontsize=8)
-    means = [100 * table[name]["probe_accuracy"][0] for name in names]
-    spreads = [100 * (table[name]["probe_accuracy"][1] or 0) for name in names]
-    lower.bar(names, means, yerr=spreads, color=colours, capsize=3)
-    lower.axhline(100 * baseline, color="grey", linewidth=0.8, linestyle="--", label="majority class")
-    lower.set_ylim(min(100 * baseline, min(means)) - 2, max(mean + spread for mean, spread in zip(means, spreads)) + 2)
-    lower.set_ylabel(f"probe accuracy, SMALL SCALE\n({arguments.seeds} seeds)")
-    lower.legend(fontsize=8, loc="lower right")
-    lower.set_xticks(range(len(names)), [f"{name.upper()}\n{PUBLISHED[name][0]}" for name in names], rotation=35, ha="right", fontsize=7)
-    figure.suptitle("Ablation ladder: published (above), a small-scale run of the same recipes (below); pale: not kept", fontsize=10)
-    figure.tight_layout()
+    figure, panels = plt.subplots(3, 1, figsize=(9, 8.6), sharex=True, layout="constrained")
+    measured = {
+        "GLUE dev, published": ([PUBLISHED[name][1] for name in names], None, 1),
+        f"SMALL SCALE, {arguments.seeds} seeds\nprobe accuracy, %": (*_series(table, names, "probe_accuracy", 100), 1),
+        f"SMALL SCALE, {arguments.seeds} seeds\nbits per hidden character\n(lower is better)": (
+            *_series(table, names, "masked_bits_per_character", 1), 2,
+        ),
+    }  # fmt: skip
+    for axes, (label, (means, spreads, digits)) in zip(panels, measured.items()):
+        axes.bar(range(len(names)), means, yerr=spreads, color=colours, capsize=3)
+        tops = [mean + spread for mean, spread in zip(means, spreads or [0] * len(names))]
+        low = min(mean - spread for mean, spread in zip(means, spreads or [0] * len(names)))
+        if axes is panels[1]:
+            low = min(low, 100 * baseline)
+            axes.axhline(100 * baseline, color="grey", linewidth=0.8, linestyle="--", label="always the majority class")
+        room = max(max(tops) - low, 1e-3)
+        axes.set_ylim(low - 0.25 * room, max(tops) + (0.45 if axes is panels[1] else 0.2) * room)
+        for i, (top, mean) in enumerate(zip(tops, means)):
+            axes.text(i, top + 0.03 * room, f"{mean:.{digits}f}", ha="center", fontsize=8)
+        axes.set_ylabel(label)
+    panels[1].legend(fontsize=8, loc="upper left")
+    panels[2].set_xticks(
+        range(len(names)), [f"{name.upper()}\n{PUBLISHED[name][0]}" for name in names], rotation=35, ha="right", fontsize=8
+    )
+    figure.suptitle("Ablation ladder: published (top), a small-scale run of the same recipes (below); pale: not kept", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    temporary = path.with_name(f".{path.name}.partial.png")
+    figure.savefig(temporary, dpi=110)
     plt.close(figure)
+    temporary.replace(path)
+
+
+def _series(table, names, key, factor):
+    """Means and standard deviations (0 for one seed) of a measurement over the rungs."""
+    return [factor * table[name][key][0] for name in names], [factor * (table[name][key][1] or 0) for name in names]
 
 
 def main(argv=None):
     """Entry point of `neobert ablations`; returns the exit code."""
     require("eval", "sklearn", "matplotlib")
     (arguments,) = read_recipe((AblationArguments,), sys.argv[1:] if argv is None else argv, prog="neobert ablations")
-    rows, baseline = run_ladder(arguments)
-    report(arguments, rows, baseline, environment())
+    rows, baseline, probe_tests = run_ladder(arguments)
+    report(arguments, rows, baseline, probe_tests, environment())
     print(f"{arguments.results_dir}/ablations_{arguments.scale}.md")
     return 0
 
