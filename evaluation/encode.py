@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from ..extras import require
 from ..recipe import UserError, read_recipe
 from .corpus import check_corpus, corpus_columns, read_corpus
+from .identity import weights_digest
 from .packed_encoder import PackedEncoder, choose_device, choose_dtype
 from .results import environment, write_json
 
@@ -78,11 +79,7 @@ class EncodeArguments:
         if self.prompt is not None and self.prompt_name is not None:
             raise UserError("give either prompt or prompt_name, not both")
         choose_dtype(self.dtype, "cpu")
-        if self.device is not None:
-            try:
-                torch.device(self.device)
-            except RuntimeError:
-                raise UserError(f"device must be cpu, cuda or cuda:<number>, but {self.device!r} was given") from None
+        choose_device(self.device)
 
 
 # Settings that change the vectors or how they lie in the parts: a run is only continued with the same ones.
@@ -106,9 +103,9 @@ def windows(rows, text_column, shard_rows, shard_characters):
         yield window
 
 
-def build_encoder(arguments, device):
-    """The `PackedEncoder` of these arguments on `device`, and the text of its prompt."""
-    encoder = PackedEncoder.from_arguments(arguments, device)
+def build_encoder(arguments, device, encoder=None):
+    """The `PackedEncoder` of these arguments on `device` (or the one given), and the text of its prompt."""
+    encoder = encoder or PackedEncoder.from_arguments(arguments, device)
     return encoder, encoder.prompt(arguments.prompt_name) if arguments.prompt is None else arguments.prompt
 
 
@@ -116,7 +113,7 @@ def write_part(path, rows, vectors, arguments, keep):
     """Writes one part whole or not at all; `vectors` is (N, width)."""
     if arguments.normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    vectors = vectors.astype(arguments.output_dtype)
+    vectors = vectors.astype(arguments.output_dtype, copy=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     if path.suffix == ".safetensors":
         from safetensors.numpy import save_file
@@ -283,7 +280,7 @@ def _manifest(source, arguments, rows):
     stat = source.stat()
     return {
         "input": {"name": source.name, "bytes": stat.st_size, "modified": stat.st_mtime_ns, "rows": rows},
-        "settings": {name: asdict(arguments)[name] for name in _FIXED},
+        "settings": {name: asdict(arguments)[name] for name in _FIXED} | {"weights": weights_digest(arguments.model)},
     }
 
 
@@ -303,13 +300,14 @@ def _open_folder(folder, manifest):
         write_json(path, manifest)
 
 
-def encode(source, output, arguments, progress_bar=True):
+def encode(source, output, arguments, progress_bar=True, encoder=None):
     """Embeds a corpus.
 
     Args:
         source: .jsonl or .parquet file.
         output: .parquet or .safetensors file, or a folder of parts.
         arguments: `EncodeArguments`.
+        encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one process.
     Returns:
         dict with rows, the tokens and seconds of this run, and the number of parts.
     Raises:
@@ -320,7 +318,7 @@ def encode(source, output, arguments, progress_bar=True):
     processes = arguments.processes
     if processes is None:
         processes = max(1, torch.cuda.device_count()) if choose_device(arguments.device) == torch.device("cuda") else 1
-    single_encoder = build_encoder(arguments, arguments.device) if processes == 1 else None
+    single_encoder = build_encoder(arguments, arguments.device, encoder) if processes == 1 else None
     if single_encoder is None:
         build_encoder(arguments, "cpu")  # a model that cannot be loaded is found before any process starts
     _open_folder(folder, manifest := _manifest(source, arguments, total))

@@ -4,7 +4,8 @@ import hashlib
 from pathlib import Path
 
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# A sentence encoder may keep the weights of its modules one folder down.
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin")
 
 
 def weights_digest(model):

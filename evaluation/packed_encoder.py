@@ -21,8 +21,19 @@ _PROBE = "A short text."
 
 
 def choose_device(device=None):
-    """`device`, or the first CUDA device, or the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """`device`, or the first CUDA device, or the CPU.
+
+    Raises:
+        UserError: there is no such device on this machine.
+    """
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"the device {str(device)!r} cannot be used here ({_first_sentence(error)}); give cpu, cuda or cuda:<number>"
+        ) from None
+    return device
 
 
 def choose_dtype(dtype, device):
@@ -48,7 +59,7 @@ def load_sentence_transformer(
 
     Args:
         model: folder or Hub name. Weights of task heads are left out.
-        max_length: tokens per text; longer texts are truncated. By default the model's own limit.
+        max_length: tokens per text; longer texts are truncated. By default the model's own limit, and never more than its positions.
         pooling: "mean" or "cls" for a bare encoder; a sentence encoder keeps its own.
         tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the packaged one.
     Raises:
@@ -86,10 +97,9 @@ def load_sentence_transformer(
             encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
     except (OSError, ValueError) as error:
         raise UserError(f"the model {model} cannot be loaded: {_first_sentence(error)}") from error
-    limit = encoder[0].auto_model.config.max_position_embeddings
-    if max_length is None:
-        max_length = min(encoder.max_seq_length or limit, limit)
-    encoder.max_seq_length = max_length
+    # RoBERTa counts positions from 2 and says so in its tokenizer alone.
+    limit = min(encoder[0].auto_model.config.max_position_embeddings, encoder.tokenizer.model_max_length)
+    encoder.max_seq_length = min(max_length or encoder.max_seq_length or limit, limit)
     return encoder.eval()
 
 
@@ -145,7 +155,10 @@ class PackedEncoder:
         modules = list(model.children())
         self._packed_pooling = _packed_pooling(modules)
         self._rest = modules[2:]
-        self.width = self.encode([_PROBE]).shape[1]
+        probe = self._tokenizer([_PROBE], return_attention_mask=False)["input_ids"][0]
+        with torch.inference_mode():
+            vector = (self._embed_packed if self.packs else self._embed_padded)([np.asarray(probe, dtype=np.int32)])
+        self.width = vector.shape[1]
 
     @classmethod
     def from_arguments(cls, arguments, device):
@@ -221,19 +234,14 @@ class PackedEncoder:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
         """
-        indices, vectors = [], []
+        output = torch.empty(len(tokens), self.width, device=self.device)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            vectors.append(self._embed_packed(batch) if self.packs else self._embed_padded(batch))
-            indices.append(index)
+            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch)
+            output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
-        if not vectors:
-            return np.zeros((0, self.width), dtype=np.float32)
-        vectors = torch.cat(vectors).float().cpu().numpy()
-        output = np.empty_like(vectors)
-        output[np.concatenate(indices)] = vectors
-        return output
+        return output.cpu().numpy()
 
     def encode(self, texts, prompt="", show_progress_bar=False):
         """Vectors of `texts`, (N, width) float32."""

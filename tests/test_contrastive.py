@@ -225,13 +225,15 @@ def test_the_recipe_of_the_paper():
     values = yaml.safe_load(RECIPE.read_text())
     arguments, training = parse([str(RECIPE), "--model", "m", "--output_dir", "o", "--use_cpu", "true", "--bf16", "false"])
     sources = {source.name: source for source in arguments.sources()}
-    assert len(sources) == len(values["datasets"]) == 18
+    assert len(sources) == len(values["datasets"]) == 22
     assert all(source.instruction for source in sources.values()), "every data set has an instruction"
-    assert len({source.instruction for source in sources.values()}) == 18, "two data sets share an instruction"
+    assert len({source.instruction for source in sources.values()}) == 22, "two data sets share an instruction"
     assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
     assert (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps) == (0.07, 0.5, "mean", 2000)
     assert training.get_warmup_steps(2000) == 100, "the warm-up is a small part of the run, not all of it"
     assert {source.path for source in sources.values() if source.qrels} == {"mteb/fever", "mteb/msmarco"}
+    named_in_the_paper = {"ag-news", "med-mcqa", "npr", "yahoo-answers", "amazon-qa", "paq", "trivia-qa", "wikihow"}
+    assert named_in_the_paper <= sources.keys()
     assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
 
 
@@ -316,8 +318,14 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, t
     with pytest.raises(KeyboardInterrupt):
         main(argv("resumed"))
     assert (tmp_path / "resumed" / "checkpoints" / "checkpoint-4").is_dir()
+    # What kill -9 leaves: a checkpoint without its end, a half-saved folder.
+    broken = tmp_path / "resumed" / "checkpoints" / "checkpoint-6"
+    broken.mkdir()
+    (broken / "trainer_state.json").write_text('{"global_')
+    (tmp_path / "resumed" / ".saving-abc").mkdir()
     monkeypatch.setattr(contrastive, "build_trainer", build)
     assert main(argv("resumed")) == main(argv("whole")) == 0
+    assert not list((tmp_path / "resumed").glob(".saving*")), "left-overs of the killed run"
     resumed, whole, start = (load_file(path / "model.safetensors") for path in (tmp_path / "resumed", tmp_path / "whole", model_folder))
     assert resumed.keys() == whole.keys() and not any("lora" in key for key in whole), "the saved model must hold plain weights"
     moved = max((whole[key] - start[f"model.{key}"]).abs().max().item() for key in whole)
@@ -340,6 +348,10 @@ def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_p
         ([], ["--pairs", bad_row], "line 2 has no 'positive'"),
         ([], ["--pairs", str(empty)], "has no rows"),
         ([], ["--pairs", "missing.jsonl"], "there is no file missing.jsonl"),
+        ([], ["--pairs", str(tmp_path)], "pairs must be files that end in .jsonl or .parquet"),
+        ([], ["--pairs", triplets, "--per_device_train_batch_size", "1"], "per_device_train_batch_size must be at least 2"),
+        ([], ["--pairs", triplets, "--report_to", "nonsense"], "report_to 'nonsense' is unknown"),
+        ([], ["--pairs", triplets, "--output_dir", triplets], "output_dir must be a folder"),
         ([], ["--pairs", triplets, triplets], "two data sets are called 'triplets'"),
         ([], ["--pairs", triplets, "--temperature", "0"], "temperature must be above 0"),
         ([], ["--pairs", triplets, "--instruction_template", "Query: "], "must contain {instruction}"),

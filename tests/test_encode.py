@@ -3,6 +3,7 @@ without repeating work, and one sentence for bad input before anything is writte
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -160,6 +161,35 @@ def test_an_interrupted_run_continues_with_the_missing_parts(corpus, model_folde
         encode(corpus, folder, EncodeArguments(model=str(model_folder), shard_rows=16, normalize=True), progress_bar=False)
 
 
+def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(model_folder, copy)
+    arguments = EncodeArguments(model=str(copy), shard_rows=16)
+    encode(corpus, tmp_path / "out", arguments, progress_bar=False)
+    model = NeoBERTModel.from_pretrained(copy)
+    torch.nn.init.normal_(model.layer_norm.weight)
+    model.save_pretrained(copy)
+    with pytest.raises(UserError, match=r"was begun with other settings \(weights differ\)"):
+        encode(corpus, tmp_path / "out", arguments, progress_bar=False)
+
+
+def test_a_loaded_encoder_is_used_as_it_is(corpus, model_folder, reference, tmp_path, monkeypatch):
+    encoder = PackedEncoder(reference, device="cpu")
+    monkeypatch.setattr(encode_module.PackedEncoder, "from_arguments", None)  # nothing is loaded
+    encode(corpus, tmp_path / "out.safetensors", EncodeArguments(model=str(model_folder)), progress_bar=False, encoder=encoder)
+    expected = reference.encode(texts_of_many_lengths(70))
+    np.testing.assert_allclose(load_file(tmp_path / "out.safetensors")["embeddings"], expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=40)
+    BertModel(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
+    encoder = PackedEncoder(str(tmp_path), max_length=1024, device="cpu")
+    assert encoder.max_length == 40, "a recipe's 1,024 tokens must not run past the positions of a baseline"
+    assert encoder.encode(["word " * 300]).shape == (1, 32)
+
+
 def test_parquet_input_kept_columns_normalized_half_precision_and_prompt(corpus, model_folder, reference, tmp_path):
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
     source = tmp_path / "corpus.parquet"
@@ -222,6 +252,8 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
         ([str(corpus), "out"], ["--max_length", "1"], "max_length must be at least 3"),
         ([str(corpus), "out"], ["--prompt_name", "query"], "no prompt called 'query'"),
         ([str(corpus), "out"], ["--text_column", "body"], "has no 'body'"),
+        ([str(corpus), "out"], ["--device", "nonsense"], "the device 'nonsense' cannot be used here"),
+        ([str(corpus), "out"], ["--device", "cuda:99"], "the device 'cuda:99' cannot be used here"),
         ([str(corpus), "out"], ["--pooling", "max"], "pooling must be one of"),
         ([str(corpus), "out"], ["--format", "csv"], "format must be one of"),
         ([str(corpus), "out.safetensors"], ["--keep", "id"], "safetensors holds no other columns"),

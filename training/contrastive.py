@@ -24,12 +24,21 @@ import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from transformers import set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..evaluation.packed_encoder import load_sentence_transformer
 from ..evaluation.results import environment, write_json
 from ..recipe import UserError, read_recipe
-from .contrastive_data import DataSource, SizeAlphaBatchSampler, TextsBatchSampler, check_source, load_source, probabilities, rows_per_batch
+from .contrastive_data import (
+    FORMATS,
+    DataSource,
+    SizeAlphaBatchSampler,
+    TextsBatchSampler,
+    check_source,
+    load_source,
+    probabilities,
+    rows_per_batch,
+)
+from .glue_run import check_reporting, last_whole_checkpoint
 from .lora import lora_config, trainable_parameters
 
 
@@ -82,7 +91,10 @@ class ContrastiveArguments:
     def sources(self):
         """The `DataSource`s; names are unique."""
         sources = [DataSource.from_dict(entry) for entry in self.datasets]
-        sources += [DataSource.from_file(path, self.instruction) for path in self.pairs]
+        for path in self.pairs:
+            if Path(path).suffix not in FORMATS:
+                raise UserError(f"pairs must be files that end in {' or '.join(FORMATS)}, but {path} was given")
+            sources.append(DataSource.from_file(path, self.instruction))
         names = [source.name for source in sources]
         for name in names:
             if names.count(name) > 1:
@@ -124,6 +136,12 @@ def check(arguments, training):
         raise UserError("give --output_dir, the folder for the sentence encoder")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise UserError(f"max_steps must be at least 1, but {training.max_steps} was given")
+    if Path(training.output_dir).exists() and not Path(training.output_dir).is_dir():
+        raise UserError(f"output_dir must be a folder, but {training.output_dir} is a file")
+    if training.per_device_train_batch_size < 2:
+        given = training.per_device_train_batch_size
+        raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
+    check_reporting(training.report_to)
     sources = arguments.sources()
     for source in sources:
         check_source(source)
@@ -221,9 +239,11 @@ def _recipe(arguments, training):
 
 
 def _is_finished(folder, recipe, overwrite):
-    """True if the folder holds the finished result of this very recipe; UserError if it holds another."""
+    """True if the folder holds the finished result of this very recipe; UserError if it holds another. Left-overs of a killed run go."""
     if overwrite:
         return False
+    for path in folder.glob(".saving-*"):
+        shutil.rmtree(path, ignore_errors=True)
     path = folder / RECIPE_FILE
     begun = next((p for p in (path, folder / "checkpoints" / RECIPE_FILE) if p.is_file()), None)
     if begun is not None:
@@ -235,7 +255,10 @@ def _is_finished(folder, recipe, overwrite):
             )
     elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} holds other files; choose another output_dir, or give --overwrite to remove them")
-    return (folder / "modules.json").is_file() and path.is_file()
+    finished = (folder / "modules.json").is_file() and path.is_file()
+    if finished:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return finished
 
 
 def train(arguments, training):
@@ -270,7 +293,8 @@ def train(arguments, training):
     if trainer.is_world_process_zero():
         for name, size in sizes.items():
             print(f"{name}: {size:,} rows, {rows[name]} a batch, drawn with probability {drawn[name]:.3f}")
-    outcome = trainer.train(resume_from_checkpoint=get_last_checkpoint(training.output_dir))
+    checkpoint = last_whole_checkpoint(training.output_dir)
+    outcome = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     trainable, total = trainable_parameters(trainer.model)
     summary = {
         "rows": sizes,

@@ -145,6 +145,7 @@ def load_source(source, seed=0):
         UserError: it cannot be loaded, has other columns, or no usable row.
     """
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
         if source.is_local:
@@ -154,7 +155,7 @@ def load_source(source, seed=0):
             data = _load_qrels(source)
         else:
             data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"the data set {source.path} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
     for path in (source.anchor, source.positive, *source.negatives, *source.above):
         if path.split(".")[0] not in data.column_names:

@@ -74,7 +74,7 @@ def check_reporting(names):
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    for name in str(names).split(","):
+    for name in names if isinstance(names, list) else str(names).split(","):
         if name not in ("none", "all", *get_available_reporting_integrations()):
             what = "not installed" if name in INTEGRATION_TO_CALLBACK else "unknown"
             raise UserError(f"report_to {name!r} is {what}; installed are none, {', '.join(get_available_reporting_integrations())}")
@@ -285,7 +285,7 @@ def last_whole_checkpoint(folder):
             json.loads((path / "trainer_state.json").read_text())
             return path
         except (OSError, ValueError):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
     return None
 
 
