@@ -151,18 +151,15 @@ class _TextByText:
 
     @torch.compiler.disable
     def __call__(self, module, query, key, value, layout, **kwargs):
-        lengths = layout.lengths
-        outputs, start, i = [], 0, 0
-        while i < len(lengths):
-            count = 1
-            while i + count < len(lengths) and lengths[i + count] == lengths[i]:
-                count += 1
-            stop = start + count * lengths[i]
-            # (1, H, T, K) -> (count, H, length, K), without a copy
-            q, k, v = (x[0, :, start:stop].unflatten(1, (count, lengths[i])).transpose(0, 1) for x in (query, key, value))
-            output, _ = self.attention(module, q, k, v, None, **kwargs)
+        groups = layout.groups
+        sizes = [count * length for count, length in groups]
+        outputs = []
+        # One split a tensor: the gradient of many slices would be as many tensors of the whole batch.
+        for (count, length), *parts in zip(groups, *(x.split(sizes, dim=2) for x in (query, key, value))):
+            if count > 1:  # (1, H, count * length, K) -> (count, H, length, K), without a copy
+                parts = (x[0].unflatten(1, (count, length)).transpose(0, 1) for x in parts)
+            output, _ = self.attention(module, *parts, None, **kwargs)
             outputs.append(output.flatten(0, 1))
-            start, i = stop, i + count
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
 
 
@@ -234,6 +231,17 @@ def _block_mask(shape, texts=None, mask=None):
     return create_block_mask(visible, batch, None, length, length, device=device, _compile=device.type == "cuda")
 
 
+def _runs(values):
+    """[count, value] of neighbours that are equal."""
+    runs = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return runs
+
+
 class _Layout:
     """Where each text of a packed batch lies.
 
@@ -241,6 +249,7 @@ class _Layout:
         cu_seq_lens: (N + 1,) int32, first token of each text, then T.
         max_length: longest text in tokens.
         lengths: the N lengths as Python numbers, or None while tracing.
+        groups: [number of texts, their length] of neighbours of one length; None while tracing.
         index: (T,) of each packed token in the flattened (B * L) batch, or None when the caller packed.
     """
 
@@ -249,6 +258,7 @@ class _Layout:
         self.max_length = max_length
         self.lengths = lengths
         self.index = index
+        self.groups = None if lengths is None else _runs(lengths)
 
     @classmethod
     def from_mask(cls, mask):
@@ -300,7 +310,7 @@ class _Layout:
     def unpack(self, x, batch, length):
         """(1, T, ...) -> (B, L, ...) with zeros at padding."""
         output = x.new_zeros(batch * length, *x.shape[2:])
-        return output.index_copy(0, self.index, x[0]).unflatten(0, (batch, length))
+        return output.index_copy_(0, self.index, x[0]).unflatten(0, (batch, length))
 
     def kwargs(self):
         """The keyword arguments of variable-length attention functions."""

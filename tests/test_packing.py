@@ -7,6 +7,7 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
@@ -120,6 +121,34 @@ def test_no_layer_computes_on_padding(inputs):
     layers = Rows(*(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))))
     model(**given, attention_mask=mask)
     assert layers.seen and set(layers.seen) == {20}, f"all layers see the 20 real tokens of 36, not {sorted(set(layers.seen))}"
+
+
+class WholeTensors(TorchDispatchMode):
+    """Counts the operations that return a new tensor of at least `size` elements."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.seen = size, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(output, torch.Tensor) and output.numel() >= self.size and output.untyped_storage().data_ptr() not in given:
+            self.seen += 1
+        return output
+
+
+def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
+    """The gradient of a slice is a tensor as large as the whole batch: one a text and projection would be work that grows with both."""
+    seen = []
+    for lengths in ([25, 26, 27], list(range(1, 13))):
+        ids, mask = random_batch(lengths, length=40)
+        loss = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state.sum()
+        with WholeTensors(78 * 64) as count:
+            loss.backward()
+        seen.append(count.seen)
+    assert seen[0] > 0, "nothing was counted, so this test would be vacuous"
+    assert seen[1] <= seen[0] + 10, f"12 texts of 78 tokens make {seen[1]} tensors of the whole batch, 3 texts {seen[0]}"
 
 
 @pytest.mark.parametrize("mask", ("packed", "padded", "none"))
