@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from neobert import cli
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from neobert.recipe import UserError, read_recipe
 from neobert.training import pretrain
 from neobert.training.pretrain_trainer import (
@@ -264,6 +264,26 @@ BAD = [
     ({"save_steps": 3, "logging_steps": 2}, "multiple of logging_steps"),
     ({"per_device_train_batch_size": 4}, "tokens_per_batch"),
     ({"tokenizer": "{corpus}/nothing"}, "no tokenizer"),
+    ({"model_config": '{"hidden_size": "wide"}'}, "hidden_size must be a positive whole number"),
+    ({"init_from": "{corpus}/torn"}, "its weights cannot be loaded"),
+    ({"init_from": "{corpus}/backbone"}, "a masked-LM checkpoint is needed"),
+    ({"max_steps": "many"}, "max_steps"),
+    ({"max_steps": 0}, "max_steps must be at least 1"),
+    ({"logging_steps": 0}, "logging_steps must be a whole number of steps"),
+    ({"save_steps": 0.5}, "save_steps must be a whole number of steps"),
+    ({"keep_every": 6}, "keep_every 6 must be a multiple of save_steps 4"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+    ({"workers": 0}, "workers must be at least 1"),
+    ({"layout": "stacked"}, "packed, padded"),
+    ({"long_texts": "drop"}, "long_texts must be one of"),
+    ({"mixture": '{"0": 0.5, "20": 0.4}'}, "sum to 1"),
+    ({"mixture": '{"0": 0.5, "5000": 0.5}'}, "texts of at least 5000 tokens, but the data has none"),
+    ({"mask_probability": 1.5}, "mask_probability must lie between 0 and 1"),
+    ({"eval_strategy": "steps"}, "eval_strategy steps needs held-out text"),
+    ({"report_to": "tensorbord"}, "tensorbord"),
+    ({"num_train_epochs": 2}, "num_train_epochs does not apply here"),
+    ({"lr_scheduler_type": "constant"}, "lr_scheduler_type does not apply here"),
+    ({"save_total_limit": 3}, "give keep_last and keep_every"),
 ]
 
 
@@ -273,6 +293,10 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     (corpus / "nothing").mkdir(exist_ok=True)
     (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (corpus / "rows.jsonl").write_text('{"content": "a river"}\n')
+    for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
+        if not (corpus / name).exists():
+            model(NeoBERTConfig(**TINY)).save_pretrained(corpus / name)
+    (corpus / "torn" / "model.safetensors").write_bytes((corpus / "torn" / "model.safetensors").read_bytes()[:5000])
     wrong = {name: str(value).replace("{corpus}", str(corpus)) for name, value in wrong.items()}
     arguments = _arguments(corpus, tmp_path / "out", **{"prepared_dir": tmp_path / "prepared", **wrong})
     assert cli.main(["pretrain", *arguments]) == 2
@@ -287,6 +311,41 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
         _run(_arguments(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, learning_rate=1e-3))
     with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
         _run(_arguments(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
+
+
+def test_a_continued_run_has_the_same_text(corpus, tmp_path):
+    """A prepared set knows its source; a stream does not, so the run remembers it."""
+    other = tmp_path / "other.txt"
+    other.write_text((corpus / "train.txt").read_text() + "the river is cold\n")
+    arguments = {"streaming": "true", "max_steps": 2, "warmup_steps": 0, "save_steps": 1}
+    _run(_arguments(corpus, tmp_path / "out", **arguments))
+    with pytest.raises(UserError, match=r"was started with data='train.txt \(\w+\)', now 'other.txt"):
+        _run(_arguments(corpus, tmp_path / "out", **arguments, dataset=other))
+    moved = tmp_path / "moved" / "train.txt"
+    moved.parent.mkdir()
+    moved.write_bytes((corpus / "train.txt").read_bytes())
+    _run(_arguments(corpus, tmp_path / "out", **arguments, dataset=moved))
+
+
+def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
+    weights = tmp_path / "out" / "checkpoint-500" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(b"years of work")
+    with pytest.raises(UserError, match="holds checkpoint-500, but no run of neobert pretrain"):
+        _run(_arguments(corpus, tmp_path / "out"))
+    assert weights.read_bytes() == b"years of work", "only this program's half-written checkpoints may be deleted"
+
+
+def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
+    """`dropout` and `max_length` are other names of fields, and RoPE scaling is relative to the length that the weights know."""
+    tokenizer = pretrain.load_tokenizer(pretrain.TOKENIZER)
+    NeoBERTForMaskedLM(NeoBERTConfig(**TINY)).save_pretrained(tmp_path)
+    given = {"dropout": 0.1, "max_length": 128, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
+    config = pretrain.make_model(pretrain.ModelArguments(init_from=str(tmp_path), model_config=given), tokenizer, 0).config
+    assert (config.hidden_dropout, config.attention_dropout, config.max_position_embeddings) == (0.1, 0.1, 128)
+    assert config.rope_parameters["original_max_position_embeddings"] == 64, "YaRN must extend from the first stage's length"
+    with pytest.raises(UserError, match="has norm_type='rms', but model_config asks for 'layer'"):
+        pretrain.make_model(pretrain.ModelArguments(init_from=str(tmp_path), model_config={"rms_norm": False}), tokenizer, 0)
 
 
 def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):

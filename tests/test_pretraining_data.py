@@ -6,14 +6,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from transformers import AutoTokenizer
 
 from neobert.recipe import UserError
 from neobert.training import batching, local_text
 from neobert.training.batching import MicroBatches, Windows
 from neobert.training.masking import TokenMasking
-from neobert.training.pretraining_data import load_prepared, load_rows, prepare, tokens_from_texts
+from neobert.training.pretraining_data import BROKEN, EMPTY, Tokenise, load_prepared, load_rows, prepare, tokens_from_texts
 from neobert.training.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
 
 
@@ -57,6 +57,38 @@ def test_jsonl_with_empty_and_broken_rows_is_counted(tmp_path, tokenizer):
     assert list(tokens["length"]) == [4, 4], "the stored length counts [CLS] and [SEP]"
 
 
+BROKEN_ROWS = (
+    b"caf\xe9 in another encoding", b'{"content": null}', b"[1, 2]", b"null", b'{"content": "\\ud800 half a pair"}', b"[" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_broken_row_is_fatal(tmp_path, tokenizer, streaming):
+    """Bytes that are no UTF-8, other JSON types, line separators within a text, a byte order mark, Windows line ends, no last line end."""
+    good = [b'\xef\xbb\xbf{"content": "a river"}\r', '{"content": "green\u2028stone\x85"}'.encode(), b'{"content": "winter"}']
+    (tmp_path / "text.jsonl").write_bytes(b"\n".join([good[0], *BROKEN_ROWS, b"", b"   ", *good[1:]]))
+    expected = {"kept": 3, "empty": 2, "broken": len(BROKEN_ROWS)}
+    assert _counts(tmp_path / "text.jsonl", tmp_path / "a", tokenizer, streaming) == expected
+    (tmp_path / "lines.txt").write_bytes(b"a river\ncaf\xe9\n\ngreen\xe2\x80\xa8stone")
+    assert _counts(tmp_path / "lines.txt", tmp_path / "b", tokenizer, streaming) == {"kept": 2, "empty": 1, "broken": 1}
+    Dataset.from_dict({"content": ["a river", None, ""]}).to_parquet(str(tmp_path / "rows.parquet"))
+    assert _counts(tmp_path / "rows.parquet", tmp_path / "c", tokenizer, streaming) == {"kept": 1, "empty": 1, "broken": 1}
+
+
+def _counts(source, out, tokenizer, streaming):
+    if not streaming:
+        summary = prepare(str(source), out, tokenizer)
+        return {name: summary[name] for name in ("kept", "empty", "broken")}
+    rows, kind = load_rows(str(source), streaming=True)
+    lengths = [row["length"] for row in rows.map(Tokenise(tokenizer, kind, "content"), batched=True, batch_size=2, remove_columns=["text"])]
+    return {"kept": sum(length > 0 for length in lengths), "empty": lengths.count(EMPTY), "broken": lengths.count(BROKEN)}
+
+
+def test_the_column_may_appear_after_many_broken_rows(tmp_path, tokenizer):
+    (tmp_path / "text.jsonl").write_text("{broken\n" * 300 + '{"content": "a river"}\n')
+    assert prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer)["kept"] == 1
+
+
 def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("a river\ngreen stone\n")
     Dataset.from_dict({"body": ["winter"], "n": [1]}).to_parquet(str(tmp_path / "b.parquet"))
@@ -69,6 +101,36 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     assert read(str(tmp_path / "b.parquet"), "body") == ["winter"]
     assert read(str(tmp_path / "saved"), "body") == ["north"]
     assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'saved'}", "body") == ["winter", "north"]
+    large = Dataset.from_dict({"body": ["south"]}, features=Features({"body": Value("large_string")}))
+    large.to_parquet(str(tmp_path / "l.parquet"))
+    assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'l.parquet'}", "body") == ["winter", "south"], "both kinds of strings must mix"
+    streamed = load_rows(str(tmp_path / "saved"), text_column="body", streaming=True)[0]
+    assert [row["text"] for row in streamed] == ["north"], "a saved set can be streamed too"
+
+
+def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
+    from neobert.training import pretraining_data
+
+    asked = []
+
+    def loaded(name, config, **more):
+        asked.append((name, config, more["revision"], more["split"]))
+        return Dataset.from_dict({"content": ["a river"]})
+
+    monkeypatch.setattr(pretraining_data, "load_dataset", loaded)
+    rows, _ = load_rows("me/one:big@v2, me/two@refs/convert/parquet, me/three", config="small")
+    assert asked == [
+        ("me/one", "big", "v2", "train"),
+        ("me/two", "small", "refs/convert/parquet", "train"),
+        ("me/three", "small", None, "train"),
+    ]
+    assert len(rows) == 3
+    monkeypatch.setattr(pretraining_data, "load_dataset", lambda *a, **k: 1 / 0)
+    with pytest.raises(UserError, match="dataset me/one cannot be read from the Hub .division by zero."):
+        load_rows("me/one")
+    monkeypatch.undo()
+    (tmp_path / "a:b@c.txt").write_text("a river\n")
+    assert list(load_rows(str(tmp_path / "a:b@c.txt"))[0]["text"]) == ["a river"], "a file that is there is taken by its whole name"
 
 
 def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
@@ -76,12 +138,20 @@ def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
     Dataset.from_dict({"body": ["winter"]}).to_parquet(str(tmp_path / "b.parquet"))
     (tmp_path / "c.csv").write_text("x")
     (tmp_path / "d.txt").write_text("\n\n")
+    (tmp_path / "e.txt").write_text("")
+    (tmp_path / "f.parquet").write_bytes(b"PAR1 and nothing else")
+    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b'{"content": "a river"}\n' * 999)[:-9])
+    Dataset.from_dict({"content": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
     for dataset, words in (
         (tmp_path / "a.jsonl", "no column 'content', only body"),
         (tmp_path / "b.parquet", "no column 'content', only body"),
         (tmp_path / "c.csv", "found .csv"),
         (tmp_path / "no" / "such.jsonl", "found nothing"),
         (tmp_path / "d.txt", "none of its 2 rows has text"),
+        (tmp_path / "e.txt", "it has no rows"),
+        (tmp_path / "f.parquet", "cannot be read .*arquet"),
+        (tmp_path / "g.jsonl.gz", "cannot be read .*ended before"),
+        (tmp_path / "h.parquet", "holds int64, not text"),
     ):
         with pytest.raises(UserError, match=words) as error:
             prepare(str(dataset), tmp_path / f"out-{dataset.name}", tokenizer)
@@ -111,8 +181,12 @@ def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkey
     monkeypatch.setattr(pretraining_data, "_prepare_shard", real)
     kept = {shard: shard.stat().st_mtime_ns for shard in (tmp_path / "two").glob("shard-*")}
     assert len(kept) == 2, "two shards were finished before the interruption"
+    (tmp_path / "two" / ".shard-00002-of-00004.123").mkdir()
+    (tmp_path / "two" / ".shard-00002-of-00004.map").mkdir()
     again = prepare(str(source), tmp_path / "two", tokenizer, shards=4, workers=2)
     assert all(shard.stat().st_mtime_ns == time for shard, time in kept.items()), "finished shards must not be made again"
+    left = [path.name for path in (tmp_path / "two").iterdir() if path.name.startswith(".")]
+    assert not left, f"nothing of the killed run may stay: {left}"
     names = ("rows", "kept", "tokens")
     assert [again[name] for name in names] == [whole[name] for name in names]
     first, second = (load_prepared(tmp_path / name, tokenizer)[0]["input_ids"] for name in ("one", "two"))

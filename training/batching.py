@@ -192,19 +192,21 @@ class MicroBatches(torch.utils.data.Dataset):
                 plan = _Stream(lengths, max_length, self.rows, key)
             self.parts.append(part)
             self.plans.append(plan)
-        choices = np.random.default_rng([seed, 20, 40, 40]).random(count)
-        self.source = np.searchsorted(np.cumsum(list(mixture.values()))[:-1], choices, side="right")
-        self.rank = np.zeros(count, dtype=np.int64)  # how many batches of the same source came before
-        for number in range(len(mixture)):
-            mine = self.source == number
-            self.rank[mine] = np.arange(mine.sum())
+        # The part of each batch, and how many batches of that part came before; of a single part there is nothing to keep.
+        self.source = self.rank = None
+        if len(mixture) > 1:
+            choices = np.random.default_rng([seed, 20, 40, 40]).random(count)
+            self.source = np.searchsorted(np.cumsum(list(mixture.values()))[:-1], choices, side="right").astype(np.uint8)
+            self.rank = np.zeros(count, dtype=np.int64)
+            for number in range(len(mixture)):
+                mine = self.source == number
+                self.rank[mine] = np.arange(mine.sum())
 
     @classmethod
     def one_pass(cls, windows, masking, **settings):
         """Every text once (without boundaries: every whole row), for evaluation."""
         batches = cls(windows, masking, count=1, **settings)
         batches.count = batches.plans[0].plan(0)[-1]
-        batches.source, batches.rank = np.zeros(batches.count, dtype=np.int64), np.arange(batches.count)
         return batches
 
     def __len__(self):
@@ -213,13 +215,14 @@ class MicroBatches(torch.utils.data.Dataset):
     def __getitem__(self, i):
         if not 0 <= i < self.count:
             raise IndexError(i)
-        part, plan = self.parts[self.source[i]], self.plans[self.source[i]]
+        source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
+        part, plan = self.parts[source], self.plans[source]
         if self.layout == "packed_without_boundaries":
-            chosen, skip = plan.batch(int(self.rank[i]))
+            chosen, skip = plan.batch(rank)
             flat = np.concatenate(self.windows.read(part[chosen]))[skip : skip + self.rows * self.max_length]
             batch = {"input_ids": torch.from_numpy(flat[: len(flat) // self.max_length * self.max_length]).view(-1, self.max_length)}
         else:
-            texts = self.windows.read(part[plan.batch(int(self.rank[i]))])
+            texts = self.windows.read(part[plan.batch(rank)])
             batch = pack(texts) if self.layout == "packed" else pad(texts, self.pad_token_id)
         batch["input_ids"], batch["labels"] = self.masking(batch["input_ids"], generator_for(self.seed, int(i)))
         return batch

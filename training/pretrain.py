@@ -19,6 +19,7 @@ require("train", "accelerate", "datasets")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoTokenizer, TrainingArguments, set_seed  # noqa: E402
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
@@ -28,7 +29,7 @@ from ..recipe import UserError, read_recipe  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
-from .pretraining_data import describe, is_local, load_prepared, load_rows, local_files, prepare  # noqa: E402
+from .pretraining_data import describe, is_local, load_prepared, load_rows, local_files, prepare, source_digest  # noqa: E402
 from .streaming import StreamedBatches  # noqa: E402
 
 
@@ -41,6 +42,35 @@ _FREE_KEYS = {
     "keep_every", "report_to", "run_name", "disable_tqdm", "peak_tflops", "dataloader_num_workers", "raw_checkpoint", "gradient_checkpointing",
     "tokenizer", "dataset", "heldout", "init_from",
 }  # fmt: skip
+
+
+# Arguments of TrainingArguments that this trainer decides otherwise: setting one would change nothing, or break continuing.
+_NOT_OURS = {
+    "num_train_epochs": "give max_steps",
+    "lr_scheduler_type": "give schedule",
+    "lr_scheduler_kwargs": "give decay_share and lr_floor",
+    "warmup_ratio": "give warmup_steps",
+    "optim": "give optimizer",
+    "optim_args": "give adam_beta1, adam_beta2 and adam_epsilon",
+    "per_device_eval_batch_size": "held-out text is batched like the training text",
+    "auto_find_batch_size": "give tokens_per_batch or texts_per_batch",
+    "save_total_limit": "give keep_last and keep_every",
+    "save_only_model": "a checkpoint must hold all that continuing needs",
+    "load_best_model_at_end": "the final weights are kept",
+    "resume_from_checkpoint": "the same command continues by itself",
+    "ignore_data_skip": "a continued run goes on where its data stood",
+    "group_by_length": "packed batches waste nothing on short texts",
+    "train_sampling_strategy": "the order of the texts follows from seed",
+    "label_smoothing_factor": "the loss is the cross-entropy of the masked tokens",
+}
+# Names that NeoBERTConfig also understands, and the fields that they set.
+_ALIASES = {
+    "dropout": ("attention_dropout", "hidden_dropout"),
+    "dropout_prob": ("attention_dropout", "hidden_dropout"),
+    "rope": ("position_embedding_type",),
+    "rms_norm": ("norm_type",),
+    "max_length": ("max_position_embeddings",),
+}
 
 
 @dataclass
@@ -71,14 +101,19 @@ class DataArguments:
     """What it is trained on, in which batches."""
 
     dataset: str = field(
-        default="tiiuae/falcon-refinedweb", metadata={"help": "Hub name; or files, a folder or a pattern: txt, jsonl, parquet, a saved set"}
+        default="tiiuae/falcon-refinedweb",
+        metadata={
+            "help": "Hub name (name:subset@revision); or files, a folder or a pattern: txt, jsonl, parquet, a saved set; several with commas"
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "subset of a Hub data set"})
     split: str = field(default="train", metadata={"help": "split of a Hub or saved data set"})
     text_column: str = field(default="content", metadata={"help": "column with the text"})
     streaming: bool | None = field(
         default=None,
-        metadata={"help": "read and tokenise while training; default: yes for a Hub name without a prepared set, no for files"},
+        metadata={
+            "help": "read and tokenise while training; default: yes for one Hub name without a prepared set, no for files and several names"
+        },
     )
     prepared_dir: str | None = field(default=None, metadata={"help": "where the tokenised set is kept; default OUTPUT_DIR/prepared"})
     prepare: bool = field(default=False, metadata={"help": "tokenise the data and stop"})
@@ -103,6 +138,8 @@ class DataArguments:
             except ValueError as error:
                 raise UserError(f"mixture is not valid JSON: {error}") from error
         check_batch(self.layout, self.tokens_per_batch, self.texts_per_batch, self.max_length, self.mixture)
+        if self.workers < 1:
+            raise UserError(f"workers must be at least 1, but {self.workers} was given")
 
 
 @dataclass
@@ -146,6 +183,21 @@ class PretrainingArguments(TrainingArguments):
             )
         if self.raw_checkpoint not in (None, "float32", "bfloat16", "float16"):
             raise UserError(f"raw_checkpoint must be float32, bfloat16 or float16, but {self.raw_checkpoint!r} was given")
+        defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
+        for name, instead in _NOT_OURS.items():
+            value = getattr(self, name, None)
+            if name in defaults and getattr(value, "value", value) != getattr(defaults[name], "value", defaults[name]):
+                raise UserError(f"{name} does not apply here, but {value!r} was given; {instead}")
+        for name in ("logging_steps", "save_steps"):
+            value = getattr(self, name)
+            if value < 1 or value != int(value):
+                raise UserError(f"{name} must be a whole number of steps, but {value:g} was given")
+        if self.keep_every % self.save_steps:
+            raise UserError(
+                f"keep_every {self.keep_every} must be a multiple of save_steps {self.save_steps:g}; no checkpoint would be kept"
+            )
+        if self.gradient_accumulation_steps < 1:
+            raise UserError(f"gradient_accumulation_steps must be at least 1, but {self.gradient_accumulation_steps} was given")
         if self.save_steps % self.logging_steps:
             raise UserError(
                 f"save_steps {self.save_steps:g} must be a multiple of logging_steps {self.logging_steps:g}, so that logs continue whole"
@@ -156,6 +208,10 @@ class PretrainingArguments(TrainingArguments):
             raise UserError(f"warmup_steps must be a whole number of steps, but {self.warmup_steps} was given")
         self.warmup_steps = int(self.warmup_steps)
         for name in self.report_to.split(",") if isinstance(self.report_to, str) else ():
+            if name not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
+                raise UserError(
+                    f"report_to must be tensorboard, wandb, trackio or none (or another tracker of transformers), but {name!r} was given"
+                )
             if name in ("tensorboard", "wandb", "trackio") and importlib.util.find_spec(name) is None:
                 raise UserError(f"report_to {name} needs the package {name}: pip install {name}, or give report_to: none")
         schedules.check_schedule(self.schedule, self.warmup_steps, self.max_steps, self.decay_share, self.lr_floor)
@@ -185,10 +241,7 @@ def make_model(arguments, tokenizer, seed):
     if arguments.init_from is None:
         given.setdefault("vocab_size", len(tokenizer))
         given.setdefault("pad_token_id", tokenizer.pad_token_id)
-        try:
-            config = NeoBERTConfig(**given)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        config = _checked_config(given)
         _check_vocabulary(config.vocab_size, tokenizer, "model_config")
         set_seed(seed)
         return NeoBERTForMaskedLM(config)
@@ -203,14 +256,39 @@ def make_model(arguments, tokenizer, seed):
     if model_type != "neobert":
         raise UserError(f"init_from {arguments.init_from} is a {model_type!r} model; a NeoBERT checkpoint is needed")
     config = NeoBERTConfig.from_pretrained(source)
+    _override(config, given, arguments.init_from)
+    _check_vocabulary(config.vocab_size, tokenizer, f"init_from {arguments.init_from}")
+    try:
+        model, info = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
+        raise UserError(f"init_from {arguments.init_from}: its weights cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(f"init_from {arguments.init_from} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint is needed")
+    return model
+
+
+def _checked_config(values):
+    try:
+        return NeoBERTConfig(**values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"model_config: {error}") from error
+
+
+def _override(config, given, source):
+    """Sets the fields of `config` that `given` names, under whichever name; UserError for one that the weights of `source` fix."""
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "hidden_act", "norm_type",
              "position_embedding_type", "tie_word_embeddings")  # fmt: skip
-    for name, value in given.items():
-        if name in shape and getattr(config, name) != value:
-            raise UserError(f"init_from {arguments.init_from} has {name}={getattr(config, name)!r}, but model_config asks for {value!r}")
-        setattr(config, name, value)
-    _check_vocabulary(config.vocab_size, tokenizer, f"init_from {arguments.init_from}")
-    return NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32)
+    named = {target for name in given for target in _ALIASES.get(name, (name,))}
+    kept = {name: getattr(config, name) for name in (*shape, "max_position_embeddings") if name not in named}
+    wanted = _checked_config({**kept, **given})
+    # RoPE first: YaRN takes the length that the weights were trained at from the configuration as it is.
+    for name in sorted(given, key=lambda name: not name.startswith("rope_")):
+        for target in _ALIASES.get(name, (name,)):
+            value = given[name] if target.startswith("rope_") else getattr(wanted, target, given[name])
+            if target in shape and getattr(config, target) != value:
+                raise UserError(f"init_from {source} has {target}={getattr(config, target)!r}, but model_config asks for {value!r}")
+            setattr(config, target, value)
 
 
 def _check_vocabulary(rows, tokenizer, where):
@@ -227,6 +305,7 @@ def _weights_source(init_from):
     checkpoint = pretrain_trainer.last_whole_checkpoint(folder)
     if checkpoint is None:
         raise UserError(f"init_from {init_from} has neither a model (config.json) nor a whole checkpoint")
+    logger.warning("init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name)
     return str(checkpoint)
 
 
@@ -275,10 +354,10 @@ def _ends(tokenizer):
 
 
 def _streams(data, prepared):
-    """Whether the training data is read while training."""
+    """Whether the training data is read while training. Several sources are prepared, so that their texts are shuffled together."""
     if data.streaming is not None:
         return data.streaming
-    return not is_local(data.dataset) and not (prepared / "prepared.json").is_file()
+    return not is_local(data.dataset) and "," not in data.dataset and not (prepared / "prepared.json").is_file()
 
 
 def make_stream(data, tokenizer, masking, seed, training):
@@ -319,6 +398,15 @@ def _recipe_values(*parts):
     return json.loads(json.dumps(values))
 
 
+def _check_own(output_dir):
+    """Checkpoints in `output_dir` must be this program's: half-written ones are deleted."""
+    others = sorted(folder.name for folder in output_dir.glob("checkpoint-*"))
+    if others and not (output_dir / "recipe.json").is_file():
+        raise UserError(
+            f"output_dir {output_dir} holds {others[0]}, but no run of neobert pretrain (recipe.json); choose another output_dir"
+        )
+
+
 def _check_continues(output_dir, values, world_size):
     """The run in `output_dir` must have been started with the same numbers."""
     path = Path(output_dir) / "recipe.json"
@@ -342,11 +430,17 @@ def run(model_arguments, data, training):
             if dataset is not None:
                 prepared_tokens(data, dataset, prepared_dir / name, tokenizer, training)
         return {}
+    if data.heldout is None and str(getattr(training.eval_strategy, "value", training.eval_strategy)) != "no":
+        raise UserError(
+            f"eval_strategy {getattr(training.eval_strategy, 'value', training.eval_strategy)} needs held-out text: give heldout"
+        )
+    _check_own(output_dir)
     model = make_model(model_arguments, tokenizer, training.seed)
     limit = model.config.max_position_embeddings
     if data.max_length > limit:
         raise UserError(f"max_length {data.max_length} is more than the model's max_position_embeddings {limit}")
     values = _recipe_values(model_arguments, data, training)
+    values["data"] = source_digest(data.dataset, data.dataset_config, data.split, data.text_column, tokenizer)
     checkpoint = pretrain_trainer.last_whole_checkpoint(output_dir)
     if checkpoint is not None:
         _check_continues(output_dir, values, training.world_size)

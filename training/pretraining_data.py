@@ -5,6 +5,7 @@ two special tokens) and `prepared.json` (source, tokenizer, counts), written las
 the missing shards.
 """
 
+import codecs
 import hashlib
 import json
 import os
@@ -22,12 +23,15 @@ from ..recipe import UserError
 
 # What a row became: a token count, or one of these.
 EMPTY, BROKEN = 0, -1
+# Bytes that are no UTF-8 become this code point, which no text may hold, so that their row alone is broken and not its file.
+_UNDECODABLE = "\ufdd0"
+codecs.register_error("neobert.undecodable", lambda error: (_UNDECODABLE, error.end))
 _TEXT_ENDINGS = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
 def is_local(dataset):
     """Whether every source is local."""
-    return all(local_files(name) is not None for name, _ in _sources(dataset, None))
+    return all(local_files(name) is not None for name, *_ in _sources(dataset, None))
 
 
 def local_files(dataset):
@@ -60,72 +64,106 @@ def _ending(path):
 
 
 def _sources(dataset, config):
-    """[(name, subset)] of "name:subset, other name"; a plain name takes `config`."""
+    """[(name, subset, revision)] of "name:subset@revision, other name"; a plain name takes `config`."""
     names = [name.strip() for name in dataset.split(",") if name.strip()]
     if not names:
         raise UserError("dataset is empty; give a Hub name or a path")
-    return [tuple(name.split(":", 1)) if ":" in name else (name, config) for name in names]
+    found = []
+    for name in names:
+        subset, revision = config, None
+        if not Path(name).exists():
+            name, _, revision = name.partition("@")
+            name, _, own = name.partition(":")
+            subset = own or config
+        found.append((name, subset, revision or None))
+    return found
 
 
 def load_rows(dataset, config=None, split="train", text_column="content", streaming=False):
-    """Rows of one or several sources ("name:subset, other name"), one after another, with one text column named "text".
+    """Rows of one or several sources ("name:subset@revision, other name"), one after another, with one text column named "text".
 
     Returns:
         a `datasets.Dataset` or, when streaming, `IterableDataset`, and the kind of the sources (jsonl: the text is undecoded lines).
     Raises:
-        UserError: a source, its split or its column is not there, or jsonl is mixed with other kinds.
+        UserError: a source, its split or its column is not there or holds no text, a file cannot be read, or jsonl is mixed with other kinds.
     """
-    parts = [_load_source(name, subset, split, text_column, streaming) for name, subset in _sources(dataset, config)]
+    parts = [_load_source(*source, split, text_column, streaming) for source in _sources(dataset, config)]
     kinds = {kind for _, kind in parts}
     if len(kinds) > 1 and "jsonl" in kinds:
         raise UserError(f"dataset {dataset}: jsonl files cannot be mixed with other kinds of source")
     return (parts[0][0] if len(parts) == 1 else concatenate_datasets([rows for rows, _ in parts])), kinds.pop()
 
 
-def _load_source(dataset, config=None, split="train", text_column="content", streaming=False):
+def _load_source(dataset, config=None, revision=None, split="train", text_column="content", streaming=False):
     local = local_files(dataset)
     kind = local[0] if local else "hub"
+    try:
+        rows = _open_source(dataset, config, revision, split, streaming, kind, local)
+        column = "text" if kind in ("text", "jsonl") else text_column
+        names = rows.column_names
+        if names is None:
+            names = list(next(iter(rows), {}))
+        if column not in names:
+            found = f"only {', '.join(names)}" if names else "nor any row"
+            raise UserError(f"dataset {dataset} has no column {column!r}, {found}; name the text column with text_column")
+        rows = _as_strings(rows.select_columns([column]), column, dataset)
+        if kind == "jsonl":
+            _check_json_column(dataset, rows, text_column)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow's, gzip's, datasets' own, OSError, ... for one cause: the source cannot be read
+        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        reason = "it has no rows" if "corresponds to no data" in reason else reason
+        place = "from the Hub " if kind == "hub" else ""
+        raise UserError(f"dataset {dataset} cannot be read {place}({reason or type(error).__name__})") from error
+    return (rows if column == "text" else rows.rename_column(column, "text")), kind
+
+
+def _open_source(dataset, config, revision, split, streaming, kind, local):
+    """Rows of one source with all of its columns."""
+    if kind == "hub":
+        return load_dataset(dataset, config, split=split, revision=revision, streaming=streaming)
+    if kind == "prepared":
+        raise UserError(f"dataset {dataset} is a prepared set; give it alone, and not streaming")
     if kind == "saved":
         rows = load_from_disk(str(local[1][0]))
         if isinstance(rows, dict):
             if split not in rows:
                 raise UserError(f"dataset {dataset} has no split {split!r}, only {', '.join(rows)}")
             rows = rows[split]
-    elif kind == "hub":
-        try:
-            rows = load_dataset(dataset, config, split=split, streaming=streaming)
-        except (ValueError, OSError) as error:
-            raise UserError(f"dataset {dataset} cannot be read from the Hub ({' '.join(str(error).split())[:200]})") from error
-    else:
-        builder = "text" if kind == "jsonl" else kind
-        files = [str(file) for file in local[1]]
-        rows = load_dataset(builder, data_files={"train": files}, split="train", streaming=streaming)
-    column = "text" if kind in ("text", "jsonl") else text_column
-    names = rows.column_names
-    if names is None:
-        names = list(next(iter(rows)))
-    if column not in names:
-        raise UserError(f"dataset {dataset} has no column {column!r}, only {', '.join(names)}; name the text column with text_column")
-    rows = rows.select_columns([column])
-    if kind == "jsonl":
-        _check_json_column(dataset, rows, text_column)
-    return (rows if column == "text" else rows.rename_column(column, "text")), kind
+        return rows.to_iterable_dataset() if streaming else rows
+    files = {"train": [str(file) for file in local[1]]}
+    if kind == "parquet":
+        # Without a size, the first row group's is taken, which may be 0.
+        return load_dataset("parquet", data_files=files, split="train", streaming=streaming, batch_size=1000)
+    lines = {"encoding": "utf-8-sig", "encoding_errors": "neobert.undecodable", "features": Features({"text": Value("string")})}
+    return load_dataset("text", data_files=files, split="train", streaming=streaming, **lines)
+
+
+def _as_strings(rows, column, dataset):
+    """The column as one type, so that sources can be joined; UserError where it holds something else than text."""
+    feature = rows.features[column] if rows.features is not None else Value("string")
+    name = getattr(feature, "dtype", type(feature).__name__)
+    if name not in ("string", "large_string", "string_view"):
+        raise UserError(f"dataset {dataset}: column {column!r} holds {name}, not text; name the text column with text_column")
+    return rows if name == "string" else rows.cast_column(column, Value("string"))
 
 
 def _check_json_column(dataset, rows, column):
-    """The column must be in one of the first 100 rows that can be decoded."""
-    seen = set()
-    for i, row in enumerate(rows):
-        if i == 100:
+    """The column must be in one of the first 100 objects."""
+    seen, objects = set(), 0
+    for row in rows:
+        if objects == 100:
             break
         try:
             record = json.loads(row["text"])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             if column in record:
                 return
             seen.update(record)
+            objects += 1
     found = f"only {', '.join(sorted(seen))}" if seen else "nor any row of JSON"
     raise UserError(f"dataset {dataset} has no column {column!r}, {found}; name the text column with text_column")
 
@@ -146,9 +184,15 @@ class Tokenise:
                 return ""
             try:
                 value = json.loads(value)[self.json_column]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return None
-        return value if isinstance(value, str) else None
+        if not isinstance(value, str) or _UNDECODABLE in value:
+            return None
+        try:
+            value.encode()  # half of a surrogate pair, which JSON can name, is no text
+        except UnicodeEncodeError:
+            return None
+        return value
 
     def __call__(self, batch):
         texts = [self.text(value) for value in batch["text"]]
@@ -172,17 +216,26 @@ def tokenizer_fingerprint(tokenizer):
 
 
 def _source_key(dataset, config, split, text_column, tokenizer):
-    found = [(name, local_files(name)) for name, _ in _sources(dataset, config)]
+    sources = _sources(dataset, config)
+    found = [(name, local_files(name)) for name, *_ in sources]
     files = [[file.name, file.stat().st_size] for _, local in found if local for file in local[1] if file.is_file()]
+    revisions = [revision for *_, revision in sources]
     return {
         "dataset": ", ".join(Path(name).name if local else name for name, local in found),
         "files": files or None,
         "config": config,
+        "revisions": revisions if any(revisions) else None,
         "split": split,
         "text_column": text_column,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "vocab_size": len(tokenizer),
     }
+
+
+def source_digest(dataset, config, split, text_column, tokenizer):
+    """One line that tells sources apart: names without folders, and a hash of files and sizes, subset, split, column and tokenizer."""
+    key = _source_key(dataset, config, split, text_column, tokenizer)
+    return f"{key['dataset']} ({hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]})"
 
 
 def prepare(dataset, out, tokenizer, config=None, split="train", text_column="content", workers=1, shards=None):
@@ -196,6 +249,8 @@ def prepare(dataset, out, tokenizer, config=None, split="train", text_column="co
     Raises:
         UserError: `out` holds another source's set, or no row has text.
     """
+    if workers < 1:
+        raise UserError(f"workers must be at least 1, but {workers} was given")
     out = Path(out)
     key = _source_key(dataset, config, split, text_column, tokenizer)
     begun = out / "source.json"
@@ -232,8 +287,12 @@ def _prepare_shard(rows, number, shards, out, tokenise, features, workers):
     folder = out / f"shard-{number:05d}-of-{shards:05d}"
     if folder.is_dir():
         return json.loads((folder / "counts.json").read_text())
+    for left in out.glob(f".{folder.name}.*"):  # of a run that was killed here
+        shutil.rmtree(left, ignore_errors=True)
     shard = rows.shard(num_shards=shards, index=number, contiguous=True)
     workers = min(workers, len(shard))
+    scratch = out / f".{folder.name}.map"  # the library's cache of the result, which the saved shard replaces
+    scratch.mkdir()
     tokens = shard.map(
         tokenise,
         batched=True,
@@ -242,6 +301,7 @@ def _prepare_shard(rows, number, shards, out, tokenise, features, workers):
         features=features,
         desc="rows",
         load_from_cache_file=False,
+        cache_file_name=str(scratch / "rows.arrow"),
     )
     lengths = np.asarray(tokens.with_format("numpy")["length"])
     counts = {
@@ -259,6 +319,8 @@ def _prepare_shard(rows, number, shards, out, tokenise, features, workers):
     finally:
         enable_progress_bar()
     write_json(temporary / "counts.json", counts)
+    del tokens
+    shutil.rmtree(scratch, ignore_errors=True)
     os.replace(temporary, folder)
     return counts
 
