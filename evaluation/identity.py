@@ -23,8 +23,13 @@ def weights_digest(model):
         found = cached_file(str(model), "config.json", _raise_exceptions_for_missing_entries=False)
         parts = Path(found).parts if found else ()
         return parts[parts.index("snapshots") + 1][:12] if "snapshots" in parts else "unknown"
+    return files_digest({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+
+
+def files_digest(paths):
+    """Twelve hex digits of the SHA-256 over the content of files, in the order of their names."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)}):
+    for path in sorted(paths):
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)

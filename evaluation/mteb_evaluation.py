@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  (a missing extra is named before the imports that need it)
 
+import functools
 import hashlib
 import json
 import re
@@ -192,14 +193,29 @@ def table4(runs):
     """Markdown table in the layout of Table 4: published rows, then `runs` of the whole benchmark.
 
     Args:
-        runs: {name: result dict}, results as `evaluate` returns them.
+        runs: {name: result dict}, results as `evaluate` returns them; tasks beyond the 56 do not count.
     """
     header = ["model", "source", *MTEB_TYPES.values(), "avg (56)"]
     rows = [[name, "published", *(_cell(value) for value in values)] for name, values in MTEB.items()]
     for name, run in runs.items():
-        means = run["averages"]
-        rows.append([name, "measured", *(_cell(means.get(kind)) for kind in MTEB_TYPES), _cell(means["all"])])
+        rows.append([name, "measured", *_means(run, _paper_tasks())])
     return markdown_table(header, rows) + "\n" + MTEB_NOTE + "\n"
+
+
+def table4_of_other_tasks(runs):
+    """The same layout for `runs` of other tasks: the source of a row says how many, and the note that they are not those of the paper."""
+    header = ["model", "source", *MTEB_TYPES.values(), "avg"]
+    rows = [[name, "published, 56 tasks", *(_cell(value) for value in values)] for name, values in MTEB.items()]
+    for name, run in runs.items():
+        count = len(run["scores"])
+        rows.append([name, f"measured, {count} other task{'s' if count > 1 else ''}", *_means(run, run["scores"])])
+    note = "Rows of other tasks share the layout alone: their scores are not those of MTEB(eng, v1), and not to be compared with published rows."
+    return markdown_table(header, rows) + f"\n{note} {MTEB_NOTE}\n"
+
+
+def _means(run, tasks):
+    means = averages({task: score for task, score in run["scores"].items() if task in tasks}, run["types"])
+    return [*(_cell(means.get(kind)) for kind in MTEB_TYPES), _cell(means["all"])]
 
 
 def task_table(runs):
@@ -216,9 +232,14 @@ def task_table(runs):
     return markdown_table(["task", "type", *runs], rows)
 
 
+@functools.cache
+def _paper_tasks():
+    return frozenset(task.metadata.name for task in mteb.get_benchmark(PAPER_BENCHMARK).tasks)
+
+
 def is_paper_benchmark(run):
     """Whether a result covers the 56 tasks of the paper's benchmark."""
-    return {task.metadata.name for task in mteb.get_benchmark(PAPER_BENCHMARK).tasks} == set(run["scores"])
+    return _paper_tasks() <= set(run["scores"])
 
 
 def write_tables(folder):
@@ -234,8 +255,38 @@ def write_tables(folder):
     if whole:
         parts += ["# MTEB(eng, v1), the layout of Table 4", table4(whole), task_table(whole)]
     if rest:
-        parts += ["# Tasks", "Main score of each task in percent (its own metric).\n\n" + task_table(rest)]
+        parts += ["# Other tasks, in the layout of Table 4", table4_of_other_tasks(rest)]
+        parts += ["## Each task", "Main score of each task in percent (its own metric).\n\n" + task_table(rest)]
     write_text(Path(folder) / "table.md", "\n\n".join(parts))
+
+
+def _earlier(folder, name, revision):
+    """The result that `folder` holds under this name, {} where there is none.
+
+    Raises:
+        UserError: it belongs to other weights or settings.
+    """
+    try:
+        run = json.loads((folder / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    if run.get("fingerprint") != revision:
+        raise UserError(
+            f"{folder / name}.json holds the scores of other weights or settings ({run.get('model')}); give this model another --name, "
+            "or choose another --output"
+        )
+    return run
+
+
+def _remove_broken_results(cache, model):
+    """Deletes what a killed run left half-written in MTEB's cache, which its reader would stop at."""
+    meta = model.mteb_model_meta
+    folder = cache.get_task_result_path(task_name="x", model_name=meta, model_revision=meta.revision).parent
+    for path in folder.glob("*.json"):
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            path.unlink()
 
 
 def evaluate(encoder, arguments, show_progress_bar=True):
@@ -245,7 +296,8 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         encoder: `PackedEncoder`.
         arguments: `MtebArguments`.
     Returns:
-        dict with scores in percent, types, averages, errors, and the environment; also written to `output`/<name>.json.
+        dict with scores in percent, types, averages, errors, and the environment; also written to `output`/<name>.json, beside the scores
+        of other tasks that it holds already.
     """
     tasks = choose_tasks(arguments.tasks)
     instructions = read_instructions(arguments.instructions, tasks)
@@ -253,10 +305,13 @@ def evaluate(encoder, arguments, show_progress_bar=True):
     if not re.fullmatch(r"[\w.+-]+", name):
         raise UserError(f"name may hold letters, digits and . _ + -, but {name!r} was given")
     folder = Path(arguments.output)
-    model = PackedModel(
-        encoder, f"neobert/{name}", fingerprint(encoder, arguments, instructions), instructions, arguments.instruction_template
-    )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output must be a folder, but {folder} is a file")
+    revision = fingerprint(encoder, arguments, instructions)
+    earlier = _earlier(folder, name, revision)
+    model = PackedModel(encoder, f"neobert/{name}", revision, instructions, arguments.instruction_template)
     cache = mteb.ResultCache(cache_path=folder / "cache")
+    _remove_broken_results(cache, model)
     results = mteb.evaluate(
         model,
         tasks,
@@ -266,14 +321,16 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         show_progress_bar=show_progress_bar,
         encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
     )
-    scores = {task.metadata.name: None for task in tasks}
-    metrics = {task.metadata.name: task.metadata.main_score for task in tasks}
+    scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
+    metrics = earlier.get("metrics", {}) | {task.metadata.name: task.metadata.main_score for task in tasks}
     for result in results.task_results:
         score = result.get_score()
         scores[result.task_name] = None if score is None or np.isnan(score) else round(100 * float(score), 4)
-    types = {task.metadata.name: task.metadata.type for task in tasks}
+    types = earlier.get("types", {}) | {task.metadata.name: task.metadata.type for task in tasks}
     report = {
         "name": name,
+        "model": str(arguments.model),
+        "fingerprint": revision,
         "scores": scores,
         "metrics": metrics,
         "types": types,

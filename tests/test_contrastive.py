@@ -286,6 +286,10 @@ def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_
     assert main(argv) == 0, "a finished run is left alone"
     with pytest.raises(UserError, match="learning_rate differ"):
         main([*argv, "--learning_rate", "1e-3"])
+    with open(pairs, "a") as file:
+        file.write(json.dumps({"anchor": "one more", "positive": "pair"}) + "\n")
+    with pytest.raises(UserError, match=r"other settings \(files differ\)"):
+        main(argv)
 
 
 def _without_package():

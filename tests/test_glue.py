@@ -431,7 +431,7 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         ({"preset": "best"}, "there is no preset 'best'; choose from neobert-4096, neobert-1024"),
         ({"epochs": 0}, "epochs must be above 0"),
         ({"heldout_fraction": 0.001}, "too few to hold 0.001 of them out; use --selection dev"),
-        ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer of this model; it has classifier, dense, qkv"),
+        ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer or embedding of this model; it has classifier, dense, encoder, qkv"),
         ({"classifier_pooling": "max"}, "classifier_pooling must be cls or mean, .* but 'max' was given"),
         ({"lora": True, "lora_rank": 0}, "the LoRA rank must be a whole number of at least 1, but 0 was given"),
         ({"metric": "bleu"}, "there is no metric 'bleu'; choose from accuracy"),

@@ -196,6 +196,25 @@ def test_an_evaluation_its_files_and_a_second_run_that_encodes_nothing(model_fol
     assert evaluate(encoder, given, show_progress_bar=False)["scores"] == report["scores"]
 
 
+def test_a_name_belongs_to_one_model_and_keeps_its_tasks(model_folder, tiny_tasks, tokenizer_dir, tmp_path, monkeypatch):
+    out, encoder = tmp_path / "out", PackedEncoder(model_folder, device="cpu")
+    first = evaluate(encoder, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)
+    both = evaluate(encoder, arguments(model_folder, out, ["TinyClassification"]), show_progress_bar=False)
+    assert both["scores"]["TinySTS"] == first["scores"]["TinySTS"] and len(both["scores"]) == 2, "a second run dropped the first one's task"
+    table = (out / "table.md").read_text()
+    assert "| tiny | measured, 2 other tasks |" in table and "| BERT base | published, 56 tasks |" in table
+    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), device="cpu")
+    with pytest.raises(UserError, match="tiny.json holds the scores of other weights or settings .* another --name"):
+        evaluate(other, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)
+    # kill -9 while MTEB writes a result
+    path = next((out / "cache").rglob("TinySTS.json"))
+    path.write_text(path.read_text()[:40])
+    assert evaluate(encoder, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)["scores"] == both["scores"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output must be a folder"):
+        evaluate(encoder, arguments(model_folder, tmp_path / "file", ["TinySTS"]), show_progress_bar=False)
+
+
 def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tiny_tasks, tmp_path, monkeypatch):
     names = ["--tasks", "TinySTS", "BrokenRetrieval", "TinyRetrieval"]
     command = ["--model", model_folder, "--output", str(tmp_path), "--name", "tiny", *names]

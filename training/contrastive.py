@@ -25,6 +25,7 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from transformers import set_seed
 
+from ..evaluation.identity import files_digest, weights_digest
 from ..evaluation.packed_encoder import load_sentence_transformer
 from ..evaluation.results import environment, write_json
 from ..recipe import UserError, read_recipe
@@ -223,6 +224,7 @@ def _loading(arguments):
 
 
 def _recipe(arguments, training):
+    """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
     trained = (
         "max_steps",
         "num_train_epochs",
@@ -234,6 +236,9 @@ def _recipe(arguments, training):
     trained += ("lr_scheduler_type", "warmup_steps", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "bf16", "fp16")
     recipe = {name: value for name, value in asdict(arguments).items() if name != "overwrite"}
     recipe.update({name: getattr(training, name) for name in trained})
+    recipe["weights"] = weights_digest(arguments.model)
+    files = [source.path for source in arguments.sources() if source.is_local and Path(source.path).is_file()]
+    recipe["files"] = {path: files_digest([path]) for path in files}
     recipe["lr_scheduler_type"] = str(getattr(recipe["lr_scheduler_type"], "value", recipe["lr_scheduler_type"]))
     return json.loads(json.dumps(recipe))
 

@@ -67,13 +67,13 @@ def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type
 
 
 def _check_targets(model, targets):
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    known = sorted({name.rpartition(".")[2] for name in linear})
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    known = sorted({name.rpartition(".")[2] for name in layers})
     if not targets:
         raise UserError(f"no LoRA target was given; this model has {', '.join(known)}")
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            raise UserError(f"LoRA target {target!r} is no linear layer of this model; it has {', '.join(known)}")
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            raise UserError(f"LoRA target {target!r} is no linear layer or embedding of this model; it has {', '.join(known)}")
 
 
 def trainable_parameters(model):
