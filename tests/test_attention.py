@@ -341,7 +341,7 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
         [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
     )
     kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs()}
-    repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(), **kwargs)
+    repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(12), **kwargs)
     assert_same(repadded[0], expected, 1e-5, "re-padded attention")
 
 

@@ -239,7 +239,7 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
     results = []
     for attention, mask in (
         (modeling._TextByText(modeling.eager_attention), layout),
-        (modeling._Repadded(modeling.eager_attention), layout.padding()),
+        (modeling._Repadded(modeling.eager_attention), layout.padding(sum(lengths))),
     ):
         output = attention(module, *inputs, mask, scaling=0.3)[0]
         results.append((output, torch.autograd.grad((output * weights).sum(), inputs)))
