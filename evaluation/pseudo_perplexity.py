@@ -13,6 +13,7 @@ OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same 
 import csv
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -72,6 +73,9 @@ class PseudoPerplexityRecipe:
     positions: str = field(default="64", metadata={"help": "sampled positions a text, or exact for all of them"})
     seed: int = 0
     yarn: str = field(default="off", metadata={"help": "comma-separated: off, or the factor by which YaRN extends the context (off,2)"})
+    yarn_from: int | None = field(
+        default=None, metadata={"help": "length that YaRN extends from; default: the model's max_position_embeddings"}
+    )
     batch_tokens: int = field(default=16384, metadata={"help": "tokens a forward: masked copies of a text go through together"})
     dtype: str = "float32"
     device: str | None = field(default=None, metadata={"help": "default: cuda if there is one, else cpu"})
@@ -89,8 +93,8 @@ class PseudoPerplexityRecipe:
             raise UserError(f"bucketing must be cut or own, but {self.bucketing!r} was given")
         if self.dtype not in _DTYPES:
             raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, but {self.dtype!r} was given")
-        for key in ("texts", "max_documents", "batch_tokens"):
-            if getattr(self, key) < 1:
+        for key in ("texts", "max_documents", "batch_tokens", "yarn_from"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise UserError(f"{key} must be at least 1, but {getattr(self, key)} was given")
         if not self.yarn_factors:
             raise UserError("yarn must be off, a factor, or several of them such as off,2")
@@ -188,64 +192,78 @@ def masked_cross_entropy(model, token_ids, positions, mask_token_id):
 
 
 def read_texts(recipe):
-    """Yields texts in the order of the data, at most `max_documents`.
+    """Yields texts in the order of the data, from at most `max_documents` rows; rows without text are counted, and named at the end.
 
     Raises:
-        UserError: no such file or data set, a column that is missing, a broken row.
+        UserError: no such file or data set, one that cannot be read, or no row with text in the column.
     """
+    texts, broken, columns = 0, 0, {}
+    for row in _rows(recipe):
+        value = row.get(recipe.column) if isinstance(row, dict) else None
+        if isinstance(value, str) and value.strip():
+            texts += 1
+            yield value
+            continue
+        broken += 1
+        columns.update(row if isinstance(row, dict) else {})
+    if not texts:
+        found = f"; it has {', '.join(map(str, columns))}" if columns else ""
+        raise UserError(f"{recipe.text} has no row with text in the column {recipe.column!r}{found}")
+    if broken:
+        logger.warning("%s: %d of %d rows are broken or empty and were skipped", recipe.text, broken, texts + broken)
+
+
+def _rows(recipe):
+    """At most `max_documents` rows: dicts, or None for one that is broken."""
     path = Path(recipe.text)
     if path.is_dir():
-        yield from ((p.read_text(encoding="utf-8", errors="replace")) for p in sorted(path.glob("*.txt"))[: recipe.max_documents])
-    elif path.is_file():
-        yield from _file_texts(path, recipe)
-    else:
-        yield from _hub_texts(recipe)
-
-
-def _file_texts(path, recipe):
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        table = pyarrow.parquet.read_table(path)
-        if recipe.column not in table.column_names:
-            raise UserError(f"{path} has no column {recipe.column!r}; it has {', '.join(table.column_names)}")
-        rows = [{recipe.column: value} for value in table[recipe.column].to_pylist()[: recipe.max_documents]]
+        rows = ({recipe.column: p.read_text(encoding="utf-8", errors="replace")} for p in sorted(path.glob("*.txt")))
+    elif not path.is_file():
+        rows = _hub_rows(recipe)
+    elif path.suffix == ".parquet":
+        rows = _parquet_rows(path)
     elif path.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(path.read_bytes().decode("utf-8").split("\n"), 1):
-            if line.strip() and len(rows) < recipe.max_documents:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise UserError(f"{path}, line {number} is not valid JSON: {error}") from error
+        rows = _json_rows(path)
     elif path.suffix == ".txt":
-        texts = path.read_bytes().decode("utf-8", errors="replace").split("\n\n")
-        rows = [{recipe.column: text} for text in texts if text.strip()][: recipe.max_documents]
+        rows = ({recipe.column: text} for text in path.read_bytes().decode("utf-8", errors="replace").split("\n\n") if text.strip())
     else:
         raise UserError(f"{path} is no .txt, .jsonl or .parquet file")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not isinstance(row.get(recipe.column), str):
-            raise UserError(f"{path}, row {number} has no text in the column {recipe.column!r}")
-        yield row[recipe.column]
+    return itertools.islice(rows, recipe.max_documents)
 
 
-def _hub_texts(recipe):
+def _json_rows(path):
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield None
+
+
+def _parquet_rows(path):
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+
+
+def _hub_rows(recipe):
     require("train", "datasets")
     from datasets import load_dataset
 
     try:
-        data = load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True)
-        rows = iter(data.take(recipe.max_documents))
+        rows = iter(load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True).take(recipe.max_documents))
         first = next(rows, None)
     except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{recipe.text!r} is no local file, and was not loaded from the Hub: {reason}") from error
-    if first is None:
-        return
-    if recipe.column not in first:
-        raise UserError(f"{recipe.text} has no column {recipe.column!r}; it has {', '.join(first)}")
-    yield first[recipe.column]
-    yield from (row[recipe.column] for row in rows)
+    if first is not None:
+        yield first
+        yield from rows
 
 
 @dataclass(frozen=True)
@@ -308,7 +326,7 @@ def load_model(recipe, factor):
     except (OSError, ValueError) as error:
         raise UserError(f"the model {recipe.model!r} was not loaded: {' '.join(str(error).split())[:200]}") from error
     if factor is not None:
-        _set_yarn(config, factor, recipe.model)
+        _set_yarn(config, factor, recipe)
     more = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     try:
         model, info = AutoModelForMaskedLM.from_pretrained(
@@ -334,19 +352,21 @@ def _rotary(config):
     return any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta"))
 
 
-def _set_yarn(config, factor, name):
+def _set_yarn(config, factor, recipe):
     """YaRN for a configuration with one set of rotary parameters, under transformers 4 and 5."""
     parameters = getattr(config, "rope_parameters", None)
     nested = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
     if not _rotary(config) or nested or hasattr(config, "global_rope_theta"):
-        raise UserError(f"YaRN needs one set of rotary parameters, which {name} ({config.model_type}) does not have; use --yarn off")
-    original = config.max_position_embeddings
+        raise UserError(
+            f"YaRN needs one set of rotary parameters, which {recipe.model} ({config.model_type}) does not have; use --yarn off"
+        )
+    original = recipe.yarn_from or config.max_position_embeddings
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if isinstance(parameters, dict):
         config.rope_parameters = {"rope_theta": parameters.get("rope_theta", 10000.0), **scaling}
     else:
         config.rope_scaling = scaling
-    config.max_position_embeddings = math.ceil(original * factor)
+    config.max_position_embeddings = max(config.max_position_embeddings, math.ceil(original * factor))
 
 
 def longest_input(config, tokenizer):
@@ -390,13 +410,14 @@ def evaluate(recipe, model, tokenizer, units, factor, revision, path, finished):
     """Appends a row to `path` for every unit that has none yet."""
     prefix, suffix = _special_ids(tokenizer)
     keys = {tuple(row[name] for name in _KEY) for row in finished}
+    yarn = "off" if factor is None else f"{factor:g}" + (f" from {recipe.yarn_from}" if recipe.yarn_from else "")
     todo = []
     for unit in units:
         positions = sample_positions(len(unit.ids), recipe.position_count, recipe.seed, unit.text)
         key = {
             "name": recipe.name.replace(",", ";"),
             "revision": revision,
-            "yarn": "off" if factor is None else f"{factor:g}",
+            "yarn": yarn,
             "dtype": recipe.dtype,
             "text": unit.text,
             "length": unit.length,
@@ -406,7 +427,7 @@ def evaluate(recipe, model, tokenizer, units, factor, revision, path, finished):
         }
         if tuple(str(key[name]) for name in _KEY) not in keys:
             todo.append((unit, positions, key))
-    label = f"{recipe.name}, YaRN {'off' if factor is None else f'{factor:g}'}"
+    label = f"{recipe.name}, YaRN {yarn}"
     with tqdm(total=sum(len(positions) for _, positions, _ in todo), desc=label, unit="position") as progress:
         for unit, positions, key in todo:
             ids = torch.tensor([*prefix, *unit.ids, *suffix], device=recipe.device)
@@ -557,7 +578,7 @@ def main(argv=None):
         raise UserError(f"the tokenizer of {recipe.model} has no mask token")
     for factor in recipe.yarn_factors[1:]:
         if factor is not None:
-            _set_yarn(AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code), factor, recipe.model)
+            _set_yarn(AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code), factor, recipe)
     units = make_units(recipe, tokenizer, longest_input(model.config, tokenizer))
     revision = weights_digest(recipe.model)
     for i, factor in enumerate(recipe.yarn_factors):

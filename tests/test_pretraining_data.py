@@ -416,3 +416,9 @@ def test_the_held_out_part_is_a_function_of_the_key(tmp_path):
     keys = [{json.loads(line)["id"] for line in (tmp_path / name / "heldout.jsonl").read_text().splitlines()} for name in "ab"]
     assert keys[0] == keys[1], "the split must not depend on the order"
     assert local_text.is_held_out("noun-00000013") == ("noun-00000013" in keys[0])
+
+
+def test_long_texts_are_joined_from_neighbours():
+    assert list(local_text.join_texts(["a b", "c", "d e f g", "h", "i"], 3)) == ["a b c", "d e f g"], (
+        "what does not reach the length is dropped"
+    )

@@ -172,6 +172,23 @@ def test_yarn(folder, tmp_path):
     assert values["2"] == pytest.approx(losses.mean(), rel=1e-6), "The YaRN row is not the model with this rope_scaling."
 
 
+def test_yarn_from_another_length(folder, tmp_path):
+    """A model whose configuration says 48 positions, and whose texts had 12: YaRN by 2 from there is another model than by 2 from 48."""
+    rows = run(folder, tmp_path, lengths=64, yarn=2, yarn_from=12, texts=1) and run(folder, tmp_path, lengths=64, yarn=2, texts=1)
+    values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
+    assert set(values) == {"2 from 12", "2"} and len(set(values.values())) == 2, values
+
+
+def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
+    lines = [b'{"text": "caf\xe9"}', b"{broken", b'{"text": null}', b"[1]", b"", (folder / "texts.jsonl").read_bytes().strip()]
+    (tmp_path / "texts.jsonl").write_bytes(b"\n".join(lines))
+    assert len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2)) == 6
+    assert "5 of 11 rows are broken or empty and were skipped" in caplog.text
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="bad.parquet cannot be read"):
+        run(folder, tmp_path / "none", text=tmp_path / "bad.parquet")
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -179,7 +196,9 @@ def test_yarn(folder, tmp_path):
         ({"lengths": "16,x"}, "lengths must be whole numbers"),
         ({"lengths": 512}, "no text of .* reaches 512 tokens: the longest has 72 tokens"),
         ({"yarn": "0.5"}, "yarn takes off or a factor above 1, but '0.5' was given"),
-        ({"column": "body"}, "row 1 has no text in the column 'body'"),
+        ({"column": "body"}, "no row with text in the column 'body'; it has text"),
+        ({"text": __file__}, "is no .txt, .jsonl or .parquet file"),
+        ({"yarn": "2", "yarn_from": 0}, "yarn_from must be at least 1"),
         ({"text": "no_such_data"}, "'no_such_data' is no local file, and was not loaded from the Hub"),
         ({"model": "no_such_model"}, "the model 'no_such_model' was not loaded"),
         ({"dtype": "int8"}, "dtype must be one of float32"),

@@ -208,15 +208,34 @@ def write_split(rows, folder, percent=2.0):
     return {name: len(lines) for name, lines in parts.items()}
 
 
+def join_texts(texts, words):
+    """Texts of at least `words` words, each made of neighbours: what comes in packages is short. What is left over at the end is dropped."""
+    joined, count = [], 0
+    for text in texts:
+        joined.append(text)
+        count += len(text.split())
+        if count >= words:
+            yield " ".join(joined)
+            joined, count = [], 0
+
+
 def main(argv=None):
     """`python -m neobert.training.local_text SOURCE --out FOLDER`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m neobert.training.local_text", description=__doc__.splitlines()[0])
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, help="folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--heldout_percent", type=float, default=2.0)
+    parser.add_argument("--long_words", type=int, help="also long.jsonl: neighbouring held-out rows joined to texts of so many words")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.long_words is not None and arguments.long_words < 1:
+            raise UserError(f"long_words must be at least 1, but {arguments.long_words} was given")
         counts = write_split(SOURCES[arguments.source](), arguments.out, arguments.heldout_percent)
+        if arguments.long_words is not None:
+            rows = (json.loads(line)["text"] for line in (Path(arguments.out) / "heldout.jsonl").read_text().splitlines())
+            long = [json.dumps({"text": text}, ensure_ascii=False) for text in join_texts(rows, arguments.long_words)]
+            write_text(Path(arguments.out) / "long.jsonl", "\n".join(long) + "\n")
+            counts["long"] = len(long)
     except UserError as error:
         print(f"local_text: {error}", file=sys.stderr)
         return 2
