@@ -64,55 +64,85 @@ def _mteb_table():
     return markdown_table(header, [[name, *values] for name, values in published.MTEB.items()]) + "\n" + published.MTEB_NOTE
 
 
+def _ablations_table():
+    header = ["rung (published)", "change", "GLUE dev", "kept"]
+    return markdown_table(header, [list(row) for row in published.ABLATIONS]) + "\n" + published.ABLATIONS_NOTE
+
+
 def sections():
     """The page's sections in order; the last one takes what no other does."""
     return [
         Section(
             "Throughput",
             ("throughput",),
-            "Real tokens a second against other encoders; padding does not count.",
-            "neobert throughput",
+            "Real tokens a second against other encoders; padding does not count. NeoBERT runs packed under every attention implementation "
+            "(`sdpa`, ...); `padded` and `published construction` are the same model without packing and built as in the published code, all "
+            "measured here.",
+            "neobert throughput --output results/throughput",
             _throughput_table(),
+        ),
+        Section(
+            "Memory, compilation, int8",
+            ("memory_", "no_padding", "compile_packed", "int8", "profile"),
+            "What the packed model costs and gains beyond plain speed.",
+            "python benchmarks/memory.py --output results/memory_cpu",
         ),
         Section(
             "Pseudo-perplexity",
             ("perplexity",),
             "exp(mean cross-entropy) with each position masked on its own, against length; lower is better.",
-            "neobert pseudo-perplexity --model MODEL",
+            "neobert pseudo-perplexity --model MODEL --output results/pseudo_perplexity",
             published.PSEUDO_PERPLEXITY_NOTE,
         ),
         Section(
             "Ablation ladder",
             ("ablation", "ladder"),
             "The paper's rungs, each changing the last kept model; here at a reduced size, so only the order can be compared.",
-            "neobert ablations",
-            published.ABLATIONS_NOTE,
+            "neobert ablations --scale small",
+            _ablations_table(),
         ),
-        Section("GLUE", ("glue",), "Dev scores x 100.", "neobert glue --task all --model MODEL", _glue_table()),
+        Section(
+            "GLUE",
+            ("glue",),
+            "Dev scores x 100, mean ± standard deviation over seeds. A row with `data: NAME` is other data in GLUE's schema, and no GLUE score.",
+            "neobert glue --task all --model MODEL --output results/glue",
+            _glue_table(),
+        ),
         Section(
             "Sentence embeddings: contrastive training and MTEB",
             ("contrastive", "mteb"),
-            "Main score of each task in percent.",
+            "Main score of each task in percent. Contrastive training before and after; local tasks are not those of MTEB(eng, v1).",
             "neobert mteb --model MODEL --output results/mteb",
             _mteb_table(),
         ),
-        Section("Corpus encoding", ("encode",), "`neobert encode` against SentenceTransformer.encode.", "python benchmarks/encode.py"),
+        Section(
+            "Corpus encoding",
+            ("encode",),
+            "`neobert encode` against SentenceTransformer.encode with the same model: speed, vectors, memory.",
+            "python benchmarks/encode.py --model MODEL",
+        ),
         Section(
             "Sentiment: full fine-tuning and LoRA",
             ("sentiment", "lora"),
-            "Movie-review sentences with human ratings.",
-            "see docs/fine-tuning.md",
+            "Sentences of movie reviews with human ratings: the small bundled NeoBERT against a bag of words and the MiniLM sentence encoder.",
+            "python benchmarks/sentiment.py --model MODEL",
         ),
-        Section("Pre-training", ("pretrain", "example"), "The bundled model and the training engine.", "neobert pretrain RECIPE"),
+        Section(
+            "Pre-training",
+            ("pretrain", "example"),
+            "The training engine, and the bundled small model.",
+            "python benchmarks/pretrain_speed.py",
+        ),
         Section("Other measurements", ("",), "", ""),
     ]
 
 
 @dataclass
 class Result:
-    """One result: its markdown, environment and images."""
+    """One result: its markdown, environment and images; `path` is relative to the folder."""
 
     name: str
+    path: str
     text: str
     environment: dict
     images: list
@@ -120,43 +150,57 @@ class Result:
 
 
 def collect(folder):
-    """`Result`s below `folder`, by name: every .md, and every .json with an environment that has no .md beside it."""
+    """`Result`s below `folder`, by name: every .md, and every .json with an environment that has no .md beside it or above it."""
     folder = Path(folder)
     results, used = [], set()
     texts = [path for path in sorted(folder.rglob("*.md")) if path.name.lower() not in ("readme.md", "report.md")]
+    # A folder with a text is summed up by it: what lies in folders below (runs, caches) is no result of its own.
+    summed = {path.parent for path in texts} - {folder}
+
+    def below_a_text(path):
+        return "cache" in path.relative_to(folder).parts or any(parent in summed for parent in path.parent.parents)
+
     for path in texts:
+        if below_a_text(path):
+            continue
         stems = [p.with_suffix("") for p in texts if p.parent == path.parent]
-        companions = [p for p in sorted(path.parent.iterdir()) if p.is_file() and _belongs(p, path.with_suffix(""), stems)]
+        alone = len(stems) == 1 and path.parent != folder
+        companions = [p for p in sorted(path.parent.iterdir()) if p.is_file() and _belongs(p, path.with_suffix(""), stems, alone)]
         images = [p for p in companions if p.suffix in IMAGES]
         data = [p for p in companions if p.suffix in (".json", ".csv")]
+        # The file of the text's own name speaks for it.
+        data.sort(key=lambda p: p.stem != path.stem)
         environment = next((env for p in data if (env := read_environment(p))), {})
-        results.append(Result(_name(path, folder), path.read_text(encoding="utf-8"), environment, images, data))
+        where = str(path.relative_to(folder))
+        results.append(Result(_name(path, folder), where, path.read_text(encoding="utf-8"), environment, images, data))
         used.update(companions)
     for path in sorted(folder.rglob("*.json")):
-        if path not in used and "cache" not in path.relative_to(folder).parts and (environment := read_environment(path)):
+        if path not in used and not below_a_text(path) and (environment := read_environment(path)):
             images = [p for suffix in IMAGES if (p := path.with_suffix(suffix)).is_file() and p not in used]
-            results.append(Result(_name(path, folder), "", environment, images, [path]))
+            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", environment, images, [path]))
             used.update([path, *images])
     for path in sorted(p for p in folder.rglob("*") if p.suffix in IMAGES and p not in used):
-        if "cache" not in path.relative_to(folder).parts:
-            results.append(Result(_name(path, folder), "", {}, [path], []))
-    return results
+        if not below_a_text(path):
+            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", {}, [path], []))
+    return sorted(results, key=lambda result: "pending" in result.path.lower())
 
 
-def _belongs(path, stem, stems):
-    """Whether a file belongs to the text `stem`.md: the longest stem that its name starts with; a folder's only text owns the folder."""
+def _belongs(path, stem, stems, alone):
+    """Whether a file belongs to the text `stem`.md: the longest stem that its name starts with; the text `alone` in a folder owns it."""
     if path.suffix not in (*IMAGES, ".json", ".csv"):
         return False
-    if len(stems) == 1 and stem.name == "table":
+    if alone:
         return True
     own = [s for s in stems if path.stem == s.name or re.match(re.escape(s.name) + r"[-_.]", path.name)]
     return bool(own) and max(own, key=lambda s: len(s.name)) == stem
 
 
 def _name(path, folder):
-    parts = path.relative_to(folder).with_suffix("").parts
-    parts = [part for i, part in enumerate(parts) if i == 0 or part != parts[i - 1]]
-    return " / ".join(part.replace("_", " ") for part in parts if part != "table") or "results"
+    """The file's place in words; a file named as its folder starts, and "table", add nothing."""
+    parts = list(path.relative_to(folder).with_suffix("").parts)
+    if len(parts) > 1 and (parts[-1] == "table" or parts[-2].startswith(parts[-1])):
+        parts.pop()
+    return " / ".join(part.replace("_", " ") for part in parts)
 
 
 def read_environment(path):
@@ -180,7 +224,7 @@ def assign(results):
     """[(section, its results)], every result once."""
     parts = [(section, []) for section in sections()]
     for result in results:
-        path = result.name.lower().replace(" ", "_")
+        path = result.path.lower()
         next(found for section, found in parts if any(word in path for word in section.words)).append(result)
     return parts
 
@@ -230,8 +274,13 @@ def _cells(line):
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
+def _is_rule(line):
+    """The line under a table's header."""
+    return re.fullmatch(r"[\s|:-]+", line) is not None
+
+
 def _table(lines):
-    header, *body = [_cells(line) for line in lines if not re.fullmatch(r"[\s|:-]+", line)]
+    header, *body = [_cells(line) for line in lines if not _is_rule(line)]
     columns = range(len(header))
     values = [[row[i] for row in body if i < len(row) and row[i]] for i in columns]
     numeric = [bool(values[i]) and sum(bool(_NUMBER.match(v)) for v in values[i]) > len(values[i]) / 2 for i in columns]
@@ -240,9 +289,16 @@ def _table(lines):
         marks = [' class="n"' if i < len(numeric) and numeric[i] else "" for i in range(len(cells))]
         return f"<tr{kind}>" + "".join(f"<{tag}{mark}>{_inline(cell)}</{tag}>" for mark, cell in zip(marks, cells)) + "</tr>"
 
-    def kind(cells):
-        return ' class="published"' if any(cell == "published" for cell in cells) else ""
+    source = header.index("source") if "source" in header else None
 
+    def kind(cells):
+        published = source is not None and source < len(cells) and cells[source].startswith("published")
+        return ' class="published"' if published else ""
+
+    # An implementation of that name is one of ours; it must not read like a figure of the paper.
+    for i in (i for i, name in enumerate(header) if "implementation" in name):
+        for cells in (cells for cells in body if i < len(cells)):
+            cells[i] = re.sub(r"\bpublished$", "published construction", cells[i])
     rows = "\n".join(row(cells, "td", kind(cells)) for cells in body)
     return f'<div class="scroll"><table><thead>{row(header, "th")}</thead>\n<tbody>{rows}</tbody></table></div>'
 
@@ -271,12 +327,18 @@ def to_html(text, level=3):
             while i < len(lines) and lines[i].strip() and _kind(lines[i]) == kind and not lines[i].startswith(("#", "```")):
                 i += 1
             block = lines[start:i]
-            if kind == "table":
+            if kind == "table" and all(_is_rule(row) for row in block[1:]):
+                # A table without rows says nothing, and neither does its heading.
+                if output and output[-1].startswith("<h"):
+                    output.pop()
+            elif kind == "table":
                 output.append(_table(block))
             elif kind == "list":
                 output.append("<ul>" + "".join(f"<li>{_inline(re.sub(r'^[-*] ', '', item.strip()))}</li>" for item in block) + "</ul>")
             else:
-                output.append(f"<p>{_inline(' '.join(map(str.strip, block)))}</p>")
+                text = " ".join(map(str.strip, block))
+                mark = ' class="env"' if text.startswith("`") and ", commit " in text else ""
+                output.append(f"<p{mark}>{_inline(text)}</p>")
     return "\n".join(output)
 
 
@@ -296,36 +358,47 @@ body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans
 h1 { font-size: 27px; margin: 0 0 4px; } h2 { font-size: 21px; margin: 44px 0 4px; padding-top: 12px; border-top: 2px solid #2b6cb0; }
 h3 { font-size: 17px; margin: 26px 0 6px; } h4, h5, h6 { font-size: 15px; margin: 18px 0 4px; }
 p { margin: 8px 0; max-width: 82ch; } .lead { color: #52606d; }
-nav { margin: 14px 0; } nav a { margin-right: 14px; white-space: nowrap; }
+.overview { margin: 14px 0; } .overview td:last-child { min-width: 190px; } .path { font-size: 12px; font-weight: 400; color: #7b8794; }
 a { color: #2b6cb0; text-decoration: none; } a:hover { text-decoration: underline; }
 .scroll { overflow-x: auto; margin: 10px 0; }
 table { border-collapse: collapse; font-size: 13.5px; } th, td { padding: 4px 10px; border-bottom: 1px solid #e4e7eb; text-align: left; }
 th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; } .n { text-align: right; font-variant-numeric: tabular-nums; }
-tr.published td { color: #7b8794; } tbody tr:hover { background: #f5f7fa; }
+tr.published td { color: #8a5a12; background: #fffaf0; } tbody tr:hover { background: #f5f7fa; }
 code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; background: #f0f4f8; padding: 1px 4px; border-radius: 3px; overflow-wrap: anywhere; }
 pre { background: #f0f4f8; padding: 10px; overflow-x: auto; font-size: 12.5px; }
 .env { font-size: 12.5px; color: #52606d; background: #f5f7fa; border-left: 3px solid #9aa5b1; padding: 6px 10px; max-width: none; }
 .paper { background: #fffaf0; border-left: 3px solid #dd9a3c; padding: 4px 12px; margin: 14px 0; } .paper summary { cursor: pointer; font-weight: 600; }
-.none { color: #7b8794; } figure { margin: 14px 0; } img { max-width: 100%; height: auto; border: 1px solid #e4e7eb; }
-figcaption { font-size: 12.5px; color: #7b8794; }
+.none { color: #7b8794; } figure { margin: 14px 0; } img { max-width: min(100%, 760px); height: auto; border: 1px solid #e4e7eb; } img.wide { max-width: 100%; }
 @media print { details > * { display: block; } }
 """
 
 
 def image_tag(path, caption):
-    """The image as a data URI."""
-    data = base64.b64encode(path.read_bytes()).decode()
-    text = html.escape(caption)
-    return f'<figure><img alt="{text}" src="data:{IMAGES[path.suffix]};base64,{data}"><figcaption>{text}</figcaption></figure>'
+    """The image as a data URI; several plots side by side (a PNG over twice as wide as high) get the whole width."""
+    data = path.read_bytes()
+    wide = path.suffix == ".png" and int.from_bytes(data[16:20], "big") > 2 * int.from_bytes(data[20:24], "big")
+    kind = ' class="wide"' if wide else ""
+    uri = f"data:{IMAGES[path.suffix]};base64,{base64.b64encode(data).decode()}"
+    return f'<figure><img{kind} alt="{html.escape(caption)}" src="{uri}"></figure>'
 
 
 def _anchor(title):
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
+def _title(result):
+    """The name; of a part that waits for its measurement, the text's own heading, which says so."""
+    heading = re.match(r"\s*#+ ([^\n]*)", result.text)
+    return heading[1] if heading and "pending" in result.path.lower() else result.name
+
+
 def _without_title(text):
     """The text without a heading at its top: the page has its own."""
     return re.sub(r"\A\s*#+ [^\n]*\n", "", text)
+
+
+def _has_published_rows(text):
+    return "| source |" in text and "| published" in text
 
 
 def _images_once(result):
@@ -337,43 +410,74 @@ def _images_once(result):
     return list(best.values())
 
 
+def figures_of(path):
+    """Markdown table of the plain values in a JSON result, one level deep; "" where there are none."""
+    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    flat = {}
+    for name, value in data.items():
+        if name != "environment" and name not in _ENVIRONMENT:
+            inner = value.items() if isinstance(value, dict) else [("", value)]
+            flat.update({f"{name} {key}".strip().replace("_", " "): item for key, item in inner})
+    rows = [[name, f"{value:,.4g}" if isinstance(value, float) else value] for name, value in flat.items()]
+    rows = [row for row in rows if isinstance(row[1], (str, int)) and str(row[1])]
+    return markdown_table(["", "value"], rows) if rows else ""
+
+
+def _overview(parts):
+    """HTML table: every section, what it shows, what is here or which command fills it; and the machines of all results."""
+    rows = []
+    for section, found in parts:
+        measured = [result for result in found if "pending" not in result.path.lower()]
+        if measured:
+            state = f"{len(measured)} result{'s' if len(measured) > 1 else ''}"
+        else:
+            state = f"not measured yet: <code>{html.escape(section.command)}</code>"
+        link = f'<a href="#{_anchor(section.title)}">{html.escape(section.title)}</a>'
+        rows.append(f"<tr><td>{link}</td><td>{_inline(re.split(r'(?<=[a-z])[.] ', section.about)[0])}</td><td>{state}</td></tr>")
+    machines = sorted({result.environment["hardware"] for _, found in parts for result in found if "hardware" in result.environment})
+    dates = sorted(result.environment["date"][:10] for _, found in parts for result in found if "date" in result.environment)
+    where = f"Measured on: {html.escape('; '.join(machines))}" if machines else ""
+    when = f", {dates[0]} to {dates[-1]}" if dates and dates[0] != dates[-1] else f", {dates[0]}" if dates else ""
+    head = "<tr><th>part</th><th>what it shows</th><th>here</th></tr>"
+    return f'<table class="overview"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table>\n<p class="lead">{where}{when}.</p>'
+
+
 def build_html(folder, title):
     """The whole page as text."""
-    parts = [(section, found) for section, found in assign(collect(folder)) if found or section.published]
+    parts = [(section, found) for section, found in assign(collect(folder)) if found or section.command]
     output = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
     ]
     output.append(f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body><h1>{html.escape(title)}</h1>")
     output.append(
-        '<p class="lead">Every figure was written by a script together with its command, commit, machine and versions (grey boxes). '
-        "Figures of the paper (arXiv 2502.19587v2) are marked as published (boxes with an orange edge, grey rows).</p>"
+        '<p class="lead">Every figure here was written by a script, with its command, commit, machine and versions beside it (grey boxes). '
+        "Figures of the paper (arXiv 2502.19587v2) were not measured here: they stand in boxes with an orange edge, or in orange rows whose "
+        'source is "published".</p>'
     )
-    links = [f'<a href="#{_anchor(section.title)}">{html.escape(section.title)}</a>' for section, _ in parts]
-    output.append(f"<nav>{' '.join(links)}</nav>")
+    output.append(_overview(parts))
     for section, found in parts:
         output.append(f'<h2 id="{_anchor(section.title)}">{html.escape(section.title)}</h2>')
         if section.about:
             output.append(f'<p class="lead">{_inline(section.about)}</p>')
+        if section.published:
+            # The measured tables of GLUE and MTEB hold the published rows themselves.
+            state = "" if any(_has_published_rows(result.text) for result in found) else " open"
+            text = to_html(section.published, level=4)
+            output.append(
+                f'<details class="paper"{state}><summary>Published figures (the paper, not measured here)</summary>{text}</details>'
+            )
         if not found:
             output.append(f'<p class="none">Not measured here. <code>{html.escape(section.command)}</code> does it.</p>')
         for result in found:
-            output.append(f"<h3>{html.escape(result.name)}</h3>")
-            if result.text:
-                output.append(to_html(_without_title(result.text), level=4))
-            elif result.data:
-                output.append(f'<p class="none">Figures in {", ".join(path.name for path in result.data)}.</p>')
+            output.append(f'<h3>{html.escape(_title(result))} <span class="path">{html.escape(result.path)}</span></h3>')
+            text = _without_title(result.text) or next((figures_of(path) for path in result.data if path.suffix == ".json"), "")
+            if text:
+                output.append(to_html(text, level=4))
             output += [image_tag(path, path.stem.replace("_", " ")) for path in _images_once(result)]
             line = environment_line(result.environment)
             if line and f"`{result.environment.get('command')}`" not in result.text:
                 output.append(f'<p class="env">{_inline(line)}</p>')
-        if section.published:
-            # The measured tables of GLUE and MTEB hold the published rows themselves.
-            shown = any("| published |" in result.text for result in found)
-            state = "" if shown else " open"
-            output.append(
-                f'<details class="paper"{state}><summary>Published figures</summary>{to_html(section.published, level=4)}</details>'
-            )
     output.append("</body></html>")
     return "\n".join(output) + "\n"
 
@@ -382,7 +486,7 @@ def build_markdown(folder, title):
     """The same as one markdown text, without the images."""
     output = [f"# {title}"]
     for section, found in assign(collect(folder)):
-        if not found and not section.published:
+        if not found and not section.command:
             continue
         output.append(f"## {section.title}")
         output.append(section.about)
@@ -390,13 +494,14 @@ def build_markdown(folder, title):
             output.append(f"Not measured here. `{section.command}` does it.")
         for result in found:
             output.append(f"### {result.name}")
-            text = re.sub(r"^\s*!\[[^\]]*\]\([^)]*\)\s*$", "", _without_title(result.text), flags=re.M)
+            text = _without_title(result.text) or next((figures_of(path) for path in result.data if path.suffix == ".json"), "")
+            text = re.sub(r"^\s*!\[[^\]]*\]\([^)]*\)\s*$", "", text, flags=re.M)
             output.append(re.sub(r"^(#+) ", r"###\1 ", text, flags=re.M).strip())
             line = environment_line(result.environment)
             if line and f"`{result.environment.get('command')}`" not in result.text:
                 output.append(line)
-        if section.published and not any("| published |" in result.text for result in found):
-            output.append("Published figures:")
+        if section.published and not any(_has_published_rows(result.text) for result in found):
+            output.append("Published figures (the paper, not measured here):")
             output.append(section.published)
     return "\n\n".join(part.strip() for part in output if part.strip()) + "\n"
 

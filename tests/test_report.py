@@ -97,8 +97,48 @@ def test_every_table_is_there_with_its_environment(results):
 
 def test_published_figures_stand_beside_ours(results):
     text, _ = build(results)
-    for figure in ("13.0", "1.47 at 4,096", "61.6", "NeoBERT-4096 holds", "about 6,000", "91.3", "M9 87.3"):
+    for figure in ("13.0", "1.47 at 4,096", "61.6", "NeoBERT-4096 holds", "about 6,000", "91.3", "87.3"):
         assert figure in re.sub(r"NeoBERT-4096 through 4,096", "NeoBERT-4096 holds", text), f"the published {figure} is missing"
+    glue = text[text.index('<h2 id="glue">') :]
+    assert "open" not in glue[: glue.index("</summary>")], "GLUE's measured table has the published rows, so the box may stay closed"
+
+
+def test_published_rows_are_marked_and_our_own_measurements_are_not(results):
+    table = markdown_table(["model", "implementation", "tokens/s"], [["neobert", "sdpa", "400"], ["neobert", "published", "123"]])
+    ratios = markdown_table(["model/implementation", "times as fast"], [["neobert/published", "3.3"]])
+    (results / "throughput" / "throughput.md").write_text(f"{table}\n## Over\n\n{ratios}\n## Nothing\n\n| a | b |\n| --- | --- |\n")
+    text, _ = build(results)
+    marked = re.findall(r'<tr class="published">(.*?)</tr>', text)
+    assert len(marked) == 1 and "BERT base" in marked[0], "only rows whose source is published are figures of the paper"
+    assert "<td>published construction</td>" in text and "<td>neobert/published construction</td>" in text
+    assert "Nothing" not in text, "a table without rows was shown with its heading"
+    box = text[text.index('<h2 id="throughput">') :]
+    assert '<details class="paper" open>' in box[: box.index("</summary>")], (
+        "our own implementation called 'published' closed the paper's box"
+    )
+
+
+def test_runs_below_a_table_are_no_results_of_their_own(results):
+    for run in ("glue/mine/sst2/run-1", "glue/mine/sst2/run-2"):
+        (results / run).mkdir(parents=True)
+        (results / run / "result.json").write_text(json.dumps({"environment": ENVIRONMENT}))
+        (results / run / "README.md").write_text("a model card")
+    (results / "throughput" / "fill.png").write_bytes(PIXEL)
+    (results / "throughput_gpu_PENDING.md").write_text("# Throughput on a GPU: not measured yet\n\ntext")
+    found = collect(results)
+    assert not [result.path for result in found if "run-" in result.path], "the runs behind a table are listed beside it"
+    plots = {path.name for result in found if result.name == "throughput" for path in result.images}
+    assert plots == {"throughput_lengths.png", "fill.png"}, "a folder's only text owns its plots, whatever their names"
+    text, _ = build(results)
+    assert text.index("<h3>throughput ") < text.index("<h3>Throughput on a GPU: not measured yet")
+
+
+def test_figures_of_a_json_without_text_are_shown(results):
+    data = {"environment": ENVIRONMENT, "peak_mib": 1234.5678, "model": {"parameters": 250}, "runs": [1, 2]}
+    (results / "surprise.json").write_text(json.dumps(data))
+    _, page = build(results)
+    words = " ".join(page.text)
+    assert "peak mib" in words and "1,235" in words and "model parameters" in words and "250" in words
 
 
 def test_missing_parts_are_named_with_their_command(results):
@@ -106,7 +146,9 @@ def test_missing_parts_are_named_with_their_command(results):
     words = " ".join(page.text)
     assert "Not measured here." in words and "neobert mteb --model MODEL" in words
     assert "neobert pseudo-perplexity" in words
-    assert "Sentiment: full" not in words, "a section with neither results nor published figures is left out"
+    top = words[: words.index("Measured on:")]
+    assert "python benchmarks/sentiment.py" in top, "the table at the top names the command of every part that is missing"
+    assert "A CPU, 2 cores" in words[words.index("Measured on:") :][:60]
 
 
 def test_results_belong_to_one_section_and_caches_to_none(results):
