@@ -511,12 +511,19 @@ def plot(rows, buckets, path, title=None):
     for i, (name, yarn) in enumerate(series):
         colour = f"C{i % 10}"
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
+        # Series stand a little beside each other, so that their bars can be told apart.
+        shift = 1.02 ** (i - (len(series) - 1) / 2)
         own = [row for row in rows if (row["name"], row["yarn"]) == (name, yarn)]
         axes.scatter(
-            [int(r["tokens"]) for r in own], [float(r["pseudo_perplexity"]) for r in own], s=6, alpha=0.2, color=colour, linewidths=0
+            [int(r["tokens"]) * shift for r in own],
+            [float(r["pseudo_perplexity"]) for r in own],
+            s=6,
+            alpha=0.2,
+            color=colour,
+            linewidths=0,
         )
         line = [b for b in buckets if (b["name"], b["yarn"]) == (name, yarn)]
-        x, y = [b["length"] for b in line], [b["pseudo_perplexity"] for b in line]
+        x, y = [b["length"] * shift for b in line], [b["pseudo_perplexity"] for b in line]
         bars = [[b["pseudo_perplexity"] - b["low"] for b in line], [b["high"] - b["pseudo_perplexity"] for b in line]]
         axes.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=2, color=colour, label=label)
     lengths = sorted({bucket["length"] for bucket in buckets})

@@ -47,8 +47,8 @@ tags: [neobert, fill-mask]
 # The bundled checkpoint: a small NeoBERT trained on WordNet
 
 A raw training checkpoint in the layout of the authors' training code (`config.yaml`, `model_checkpoints/{steps}/state_dict.pt`, names with the
-`module.` prefix of DistributedDataParallel), for the demo, the tests and the benchmarks. It is a small model that has read a dictionary for about an
-hour of a shared CPU: it completes dictionary definitions and knows little else.
+`module.` prefix of DistributedDataParallel), for the demo, the tests and the benchmarks. It is a small model that has read a dictionary for about
+{hours:.1f} hours of a shared CPU: it completes dictionary definitions and knows little else.
 
     python convert_checkpoint.py examples/checkpoint OUTPUT
 
@@ -57,11 +57,11 @@ hour of a shared CPU: it completes dictionary definitions and knows little else.
 | architecture | {layers} layers of {hidden}, {heads} heads, vocabulary 30,522, decoder tied to the embedding; {parameters:.2f}M parameters, {size:.1f} MB in float16 |
 | text | WordNet 3.0 (Debian package wordnet-base): words, definition, kind and examples of each synset; {train_rows:,} texts, {train_tokens:,} tokens |
 | held out | {heldout_rows:,} texts, {heldout_tokens:,} tokens, chosen by a hash of the synset; never trained on |
-| recipe | `training/configs/example_small.yaml`, then `example_small_stage2.yaml`: 20 % of the tokens masked, always by [MASK]; AdamW, cosine to 10 %, packed batches |
+| recipe | `training/configs/example_small.yaml`{stopped}, then `example_small_stage2.yaml` from those weights: 20 % of the tokens masked, always by [MASK]; AdamW, cosine to 10 %, packed batches |
 | trained | {steps:,} steps, {tokens_seen:,} tokens{stages} |
 | **held-out masked accuracy** | **{accuracy:.1%}** of {masked:,} masked tokens, {ratio:.1f} times the baseline; loss {loss:.3f} nats (perplexity {perplexity:.0f}) |
 | unigram baseline | {baseline:.1%}, on the same positions: always {frequent!r}, the most frequent token |
-| hardware | {hardware}, {threads} threads, float32 |
+| hardware | {hardware}, shared with other work; float32 |
 
 The log of the run is `log.jsonl`; `heldout.json` holds the figures of this card.{note}
 
@@ -76,9 +76,9 @@ The log of the run is `log.jsonl`; `heldout.json` holds the figures of this card
 ```bash
 apt-get install wordnet-base
 python -m neobert.training.local_text wordnet --out data/wordnet
-neobert pretrain training/configs/example_small.yaml
+neobert pretrain training/configs/example_small.yaml             # keeps checkpoint-2300, where the second stage starts; may be stopped there
 neobert pretrain training/configs/example_small_stage2.yaml
-python scripts/example_card.py runs/example_small_stage2 --after runs/example_small
+python scripts/example_card.py runs/example_small_stage2 --after runs/example_small/checkpoint-2300
 ```
 
 Measured by `{command}`, commit {commit}, {date}; {versions}.
@@ -120,6 +120,22 @@ def read_log(run, steps):
     return [row for row in rows if row["step"] <= steps]
 
 
+def hours(log):
+    """Time of a run from its log: tokens over tokens a second, pauses left out."""
+    seconds, before = 0.0, 0
+    for row in log:
+        if "tokens_per_second" in row:
+            seconds += (row["tokens_seen"] - before) / row["tokens_per_second"]
+            before = row["tokens_seen"]
+    return seconds / 3600
+
+
+def planned_steps(source):
+    """max_steps of the run that a checkpoint belongs to."""
+    folder = source if (source / "recipe.json").exists() else source.parent
+    return json.loads((folder / "recipe.json").read_text())["max_steps"]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
@@ -132,16 +148,22 @@ def main():
     config = NeoBERTConfig.from_pretrained(source)
     model = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32)
     steps, tokens_seen = trained(source)
-    log, stages = read_log(arguments.run, steps), ""
+    log, stages, stopped = read_log(arguments.run, steps), "", ""
+    took = hours(log)
     if arguments.after:
         first_steps, first_tokens = trained(arguments.after)
         first_run = arguments.after if (arguments.after / "log.jsonl").exists() else arguments.after.parent
-        log = [{"stage": 1, **row} for row in read_log(first_run, first_steps)] + [{"stage": 2, **row} for row in log]
+        first_log, planned = read_log(first_run, first_steps), planned_steps(arguments.after)
+        took += hours(first_log)
+        stopped = f" up to step {first_steps:,} of the {planned:,} planned" if first_steps < planned else ""
+        log = [{"stage": 1, **row} for row in first_log] + [{"stage": 2, **row} for row in log]
         stages = f": {first_steps:,} steps of the first stage, {steps:,} of the second"
         steps, tokens_seen = steps + first_steps, tokens_seen + first_tokens
 
-    shutil.rmtree(arguments.out / "model_checkpoints", ignore_errors=True)
-    path = save_raw_checkpoint(model, arguments.out, steps, torch.float16)
+    # Everything is made beside the old checkpoint, which goes only when the new one is whole.
+    partial = arguments.out.with_name(f".{arguments.out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    path = save_raw_checkpoint(model, partial, steps, torch.float16)
     stored = {name.removeprefix("module."): tensor.float() for name, tensor in torch.load(path, weights_only=True).items()}
     model.load_state_dict(stored)
 
@@ -157,7 +179,7 @@ def main():
     frequent = pretrain.unigram(train, tokenizer)
     baseline = pretrain.unigram_accuracy(batches, frequent)
 
-    write_text(arguments.out / "log.jsonl", "\n".join(json.dumps(row) for row in log) + "\n")
+    write_text(partial / "log.jsonl", "\n".join(json.dumps(row) for row in log) + "\n")
     env = environment(dtype="float16 weights, float32 arithmetic")
     figures = {
         "steps": steps,
@@ -166,17 +188,19 @@ def main():
         "unigram_accuracy": baseline,
         "unigram_token": tokenizer.decode([frequent]),
     }
-    write_json(arguments.out / "heldout.json", {**env, **figures})
+    write_json(partial / "heldout.json", {**env, **figures})
     card = CARD.format(
         layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads, size=path.stat().st_size / 1e6,
         parameters=sum(p.numel() for p in model.parameters()) / 1e6, steps=steps, tokens_seen=tokens_seen, stages=stages, accuracy=measured["masked_accuracy"],
         masked=measured["masked_tokens"], loss=measured["loss"], perplexity=torch.tensor(measured["loss"]).exp().item(), baseline=baseline,
         ratio=measured["masked_accuracy"] / baseline, frequent=tokenizer.decode([frequent]), train_rows=train_summary["kept"],
         train_tokens=train_summary["tokens"], heldout_rows=held_summary["kept"], heldout_tokens=held_summary["tokens"], hardware=env["hardware"],
-        threads=2, fills=fills(model, tokenizer), command=env["command"], commit=env["commit"], date=env["date"],
+        hours=took, stopped=stopped, fills=fills(model, tokenizer), command=env["command"], commit=env["commit"], date=env["date"],
         versions=", ".join(f"{name} {version}" for name, version in env["versions"].items()), note=f" {arguments.note}" if arguments.note else "",
     )  # fmt: skip
-    write_text(arguments.out / "README.md", card)
+    write_text(partial / "README.md", card)
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    partial.replace(arguments.out)
     print(json.dumps(figures))
 
 

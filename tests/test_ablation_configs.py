@@ -17,7 +17,7 @@ from neobert.training import ablations, pretrain
 CHANGES = {
     "m1": ("m0", {"position_embedding_type": ("learned", "rope"), "hidden_act": ("gelu", "swiglu"), "norm_type": ("layer", "rms")}),
     "m2": ("m1", {
-        "dataset": ("wikimedia/wikipedia:20231101.en, bookcorpus/bookcorpus", "tiiuae/falcon-refinedweb"),
+        "dataset": ("wikimedia/wikipedia:20231101.en, bookcorpus/bookcorpus@refs/convert/parquet", "tiiuae/falcon-refinedweb"),
         "text_column": ("text", "content"),
     }),
     "m3": ("m2", {"tokenizer": (None, "meta-llama/Llama-2-7b-hf"), "vocab_size": (None, 32064)}),
