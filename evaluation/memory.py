@@ -11,7 +11,7 @@ import torch
 class PeakMemory:
     """Memory at the start and the highest since then: reserved by torch's allocator on CUDA, else resident in this process.
 
-    The start is the construction, and again the entry of a `with`, whose end keeps the peak. Before it garbage and cached memory go back to the
+    The start is the construction; the end of a `with` keeps the peak. Before the start garbage and cached memory go back to the
     system, so that the growth is that of the work. All in bytes; None where the system does not tell (only Linux tells the memory at the start;
     on macOS the peak is that of the whole process).
 
@@ -26,9 +26,6 @@ class PeakMemory:
             device: "cuda", "cuda:1", "cpu", or a torch.device; by default CUDA where there is one.
         """
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._start()
-
-    def _start(self):
         self._kept = None
         gc.collect()
         if self.device.type == "cuda":
@@ -46,7 +43,6 @@ class PeakMemory:
         self.before = _proc_status("VmRSS")
 
     def __enter__(self):
-        self._start()
         return self
 
     def __exit__(self, *error):

@@ -241,24 +241,23 @@ class Meter:
         An interrupt after the first whole repeat keeps the whole ones and sets `interrupted`.
 
         Returns:
-            one dictionary a run.
+            one dictionary a run; that of a run that failed has "error" and no figures.
         """
-        arguments, device = self.arguments, self.arguments.device
-        lengths = [self.lengths(count) for count in counts]
-        batches = [make_batch(given, device, arguments.seed) for given in lengths]
-        peaks, seconds, rates = [], [[] for _ in runs], [[] for _ in runs]
-        with torch.inference_mode():
-            for run, batch in zip(runs, batches):
-                with PeakMemory(device) as peak:
-                    run(*batch)
-                    _synchronise(device)
-                peaks.append(peak.peak if peak.device.type == "cuda" else peak.growth)
-                for _ in range(arguments.warmup - 1):
-                    run(*batch)
-                progress.update(1)
+        device, rows, ready, peaks = self.arguments.device, [], [], []
+        for run, count in zip(runs, counts):
             try:
-                for _ in range(arguments.repeats):
-                    for i, (run, batch) in enumerate(zip(runs, batches)):
+                lengths, batch, peak = self._first_passes(run, count)
+            except Exception as error:  # the others go on
+                rows.append({"set": self.name, "model": run.name, "implementation": run.implementation, "error": _sentence(error)})
+            else:
+                ready.append((run, lengths, batch))
+                peaks.append(peak)
+            progress.update(1)
+        seconds, rates = [[] for _ in ready], [[] for _ in ready]
+        try:
+            with torch.inference_mode():
+                for _ in range(self.arguments.repeats):
+                    for i, (run, _, batch) in enumerate(ready):
                         before = product(GEMM_SECONDS)
                         _synchronise(device)
                         start = product.clock()
@@ -268,13 +267,37 @@ class Meter:
                         rates[i].append((before + product(GEMM_SECONDS)) / 2)
                         seconds[i].append(second)
                         progress.update(1)
-            except KeyboardInterrupt:
-                whole = min(map(len, seconds))
-                if not whole:
+        except KeyboardInterrupt:
+            whole = min(map(len, seconds), default=0)
+            if not whole:
+                raise
+            self.interrupted = True
+            seconds, rates = ([values[:whole] for values in lists] for lists in (seconds, rates))
+        return rows + [self._row(run, n, seconds[i], rates[i], peaks[i], product.size) for i, (run, n, _) in enumerate(ready)]
+
+    @torch.inference_mode()
+    def _first_passes(self, run, count):
+        """Untimed passes: lengths and batch of `count` texts, and the peak memory.
+
+        Where the search chose `count`, and memory has since been broken into pieces, an eighth fewer texts are tried.
+        """
+        arguments = self.arguments
+        while True:
+            lengths = self.lengths(count)
+            try:
+                batch = make_batch(lengths, arguments.device, arguments.seed)
+                with PeakMemory(arguments.device) as memory:
+                    run(*batch)
+                    _synchronise(arguments.device)
+                for _ in range(arguments.warmup - 1):
+                    run(*batch)
+                return lengths, batch, memory.peak if memory.device.type == "cuda" else memory.growth
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
                     raise
-                self.interrupted = True
-                seconds, rates = ([values[:whole] for values in lists] for lists in (seconds, rates))
-        return [self._row(run, lengths[i], seconds[i], rates[i], peaks[i], product.size) for i, run in enumerate(runs)]
+            if arguments.batch or count == 1:
+                raise MemoryError(f"out of memory with {count} text{'s' if count > 1 else ''}")
+            count -= max(1, count // 8)
 
     def _row(self, run, lengths, seconds, rates, peak, size):
         tokens = sum(lengths)
@@ -298,6 +321,11 @@ class Meter:
             "gemm_rates": rates,
             "share_of_gemm": statistics.median(shares),
         }
+
+
+def _sentence(error):
+    """What went wrong, short enough for a table."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def _quartiles(values):
@@ -341,6 +369,9 @@ _COLUMNS = ("set", "model", "implementation", "batch", "longest", "fill", "token
 def tables(data):
     """The results as a markdown text, with the environment that they were measured in."""
     env, lines = data["environment"], []
+    kept = {(row.get("commit"), row.get("date")): None for row in data["rows"] if not row.get("error")}
+    kept.pop((env["commit"], env["date"]), None)
+    kept = ", ".join(f"commit {commit}, {date}" for commit, date in kept)
     for row in data["rows"]:
         if row.get("error"):
             lines.append([row["set"], row["model"], row["implementation"], *[""] * 4, row["error"], "", ""])
@@ -356,6 +387,7 @@ def tables(data):
         f"`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, {env['dtype']}, "
         + f"{data['settings']['clock']} time, "
         + ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+        + (f". Some rows were kept from earlier runs ({kept})" if kept else "")
         + ".\n",
         "Medians over repeats; padding is not counted as tokens or as work. Share: floating-point operations that the real tokens need, "
         "over those that a plain matrix product did in the same time. Peak: reserved memory on CUDA; on the CPU resident memory beyond "
@@ -472,8 +504,8 @@ def _measure_all(arguments, todo, data, small, file_lengths, progress):
                 try:
                     run = _build(pair, arguments, small, built)
                     count = arguments.batch or meter.search(run)
-                except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
-                    data["rows"].append({**row, "error": " ".join(str(error).split())[:160] or type(error).__name__})
+                except Exception as error:  # an implementation that is not installed or fails here has a row that says so
+                    data["rows"].append({**row, "error": _sentence(error)})
                     continue
                 if count == 0:
                     data["rows"].append({**row, "error": "out of memory with one text"})
@@ -482,7 +514,8 @@ def _measure_all(arguments, todo, data, small, file_lengths, progress):
                 counts.append(count)
             # Compared on the same texts where the search stopped alike; a model that fits fewer texts keeps its own batch.
             if runs:
-                data["rows"] += meter.measure(runs, counts, product, progress)
+                stamp = {name: data["environment"][name] for name in ("commit", "date")}
+                data["rows"] += [{**row, **stamp} for row in meter.measure(runs, counts, product, progress)]
             if meter.interrupted:
                 raise KeyboardInterrupt
             if arguments.device.startswith("cuda"):

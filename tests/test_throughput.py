@@ -4,11 +4,13 @@
 import csv
 import json
 import math
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from neobert.evaluation import throughput
+from neobert.evaluation import memory, throughput
 from neobert.evaluation.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
 from neobert.evaluation.throughput_models import MODELS, build, packed_inputs
 from neobert.evaluation.throughput_sets import draw_lengths
@@ -23,6 +25,8 @@ TINY = ["--device", "cpu", "--sets", "16", "short", "--batch", "3", "--repeats",
 def small_matrix_product(monkeypatch):
     monkeypatch.setattr(throughput, "GEMM_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(throughput, "GEMM_SECONDS", 0.0)
+    # Half a second a time; tests/test_memory.py has it.
+    monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tiny(output, *more):
@@ -165,6 +169,109 @@ def test_packed_inputs():
     assert packed["cu_seq_lens_q"].dtype == torch.int32, "flash-attn takes int32 offsets"
 
 
+class PretendedGpu:
+    """A device that holds `capacity` padded tokens of a model's batch; models run on the CPU, torch.cuda's counters are stand-ins."""
+
+    def __init__(self, monkeypatch, capacity):
+        self.capacity, self.passes, self.built = capacity, [], []
+        for name, value in (("is_available", True), ("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None),
+                            ("memory_reserved", 2**20), ("max_memory_reserved", 3 * 2**20), ("mem_get_info", (2**34, 2**35))):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *arguments, value=value: value)
+        make, product, build = throughput.make_batch, throughput.MatrixProduct, throughput.build
+        monkeypatch.setattr(throughput, "make_batch", lambda lengths, device, *seed: make(lengths, "cpu", *seed))
+        monkeypatch.setattr(throughput, "MatrixProduct", lambda device, *others: product("cpu", *others))
+        monkeypatch.setattr(throughput, "build", lambda name, kind, device, *others: self.wrap(build(name, kind, "cpu", *others)))
+
+    def wrap(self, run):
+        self.built.append(weakref.ref(run))
+        call = run.model.forward
+
+        def limited(*arguments, **inputs):
+            self.passes.append((run.name, *inputs["input_ids"].shape))
+            if inputs["input_ids"].numel() > self.capacity[run.name]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return call(*arguments, **inputs)
+
+        run.model.forward = limited
+        return run
+
+    def measure(self, output, *more):
+        argv = ["--output", str(output), "--preset", "gpu", "--device", "cuda", "--dtype", "float32", "--implementations", "sdpa"]
+        argv += ["--models", "neobert", "bert-base", "modernbert-base", "--repeats", "2", "--warmup", "1", "--max_batch", "32"]
+        return main([*argv, "--plots", "false", *more], small=SMALL)
+
+
+def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
+    """Each model gets its own largest batch; one that cannot hold a single text has a row that says so; nothing ends the run."""
+    gpu = PretendedGpu(monkeypatch, {"neobert": 16 * 21, "bert-base": 15, "modernbert-base": 10**6})
+    assert gpu.measure(tmp_path, "--sets", "16") == 0
+    rows = {row["model"]: row for row in rows_of(tmp_path)}
+    assert 18 <= rows["neobert"]["batch"] <= 21, "21 texts fit; the search ends within an eighth"
+    assert rows["modernbert-base"]["batch"] == 32, "the search ends at --max_batch"
+    assert rows["bert-base"]["error"] == "out of memory with one text"
+    assert rows["neobert"]["peak_memory_mib"] == 3.0, "on a GPU: what the allocator reserved, with the weights"
+    assert len(rows["neobert"]["seconds"]) == 2 and rows["neobert"]["share_of_gemm"] > 0
+    assert max(texts for name, texts, _ in gpu.passes if name == "neobert") <= 32
+    order = [name for name, *_ in gpu.passes]
+    assert order == sorted(order, key=["neobert", "bert-base", "modernbert-base"].index), "one model after the other"
+    assert [run() for run in gpu.built] == [None] * 3, "none is kept: each has the memory for itself"
+
+
+def test_memory_that_is_short_after_the_search(tmp_path, monkeypatch):
+    """What fitted once may not fit again; a batch given by the user is not made smaller in silence."""
+    gpu = PretendedGpu(monkeypatch, {"neobert": 16 * 20, "bert-base": 16 * 20, "modernbert-base": 16 * 20})
+    search = Meter.search
+
+    def optimistic(self, run):
+        return search(self, run) + 8
+
+    monkeypatch.setattr(Meter, "search", optimistic)
+    assert gpu.measure(tmp_path / "a", "--sets", "16", "--models", "neobert") == 0
+    (row,) = rows_of(tmp_path / "a")
+    assert 16 <= row["batch"] <= 20 and len(row["seconds"]) == 2, "an eighth fewer, until it fits"
+    assert gpu.measure(tmp_path / "b", "--sets", "16", "--batch", "24") == 0
+    assert {row["error"] for row in rows_of(tmp_path / "b")} == {"out of memory with 24 texts"}, "every row says so"
+
+
+def test_an_interrupt_on_a_gpu_and_resume(tmp_path, monkeypatch):
+    gpu = PretendedGpu(monkeypatch, {"neobert": 10**6, "bert-base": 10**6, "modernbert-base": 10**6})
+    search = Meter.search
+
+    def interrupted(self, run):
+        if run.name == "modernbert-base":
+            raise KeyboardInterrupt
+        return search(self, run)
+
+    monkeypatch.setattr(Meter, "search", interrupted)
+    assert gpu.measure(tmp_path, "--sets", "16", "short") == 130
+    first = rows_of(tmp_path)
+    assert [row["model"] for row in first] == ["neobert", "bert-base"], "the models that were measured are kept, in the middle of a set"
+    monkeypatch.setattr(Meter, "search", search)
+    gpu.passes.clear()
+    assert gpu.measure(tmp_path, "--sets", "16", "short", "--resume", "true") == 0
+    rows = rows_of(tmp_path)
+    assert rows[:2] == first and len(rows) == 6, "they are not measured again; the rest is added"
+    assert gpu.passes[0][0] == "modernbert-base", "it goes on where it stopped"
+
+
+def test_a_peer_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    """Whatever a library raises: the row says it, the others are measured."""
+    build = throughput.build
+
+    def broken(name, *others):
+        run = build(name, *others)
+        if name == "bert-base":
+            run.model.forward = lambda **inputs: (_ for _ in ()).throw(TypeError("kernel takes no such argument"))
+        return run
+
+    monkeypatch.setattr(throughput, "build", broken)
+    argv = ["--output", str(tmp_path), "--preset", "cpu", *TINY, "--models", "bert-base", "neobert", "--implementations", "sdpa"]
+    assert main(argv, small=SMALL) == 0
+    rows = rows_of(tmp_path)
+    assert [row.get("error") for row in rows] == ["kernel takes no such argument", None] * 2
+    assert "kernel takes no such argument" in (tmp_path / "throughput.md").read_text()
+
+
 # ------------------------------------------------------------------------------------------------------------------ results
 
 
@@ -213,6 +320,10 @@ def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeyp
     rows = rows_of(tmp_path)
     assert rows[:2] == first, "what was measured is not measured again"
     assert [row["set"] for row in rows] == ["16", "16", "short", "short"], "the rest is added"
+    data = json.loads((tmp_path / "throughput.json").read_text())
+    assert all(row["date"] and "commit" in row for row in rows), "every row says when and of which commit it is"
+    data["rows"][0].update(commit="abc1234", date="1999-01-01 00:00 UTC")
+    assert "kept from earlier runs (commit abc1234, 1999-01-01 00:00 UTC)" in throughput.tables(data), "the table names the other commit"
     with pytest.raises(UserError, match="was measured with repeats=2"):
         tiny(tmp_path, "--implementations", "sdpa", "--resume", "true", "--repeats", "5")
 
