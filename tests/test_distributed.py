@@ -1,7 +1,8 @@
-"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's losses on the same global batch.
+"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's losses on the same global batch,
+and continue after a kill as if there had been none.
 
 They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through the converter and predicts the same.
-accelerate turns FSDP on for GPUs alone, so FSDP2 is torch's own `fully_shard` here, block by block as fsdp2.yaml asks for.
+accelerate turns FSDP on for GPUs alone (with two CPU processes 1.15 starts plain DDP, whatever fsdp2.yaml says), so FSDP2 is torch's own `fully_shard` here, block by block as fsdp2.yaml asks for.
 """
 
 import importlib.util
@@ -50,7 +51,7 @@ def _train(folder, name, launcher, accumulation):
     values = {
         "dataset": "texts.txt", "prepared_dir": "prepared", "output_dir": name, "model_config": json.dumps(MODEL), "max_length": 32,
         "tokens_per_batch": 256, "gradient_accumulation_steps": accumulation, "max_steps": 6, "warmup_steps": 2, "learning_rate": 3e-3,
-        "logging_steps": 1, "save_steps": 6, "report_to": "none", "disable_tqdm": "true", "use_cpu": "true", "peak_tflops": 0.01,
+        "logging_steps": 1, "save_steps": 3, "report_to": "none", "disable_tqdm": "true", "use_cpu": "true", "peak_tflops": 0.01,
         "dataloader_pin_memory": "false",
     }  # fmt: skip
     arguments = [piece for key, value in values.items() for piece in (f"--{key}", str(value))]
@@ -112,6 +113,13 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
         assert abs(one["loss"] - two["loss"]) < 1e-4, f"{way}: loss {two['loss']} in step {one['step']}, {one['loss']} in one process"
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3), f"{way}: another gradient norm in step {one['step']}"
         assert two["tokens_seen"] == one["tokens_seen"] and two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
+    # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
+    (folder / way / "checkpoint-6" / "whole.json").unlink()
+    again = _train(folder, way, _launcher(way), 1)
+    numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
+    assert [[record[name] for name in numbers] for record in again] == [[record[name] for name in numbers] for record in both], (
+        f"{way}: the continued run must equal the uninterrupted one"
+    )
     if way == "zero2":
         _check_conversion(folder)
 
