@@ -322,6 +322,8 @@ def encode(source, output, arguments, progress_bar=True, encoder=None):
     if single_encoder is None:
         build_encoder(arguments, "cpu")  # a model that cannot be loaded is found before any process starts
     _open_folder(folder, manifest := _manifest(source, arguments, total))
+    for left in (*folder.glob(".part-*"), *output.parent.glob(f".{output.name}.[0-9]*")):  # of a killed run
+        left.unlink(missing_ok=True)
 
     parts, counts, start = [], {"rows": 0, "tokens": 0}, time.perf_counter()
     with tqdm(total=total, desc="texts", unit="text", disable=not progress_bar) as bar:

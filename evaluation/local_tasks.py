@@ -193,15 +193,20 @@ def path_similarity(nodes, first, second):
     return 0.0 if edges is None else 1 / (1 + edges)
 
 
-def similarity_pairs(count):
-    """(definition, definition, path similarity): each of `count` held-out noun synsets with its hypernym, a sibling, a cousin, any other."""
+def similarity_pairs(count, held_out=True):
+    """(definition, definition, path similarity): each of `count` noun synsets with its hypernym, a sibling, a cousin, any other.
+
+    Args:
+        held_out: of the synsets that are kept out of training, or of the others.
+    """
     nodes = _noun_taxonomy()
     children = {}
     for offset, (hypernyms, _) in nodes.items():
         for parent in hypernyms:
             children.setdefault(parent, []).append(offset)
     everything = sorted(nodes, key=_order)
-    chosen = [offset for offset in everything if nodes[offset][0] and is_held_out(f"noun-{offset}", HELD_OUT_PERCENT)][:count]
+    chosen = [offset for offset in everything if nodes[offset][0] and is_held_out(f"noun-{offset}", HELD_OUT_PERCENT) == held_out]
+    chosen = chosen[:count]
     pairs = []
     for number, offset in enumerate(chosen):
         parent = nodes[offset][0][0]

@@ -139,12 +139,12 @@ def sections():
 
 @dataclass
 class Result:
-    """One result: its markdown, environment and images; `path` is relative to the folder."""
+    """One result: its markdown, images, and the environments of its files; `path` is relative to the folder."""
 
     name: str
     path: str
     text: str
-    environment: dict
+    environments: list
     images: list
     data: list
 
@@ -168,20 +168,20 @@ def collect(folder):
         companions = [p for p in sorted(path.parent.iterdir()) if p.is_file() and _belongs(p, path.with_suffix(""), stems, alone)]
         images = [p for p in companions if p.suffix in IMAGES]
         data = [p for p in companions if p.suffix in (".json", ".csv")]
-        # The file of the text's own name speaks for it.
-        data.sort(key=lambda p: p.stem != path.stem)
-        environment = next((env for p in data if (env := read_environment(p))), {})
+        # The file of the text's own name speaks for it; else every file does (a table of several runs).
+        own = [p for p in data if p.stem == path.stem and read_environment(p)]
+        environments = [env for p in own or data if (env := read_environment(p))]
         where = str(path.relative_to(folder))
-        results.append(Result(_name(path, folder), where, path.read_text(encoding="utf-8"), environment, images, data))
+        results.append(Result(_name(path, folder), where, path.read_text(encoding="utf-8"), environments, images, data))
         used.update(companions)
     for path in sorted(folder.rglob("*.json")):
         if path not in used and not below_a_text(path) and (environment := read_environment(path)):
             images = [p for suffix in IMAGES if (p := path.with_suffix(suffix)).is_file() and p not in used]
-            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", environment, images, [path]))
+            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", [environment], images, [path]))
             used.update([path, *images])
     for path in sorted(p for p in folder.rglob("*") if p.suffix in IMAGES and p not in used):
         if not below_a_text(path):
-            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", {}, [path], []))
+            results.append(Result(_name(path, folder), str(path.relative_to(folder)), "", [], [path], []))
     return sorted(results, key=lambda result: "pending" in result.path.lower())
 
 
@@ -245,6 +245,12 @@ def environment_line(environment):
         parts.append(f"{name} {', '.join(map(str, value)) if isinstance(value, list) else value}")
     parts += [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
     return ", ".join(parts)
+
+
+def environment_lines(result):
+    """One line a run, where its text does not say it already."""
+    missing = [environment for environment in result.environments if f"`{environment.get('command')}`" not in result.text]
+    return list(dict.fromkeys(line for environment in missing if (line := environment_line(environment))))
 
 
 # ----------------------------------------------------------------------------------------------------------- markdown to HTML
@@ -434,8 +440,9 @@ def _overview(parts):
             state = f"not measured yet: <code>{html.escape(section.command)}</code>"
         link = f'<a href="#{_anchor(section.title)}">{html.escape(section.title)}</a>'
         rows.append(f"<tr><td>{link}</td><td>{_inline(re.split(r'(?<=[a-z])[.] ', section.about)[0])}</td><td>{state}</td></tr>")
-    machines = sorted({result.environment["hardware"] for _, found in parts for result in found if "hardware" in result.environment})
-    dates = sorted(result.environment["date"][:10] for _, found in parts for result in found if "date" in result.environment)
+    environments = [environment for _, found in parts for result in found for environment in result.environments]
+    machines = sorted({environment["hardware"] for environment in environments if "hardware" in environment})
+    dates = sorted(environment["date"][:10] for environment in environments if "date" in environment)
     where = f"Measured on: {html.escape('; '.join(machines))}" if machines else ""
     when = f", {dates[0]} to {dates[-1]}" if dates and dates[0] != dates[-1] else f", {dates[0]}" if dates else ""
     head = "<tr><th>part</th><th>what it shows</th><th>here</th></tr>"
@@ -475,9 +482,7 @@ def build_html(folder, title):
             if text:
                 output.append(to_html(text, level=4))
             output += [image_tag(path, path.stem.replace("_", " ")) for path in _images_once(result)]
-            line = environment_line(result.environment)
-            if line and f"`{result.environment.get('command')}`" not in result.text:
-                output.append(f'<p class="env">{_inline(line)}</p>')
+            output += [f'<p class="env">{_inline(line)}</p>' for line in environment_lines(result)]
     output.append("</body></html>")
     return "\n".join(output) + "\n"
 
@@ -497,9 +502,7 @@ def build_markdown(folder, title):
             text = _without_title(result.text) or next((figures_of(path) for path in result.data if path.suffix == ".json"), "")
             text = re.sub(r"^\s*!\[[^\]]*\]\([^)]*\)\s*$", "", text, flags=re.M)
             output.append(re.sub(r"^(#+) ", r"###\1 ", text, flags=re.M).strip())
-            line = environment_line(result.environment)
-            if line and f"`{result.environment.get('command')}`" not in result.text:
-                output.append(line)
+            output += environment_lines(result)
         if section.published and not any(_has_published_rows(result.text) for result in found):
             output.append("Published figures (the paper, not measured here):")
             output.append(section.published)

@@ -152,9 +152,11 @@ def test_an_interrupted_run_continues_with_the_missing_parts(corpus, model_folde
     with pytest.raises(KeyboardInterrupt):
         encode(corpus, folder, arguments, progress_bar=False)
     assert len(list(folder.glob("part-*"))) == 2, "the finished parts of an interrupted run must stay"
+    (folder / ".part-000002.parquet.77").write_bytes(b"what kill -9 leaves")
     monkeypatch.setattr(encode_module, "write_part", lambda path, *rest: (written.append(path.name), write(path, *rest)))
     summary = encode(corpus, folder, arguments, progress_bar=False)
     assert len(set(written)) == len(written) == summary["parts"] == 5, f"parts were encoded twice or not at all: {written}"
+    assert not list(folder.glob(".*")), "left-overs of the killed run"
     for part in whole.glob("part-*"):
         assert np.array_equal(read_parquet(part)[1], read_parquet(folder / part.name)[1]), f"{part.name} differs after resuming"
     with pytest.raises(UserError, match="normalize"):
