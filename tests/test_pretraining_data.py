@@ -341,13 +341,30 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, layout,
         assert len(seen) > 100 and len(set(seen)) == len(seen), "an epoch must hold every text once"
 
 
-def test_processes_stream_different_texts(tmp_path, tokenizer):
-    _corpus(tmp_path, files=2)
+@pytest.mark.parametrize("files, world_size", [(4, 2), (3, 2), (1, 2)])
+def test_processes_share_a_stream_and_resume(tmp_path, tokenizer, files, world_size):
+    """Shards dealt out, or rows of every shard where they do not come out even; each text once an epoch, in both cases."""
+    _corpus(tmp_path, files=files)
     seen = []
-    for rank in range(2):
-        stream = _stream(tmp_path, tokenizer, rank=rank, world_size=2)
-        seen.append({text for _, batch in zip(range(5), stream) for text in _texts_of(batch)})
-    assert seen[0] and seen[1] and not seen[0] & seen[1], "each process must read its own share"
+    for rank in range(world_size):
+        batches = [batch for _, batch in zip(range(12), _stream(tmp_path, tokenizer, rank=rank, world_size=world_size))]
+        seen.append([text for batch in batches[:5] for text in _texts_of(batch)])
+        resumed = _stream(tmp_path, tokenizer, rank=rank, world_size=world_size)
+        resumed.load_state(json.loads(batches[0][STATE]), 7)
+        for expected, batch in zip(batches[7:], resumed):
+            assert torch.equal(batch["input_ids"], expected["input_ids"]), f"process {rank} must continue with its own batches"
+    assert seen[0] and seen[1] and not set(seen[0]) & set(seen[1]), "each process must read its own share"
+    assert len(set(seen[0])) == len(seen[0]), "no text may come twice in an epoch"
+
+
+def test_another_epoch_has_another_order_of_shards(tmp_path, tokenizer):
+    for number in range(6):
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"text": WORDS[number]}) + "\n")
+    stream = _stream(tmp_path, tokenizer)
+    words = [tokenizer.decode(stream.sources[0].next(stream._windows)[1:-1]) for _ in range(18)]
+    epochs = [words[start : start + 6] for start in (0, 6, 12)]
+    assert all(sorted(epoch) == sorted(WORDS[:6]) for epoch in epochs), "every epoch must read every shard once"
+    assert len({tuple(epoch) for epoch in epochs}) > 1, "and not always in the same order"
 
 
 def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):

@@ -5,7 +5,6 @@ batch; a checkpoint keeps the last one, and a resumed run goes on from it and sk
 """
 
 import json
-import logging
 
 import numpy as np
 import torch
@@ -18,8 +17,6 @@ from .pretraining_data import BROKEN, EMPTY, Tokenise
 
 SNAPSHOT_EVERY = 50
 STATE = "stream_state"
-# A buffer of one row holds none between two reads, so nothing is lost.
-logging.getLogger("datasets.iterable_dataset").addFilter(lambda record: "without the buffer content" not in record.getMessage())
 COUNTS = "stream_counts"
 
 
@@ -44,10 +41,9 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.max_length, self.split, self.seed, self.rank, self.world_size = max_length, long_texts == "split", seed, rank, world_size
         mixture = {0: 1.0} if mixture is None else {int(least): float(share) for least, share in mixture.items()}
         self.least, self.bounds = list(mixture), np.cumsum(list(mixture.values()))[:-1]
-        rows = split_dataset_by_node(rows, rank=rank, world_size=world_size) if world_size > 1 else rows
         tokens = rows.map(self.tokenise, batched=True, batch_size=64, remove_columns=["text"])
-        # Each part reads the stream on its own; shards come in another order every epoch.
-        self.sources = [_Source(tokens, least, (seed, number)) for number, least in enumerate(self.least)]
+        # Each part reads the stream on its own.
+        self.sources = [_Source(tokens, least, (seed, number), rank, world_size) for number, least in enumerate(self.least)]
         self.start, self.from_snapshot = 0, 0
 
     def load_state(self, state, consumed):
@@ -113,32 +109,47 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
 
 class _Source:
-    """Endless texts of at least `least` tokens from a stream, with what was put back and a state that JSON holds."""
+    """Endless texts of at least `least` tokens from a stream, with what was put back and a state that JSON holds.
 
-    def __init__(self, tokens, least, seed):
-        self.tokens, self.least = tokens, least
-        self.seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self.epoch, self.pending, self.skipped, self.stream, self.rows = 0, [], {"empty": 0, "broken": 0}, None, None
+    Shards come one after another, in another order every epoch; a shuffle buffer would lose its rows in a resumption. Each process reads shards of its
+    own where they can be dealt out evenly, else its own rows of every shard.
+    """
+
+    def __init__(self, tokens, least, seed, rank, world_size):
+        self.tokens, self.least, self.seed, self.rank, self.world_size = tokens, least, seed, rank, world_size
+        self.epoch, self.shard, self.pending, self.skipped, self.stream, self.rows = 0, 0, [], {"empty": 0, "broken": 0}, None, None
         self.found = False
+        self.own_shards = tokens.num_shards % world_size == 0
+
+    def _order(self):
+        """This process's shards in this epoch's order."""
+        order = np.random.default_rng([*self.seed, self.epoch]).permutation(self.tokens.num_shards)
+        return order[self.rank :: self.world_size] if self.own_shards else order
 
     def _open(self, saved=None):
-        # A buffer of one row: only the order of the shards is shuffled, which a saved state brings back exactly.
-        self.stream = self.tokens.shuffle(seed=self.seed + self.epoch, buffer_size=1)
+        self.stream = self.tokens.shard(num_shards=self.tokens.num_shards, index=int(self._order()[self.shard]))
+        if not self.own_shards:
+            self.stream = split_dataset_by_node(self.stream, rank=self.rank, world_size=self.world_size)
         if saved is not None:
             self.stream.load_state_dict(saved)
         self.rows = iter(self.stream)
 
+    def _next_shard(self):
+        self.shard += 1
+        if self.shard == len(self._order()):
+            if not self.found:
+                raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
+            self.epoch, self.shard, self.found = self.epoch + 1, 0, False
+        self._open()
+
     def next(self, windows):
-        """The next window; a new epoch begins when the stream ends."""
+        """The next window; a new epoch begins when the last shard ends."""
         while not self.pending:
             if self.rows is None:
                 self._open()
             row = next(self.rows, None)
             if row is None:
-                if not self.found:
-                    raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
-                self.epoch, self.found = self.epoch + 1, False
-                self._open()
+                self._next_shard()
                 continue
             length = row["length"]
             if length in (EMPTY, BROKEN):
@@ -156,6 +167,7 @@ class _Source:
             self._open()
         return {
             "epoch": self.epoch,
+            "shard": self.shard,
             "found": self.found,
             "pending": [text.tolist() for text in self.pending],
             "skipped": dict(self.skipped),
@@ -163,6 +175,6 @@ class _Source:
         }
 
     def load(self, saved):
-        self.epoch, self.found, self.skipped = saved["epoch"], saved["found"], dict(saved["skipped"])
+        self.epoch, self.shard, self.found, self.skipped = saved["epoch"], saved["shard"], saved["found"], dict(saved["skipped"])
         self.pending = [np.array(text, dtype=np.int64) for text in saved["pending"]]
         self._open(saved["stream"])
