@@ -284,6 +284,8 @@ BAD = [
     ({"num_train_epochs": 2}, "num_train_epochs does not apply here"),
     ({"lr_scheduler_type": "constant"}, "lr_scheduler_type does not apply here"),
     ({"save_total_limit": 3}, "give keep_last and keep_every"),
+    ({"output_dir": "{corpus}/train.txt"}, "is a file"),
+    ({"init_from": "{corpus}/raw"}, "convert it first"),
 ]
 
 
@@ -293,6 +295,7 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     (corpus / "nothing").mkdir(exist_ok=True)
     (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (corpus / "rows.jsonl").write_text('{"content": "a river"}\n')
+    (corpus / "raw" / "model_checkpoints").mkdir(parents=True, exist_ok=True)
     for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
         if not (corpus / name).exists():
             model(NeoBERTConfig(**TINY)).save_pretrained(corpus / name)
@@ -311,6 +314,39 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
         _run(_arguments(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, learning_rate=1e-3))
     with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
         _run(_arguments(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("datset: a.txt", "unknown key 'datset' in the recipe; did you mean 'dataset'?"),
+        ("tokenizer: [a, b]", "tokenizer takes one value, but ['a', 'b'] was given"),
+        ("max_length: {a: 1}", "max_length takes one value"),
+        ("tokens_per_batch: 1.5", "tokens_per_batch in the recipe must be of type int"),
+        ("streaming: perhaps", "streaming in the recipe must be of type"),
+        ("mixture: [0.2, 0.8]", "mixture must map least lengths to probabilities"),
+        ("model_config: small", "model_config is not valid JSON"),
+        ("- dataset", "must hold 'key: value' lines"),
+        ("dataset: 'a", "is not valid YAML"),
+    ],
+)
+def test_a_broken_recipe_is_one_sentence(tmp_path, capsys, monkeypatch, text, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(text + "\n")
+    assert cli.main(["pretrain", "recipe.yaml", "--report_to", "none"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("neobert pretrain: ") and words in error and error.count("\n") == 1, error
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing may be written"
+
+
+def test_a_recipe_may_write_lists_and_bare_exponents(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        "dataset: [a.txt, b.txt]\nlearning_rate: 1e-4\nmodel_config:\n  norm_eps: 1e-6\n  hidden_act: gelu\n"
+    )
+    classes = (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments)
+    model, data, training = read_recipe(classes, [str(tmp_path / "recipe.yaml"), "--report_to", "none", "--output_dir", str(tmp_path)])
+    assert (data.dataset, training.learning_rate) == ("a.txt, b.txt", 1e-4)
+    assert model.model_config == {"norm_eps": 1e-6, "hidden_act": "gelu"}, "YAML reads 1e-6 as text, which nobody means"
 
 
 def test_a_continued_run_has_the_same_text(corpus, tmp_path):

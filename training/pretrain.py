@@ -94,6 +94,23 @@ class ModelArguments:
                 raise UserError(f"model_config is not valid JSON: {error}") from error
         if self.model_config is not None and not isinstance(self.model_config, dict):
             raise UserError(f"model_config must be a mapping of NeoBERTConfig fields, but {self.model_config!r} was given")
+        _check_single_values(self, "model_config")
+        # YAML reads 1e-5 (no dot) as text.
+        self.model_config = self.model_config and {name: _number(value) for name, value in self.model_config.items()}
+
+
+def _check_single_values(arguments, *mappings):
+    """Of the keys of a recipe only `mappings` take more than one value."""
+    for name, value in vars(arguments).items():
+        if name not in mappings and isinstance(value, (list, dict)):
+            raise UserError(f"{name} takes one value, but {value!r} was given")
+
+
+def _number(value):
+    try:
+        return float(value) if isinstance(value, str) and value[:1].isdigit() else value
+    except ValueError:
+        return value
 
 
 @dataclass
@@ -132,6 +149,10 @@ class DataArguments:
     random_share: float = field(default=0.0, metadata={"help": "share of the predicted tokens that a random token replaces"})
 
     def __post_init__(self):
+        for name in ("dataset", "heldout"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, ", ".join(map(str, getattr(self, name))))
+        _check_single_values(self, "mixture")
         if isinstance(self.mixture, str):
             try:
                 self.mixture = json.loads(self.mixture)
@@ -304,7 +325,8 @@ def _weights_source(init_from):
         return init_from
     checkpoint = pretrain_trainer.last_whole_checkpoint(folder)
     if checkpoint is None:
-        raise UserError(f"init_from {init_from} has neither a model (config.json) nor a whole checkpoint")
+        raw = "; convert it first with neobert convert" if (folder / "model_checkpoints").is_dir() else ""
+        raise UserError(f"init_from {init_from} has neither a model (config.json) nor a whole checkpoint{raw}")
     logger.warning("init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name)
     return str(checkpoint)
 
@@ -400,6 +422,8 @@ def _recipe_values(*parts):
 
 def _check_own(output_dir):
     """Checkpoints in `output_dir` must be this program's: half-written ones are deleted."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"output_dir {output_dir} is a file; give a folder")
     others = sorted(folder.name for folder in output_dir.glob("checkpoint-*"))
     if others and not (output_dir / "recipe.json").is_file():
         raise UserError(
