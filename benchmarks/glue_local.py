@@ -51,8 +51,8 @@ def main(argv=None):
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", default="3")
     parser.add_argument("--batch_size", default="32")
-    parser.add_argument("--train_rows", type=int, default=2000)
-    parser.add_argument("--dev_rows", type=int, default=500)
+    parser.add_argument("--train_rows", type=int, default=1000)
+    parser.add_argument("--dev_rows", type=int, default=400)
     args = parser.parse_args(argv)
 
     data = Path(args.work) / "reviews-and-wordnet"

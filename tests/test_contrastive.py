@@ -237,6 +237,61 @@ def test_the_recipe_of_the_paper():
     assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
 
 
+# A row of every data set of the recipe, in the columns that its card on the Hub documents: A anchor, P positive, N negatives.
+SHAPES = {
+    "ag-news": {"title": "A", "description": "P"},
+    "all-nli": {"anchor": "A", "positive": "P", "negative": "N"},
+    "amazon-qa": {"query": "A", "pos": ["P", "p"]},
+    "concurrent-qa": {"question": "A", "pos_paras": [{"title": "", "text": "P"}], "neg_paras": [{"text": "N"}, {"text": "N"}]},
+    "github-issues": {"anchor": "A", "positive": "P"},
+    "gooaq": {"question": "A", "answer": "P", **{f"negative_{i}": "N" for i in range(1, 6)}},
+    "med-mcqa": {"question": "A", "exp": "P", "cop": 1, "opa": "x", "opb": "x", "opc": "x", "opd": "x"},
+    "npr": {"title": "A", "body": "P"},
+    "paq": {"set": ["A", "P"]},
+    "pubmed-qa": {"anchor": "A", "positive": "P", **{f"negative_{i}": "N" for i in range(1, 21)}},
+    "qqp": {"set": {"query": "A", "pos": ["P"], "neg": ["N", "N"]}},
+    "sentence-compression": {"set": ["P", "A"]},
+    "stack-exchange-bodies": {"body1": "A", "body2": "P"},
+    "stack-exchange-posts": {"post1": "A", "post2": "P"},
+    "stack-overflow": {"query": "A", "positive": ["P"], "negative": ["N", "N"]},
+    "sts12": {"sentence1": "A", "sentence2": "P", "score": 4.5},
+    "sts-benchmark": {"sentence1": "A", "sentence2": "P", "score": 4.5},
+    "trivia-qa": {"anchor": "A", "positive": "P", "negative": "N"},
+    "wikihow": {"text": "A", "summary": "P"},
+    "yahoo-answers": {"title": "A", "answer": "P"},
+}
+
+
+def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
+    sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
+    assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, "these two are read as queries, corpus and judgements"
+    for name, row in SHAPES.items():
+        path = write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3)
+        data = load_source(DataSource.from_dict({**sources[name], "path": path}))
+        count = len([column for column in data.column_names if column.startswith("negative_")])
+        assert data[0] == {"anchor": "A", "positive": "P", **{f"negative_{i + 1}": "N" for i in range(count)}}, f"{name} is read wrongly"
+        assert (count > 0) == ("N" in json.dumps(row)), f"{name}: {count} negatives"
+
+
+def test_judgements_queries_and_corpus_become_pairs(tmp_path):
+    """MTEB's retrieval layout on the Hub: three subsets, joined by their ids."""
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {name}\n  data_files:\n  - split: {split}\n    path: {name}.jsonl\n"
+            for name, split in (("default", "train"), ("queries", "queries"), ("corpus", "corpus"))
+        )
+        + "---\n"
+    )
+    judgements = [("q1", "d2", 1), ("q2", "d1", 1), ("q2", "d2", 0)]
+    write_jsonl(tmp_path / "default.jsonl", [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgements])
+    write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{i}", "text": f"query {i}"} for i in (1, 2, 3)])
+    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)])
+    data = load_source(DataSource(name="fever", path=str(tmp_path), qrels=True))
+    pairs = set(zip(data["anchor"], data["positive"]))
+    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, "judgements of 0 are no positives"
+
+
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
     entries = [
         {"name": "animals", "path": triplets, "instruction": "Find the animal."},

@@ -431,7 +431,10 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         ({"preset": "best"}, "there is no preset 'best'; choose from neobert-4096, neobert-1024"),
         ({"epochs": 0}, "epochs must be above 0"),
         ({"heldout_fraction": 0.001}, "too few to hold 0.001 of them out; use --selection dev"),
-        ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is no linear layer or embedding of this model; it has classifier, dense, encoder, qkv"),
+        (
+            {"lora": True, "lora_targets": "query"},
+            "LoRA target 'query' is no linear layer or embedding of this model; it has classifier, dense, encoder, qkv",
+        ),
         ({"classifier_pooling": "max"}, "classifier_pooling must be cls or mean, .* but 'max' was given"),
         ({"lora": True, "lora_rank": 0}, "the LoRA rank must be a whole number of at least 1, but 0 was given"),
         ({"metric": "bleu"}, "there is no metric 'bleu'; choose from accuracy"),
@@ -530,6 +533,21 @@ def test_a_model_without_a_usable_tokenizer(world, tmp_path):
     (tmp_path / "st" / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
     with pytest.raises(UserError, match="is a sentence encoder whose model lies in a folder of its own; give .*0_Transformer"):
         run(world, tmp_path / "out", model=tmp_path / "st")
+
+
+def test_rows_of_the_hub(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load(name, task, split):
+        asked.append((name, task, split))
+        return datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 2, "idx": 0}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    splits = glue_tasks.load_task(TASKS["mnli"], glue_tasks.HUB_DATA)
+    assert asked == [("nyu-mll/glue", "mnli", split) for split in ("train", "validation_matched", "validation_mismatched")]
+    assert splits["train"] == {"premise": ["a"], "hypothesis": ["b"], "label": [2]}
 
 
 def test_checkpoint_of_another_kind(world, tmp_path):

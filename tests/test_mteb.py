@@ -328,3 +328,6 @@ def test_wordnet_tasks_ask_only_for_held_out_synsets():
     shared = [text for text in split["queries"]["text"] if text in trained]
     assert len(shared) < 0.02 * len(queries), f"{len(shared)} queries have the very definition of a training pair"
     assert len(definitions) > 100_000
+    kept, trained = (local_tasks.similarity_pairs(30, held_out) for held_out in (True, False))
+    assert not {pair[0] for pair in kept} & {pair[0] for pair in trained}, "a training pair starts from a held-out synset"
+    assert all(0 <= pair[2] < 1 for pair in (*kept, *trained)) and len({pair[2] for pair in kept}) > 3
