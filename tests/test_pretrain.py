@@ -339,6 +339,18 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, capsys, monkeypatch, text, wo
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing may be written"
 
 
+@pytest.mark.parametrize(
+    "token, words", [("mask_token", "has no mask token"), ("pad_token", "has no padding token"), ("sep_token", "start and end")]
+)
+def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, words):
+    tokenizer = pretrain.load_tokenizer(pretrain.TOKENIZER)
+    setattr(tokenizer, token, None)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=words):
+        _run(_arguments(corpus, tmp_path / "out", tokenizer=tmp_path / "tokenizer", layout="padded", prepared_dir=tmp_path / "prepared"))
+    assert not (tmp_path / "out" / "recipe.json").exists()
+
+
 def test_a_recipe_may_write_lists_and_bare_exponents(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
         "dataset: [a.txt, b.txt]\nlearning_rate: 1e-4\nmodel_config:\n  norm_eps: 1e-6\n  hidden_act: gelu\n"

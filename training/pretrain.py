@@ -447,6 +447,10 @@ def run(model_arguments, data, training):
     check_batch(data.layout, data.tokens_per_batch, data.texts_per_batch, data.max_length, data.mixture)
     tokenizer = load_tokenizer(model_arguments.tokenizer)
     masking = TokenMasking(tokenizer, data.mask_probability, data.mask_share, data.random_share)
+    if data.layout == "padded" and tokenizer.pad_token_id is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no padding token, which layout padded needs; add [PAD], or give layout: packed"
+        )
     output_dir = Path(training.output_dir)
     prepared_dir = Path(data.prepared_dir) if data.prepared_dir else output_dir / "prepared"
     if data.prepare:
