@@ -172,7 +172,7 @@ def collect(folder):
         own = [p for p in data if p.stem == path.stem and read_environment(p)]
         environments = [env for p in own or data if (env := read_environment(p))]
         where = str(path.relative_to(folder))
-        results.append(Result(_name(path, folder), where, path.read_text(encoding="utf-8"), environments, images, data))
+        results.append(Result(_name(path, folder), where, path.read_text(encoding="utf-8", errors="replace"), environments, images, data))
         used.update(companions)
     for path in sorted(folder.rglob("*.json")):
         if path not in used and not below_a_text(path) and (environment := read_environment(path)):

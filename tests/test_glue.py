@@ -372,6 +372,15 @@ def test_table_layout(tmp_path):
     assert other["cells"]["sst2"]["score"] == 0.85 and other["average"] is None, "An average needs all eight tasks."
 
 
+def test_a_broken_result_is_left_out(tmp_path, caplog):
+    fake_result(tmp_path, "rte", 1, 0.5)
+    for name, text in (("cut", '{"task": "rt'), ("other", "{}"), ("list", "[]")):
+        (tmp_path / "mine" / "rte" / name).mkdir()
+        (tmp_path / "mine" / "rte" / name / "result.json").write_text(text)
+    assert len(glue.finished_runs(tmp_path)) == 1
+    assert caplog.text.count("is no whole result and is left out") == 3, "what is left out must be said"
+
+
 def test_published_averages():
     """Every published row's average is that of its tasks, to the rounding of the paper (its NomicBERT and BERT rows are rounded further)."""
     for name, *values in PUBLISHED:
@@ -386,9 +395,9 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         # Selection prefers 2e-5, the dev score prefers 1e-5.
         selected, score = (0.9, 0.5) if settings.learning_rate == 2e-5 else (0.4, 0.8)
         fake_result(folder.parent.parent.parent, "sst2", settings.seed, score, selected=selected, learning_rate=settings.learning_rate)
-        result = {"score": score, "selected": {"score": selected}, "last": {"score": score}}
+        result = {"score": score, "selected": {"score": selected}, "last": {"score": score}, "best_of_all_evaluations": score}
         folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps({**result, "name": "x", "task": "y"}))
+        (folder / "result.json").write_text(json.dumps({**result, "name": "x", "task": "y", "settings": {}}))
         return result
 
     monkeypatch.setattr(glue_run, "fine_tune", fine_tune)

@@ -176,15 +176,26 @@ def run_folder(recipe, settings):
     return Path(recipe.output) / slug(recipe.name) / settings.task / run
 
 
+_RESULT = {"name", "task", "settings", "score", "selected", "last", "best_of_all_evaluations"}
+
+
+def _read_result(path):
+    """The result in a result.json, or None where there is none that is whole."""
+    if not path.is_file():
+        return None
+    try:
+        result = json.loads(path.read_text())
+    except ValueError:
+        result = None
+    if isinstance(result, dict) and _RESULT <= result.keys():
+        return result
+    logger.warning("%s is no whole result and is left out", path)
+    return None
+
+
 def finished_runs(output):
-    """[(folder, result)] of all finished runs under `output`; a file that cannot be read is reported and left out."""
-    runs = []
-    for path in sorted(Path(output).glob("*/*/*/result.json")):
-        try:
-            runs.append((path.parent, json.loads(path.read_text())))
-        except ValueError:
-            logger.warning("%s cannot be read and is left out", path)
-    return runs
+    """[(folder, result)] of all finished runs under `output`; a file that is no result is reported and left out."""
+    return [(path.parent, result) for path in sorted(Path(output).glob("*/*/*/result.json")) if (result := _read_result(path))]
 
 
 def _same_row(recipe, result, task_name):
@@ -237,7 +248,7 @@ def _settings(recipe, task, revision, seed, hyper, start, rows=""):
     same = ("epochs", "warmup", "patience", "max_eval_interval", "max_length", "head_dropout", "selection", "heldout_fraction")
     same += ("evaluations_per_epoch", "classifier_pooling", "heldout_rows", "max_train_samples", "max_eval_samples", "bf16", "metric")
     shared = {key: getattr(recipe, key) for key in same}
-    shared |= {"data": recipe.data, "rows": rows, "lora": recipe.lora_settings()}
+    shared |= {"tokenizer": recipe.tokenizer, "data": recipe.data, "rows": rows, "lora": recipe.lora_settings()}
     return RunSettings(task=task.name, revision=revision, seed=seed, start=start, **hyper, **shared)
 
 
@@ -251,10 +262,9 @@ def run_task(recipe, task, splits, tokenizer, revision):
     def run(hyper, seed):
         settings = _settings(recipe, task, revision, seed, hyper, start, rows)
         folder = run_folder(recipe, settings)
-        path = folder / "result.json"
-        if path.is_file():
+        if (result := _read_result(folder / "result.json")) is not None:
             logger.warning("%s is finished already: %s", task.name, folder)
-            return json.loads(path.read_text())
+            return result
         logger.warning("%s: %s", task.name, folder.name)
         result = fine_tune(settings, splits, model, tokenizer, folder, recipe)
         logger.warning("%s: dev %.2f, last evaluation %.2f", folder.name, 100 * result["score"], 100 * result["last"]["score"])

@@ -54,6 +54,7 @@ class RunSettings:
     max_eval_samples: int | None = None
     bf16: bool = False
     metric: str = "mean"
+    tokenizer: str | None = None
     rows: str = ""
     classifier_pooling: str | None = None
     lora: dict | None = None
