@@ -548,7 +548,8 @@ def write_summary(output, title=None):
     output = Path(output)
     rows = current_rows(read_finished(output / "pseudo_perplexity.csv"))
     buckets = summarise(rows)
-    data = {"kind": "pseudo-perplexity", "buckets": buckets, "environment": environment(dtype=sorted({row["dtype"] for row in rows}))}
+    env = environment(dtype=sorted({row["dtype"] for row in rows}))
+    data = {"kind": "pseudo-perplexity", "buckets": buckets, "environment": env}
     write_json(output / "pseudo_perplexity.json", data)
     header = ["model", "YaRN", "length", "texts", "positions", "pseudo-perplexity", "95 % interval"]
     lines = [
@@ -564,7 +565,9 @@ def write_summary(output, title=None):
         for b in buckets
     ]
     note = "exp(mean cross-entropy), every position masked on its own; the interval covers the choice of texts and of positions."
-    write_text(output / "pseudo_perplexity.md", f"{markdown_table(header, lines)}\n{note}\n")
+    versions = ", ".join(f"{package} {version}" for package, version in env["versions"].items())
+    made = f"`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, {', '.join(env['dtype'])}; {versions}."
+    write_text(output / "pseudo_perplexity.md", f"{markdown_table(header, lines)}\n{note}\n\n{made}\n")
     plot(rows, buckets, output / "pseudo_perplexity.png", title)
     return buckets
 
