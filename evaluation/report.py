@@ -104,14 +104,15 @@ def sections():
         Section(
             "GLUE",
             ("glue",),
-            "Dev scores x 100, mean ± standard deviation over seeds. A row with `data: NAME` is other data in GLUE's schema, and no GLUE score.",
+            "Dev scores x 100, mean ± standard deviation over seeds. GLUE itself: `neobert glue --task all --model MODEL --output "
+            "results/glue`; a row with `data: NAME` is other data in GLUE's schema, and no GLUE score.",
             "neobert glue --task all --model MODEL --output results/glue",
             _glue_table(),
         ),
         Section(
             "Sentence embeddings: contrastive training and MTEB",
             ("contrastive", "mteb"),
-            "Main score of each task in percent. Contrastive training before and after; local tasks are not those of MTEB(eng, v1).",
+            "Main score of each task in percent. The 56 tasks: `neobert mteb --model MODEL --output results/mteb`; local tasks are others.",
             "neobert mteb --model MODEL --output results/mteb",
             _mteb_table(),
         ),
@@ -133,7 +134,7 @@ def sections():
             "The training engine, and the bundled small model.",
             "python benchmarks/pretrain_speed.py",
         ),
-        Section("Other measurements", ("",), "", ""),
+        Section("Other measurements", ("",), "What the tests catch, what converting costs, and whatever else lies in the folder.", ""),
     ]
 
 
@@ -435,7 +436,7 @@ def _overview(parts):
     for section, found in parts:
         measured = [result for result in found if "pending" not in result.path.lower()]
         if measured:
-            state = f"{len(measured)} result{'s' if len(measured) > 1 else ''}"
+            state = html.escape(", ".join(result.name for result in measured))
         else:
             state = f"not measured yet: <code>{html.escape(section.command)}</code>"
         link = f'<a href="#{_anchor(section.title)}">{html.escape(section.title)}</a>'
