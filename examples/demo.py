@@ -13,15 +13,15 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parent.parent
-# The bundled model has read a dictionary for an hour: it knows how definitions go.
+# The bundled model has read a dictionary for two hours: it knows how definitions go.
 MASKED = [
     "of or [MASK] to the sea.",
     "the quality of [MASK] honest.",
     "happiness: the [MASK] of being happy.",
-    "knife: a [MASK] used for cutting.",
-    "sailor: a [MASK] who works on a ship.",
-    "in a sad [MASK].",
-    "boston: a city in [MASK].",
+    "piano: a keyboard [MASK]. a piano is a kind of instrument.",
+    "surgeon: a [MASK] who performs operations.",
+    "rose: a shrub with [MASK] flowers.",
+    "the president of the United [MASK].",
 ]
 SENTENCES = [
     "a large bird of prey",

@@ -27,14 +27,16 @@ from neobert.training.pretraining_data import load_prepared
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "training" / "configs" / "example_small.yaml"
 TEXTS = [
+    "of or [MASK] to the sea.",
+    "the quality of [MASK] honest.",
+    "happiness: the [MASK] of being happy.",
+    "piano: a keyboard [MASK]. a piano is a kind of instrument.",
+    "surgeon: a [MASK] who performs operations.",
+    "rose: a shrub with [MASK] flowers.",
+    "the president of the United [MASK].",
     "violin: a musical [MASK] with four strings.",
     "paris: the capital and largest city of [MASK].",
-    "a city in northern [MASK].",
-    "robin: a small [MASK] with a red breast.",
-    "sailor: a person who works on a [MASK].",
-    "English [MASK] who wrote novels and plays.",
     "He opened the [MASK] and went out.",
-    "the quality of being [MASK].",
 ]
 
 CARD = """---
