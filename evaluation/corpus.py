@@ -48,11 +48,11 @@ def corpus_columns(path):
     path = Path(path)
     if path.suffix == ".parquet":
         return _parquet(path).schema_arrow.names
-    with path.open(encoding="utf-8") as lines:
-        line = next((line for line in lines if line.strip()), "{}")
+    with path.open("rb") as lines:
+        line = next((line for line in lines if line.strip()), b"{}")
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:
         return []
     return list(row) if isinstance(row, dict) else []
 
@@ -69,7 +69,8 @@ def _jsonl_rows(path, columns):
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise UserError(f"{_place(path, number)} is not JSON ({error.args[0] if error.args else error})") from None
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not UTF-8"
+                raise UserError(f"{_place(path, number)} is not JSON ({reason})") from None
             if not isinstance(row, dict):
                 raise UserError(f"{_place(path, number)} must be an object {{...}}, but is {_short(row)}")
             for column in columns:

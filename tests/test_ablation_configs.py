@@ -184,6 +184,7 @@ def test_the_spread_is_over_seeds():
         (["--steps", "0"], "steps must"),
         (["--diverse", "absent.jsonl"], "there is no file absent.jsonl"),
         (["--heldout", "broken.jsonl"], "line 2"),
+        (["--heldout", "latin.jsonl"], "line 1 is not JSON (it is not UTF-8)"),
         (["--probe", "unlabelled.jsonl"], "has no 'label'"),
         (["--probe", "onesided.jsonl"], "labels must be 0 and 1"),
     ],
@@ -191,6 +192,7 @@ def test_the_spread_is_over_seeds():
 def test_bad_input_is_one_sentence(capsys, tmp_path, monkeypatch, wrong, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     (tmp_path / "unlabelled.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "onesided.jsonl").write_text('{"text": "a", "label": 1}\n')
     assert cli.main(["ablations", *wrong]) == 2
