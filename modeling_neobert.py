@@ -102,13 +102,13 @@ def apply_rotary(x, rotary):
     return (x.float() * cos + swapped.float() * sin).type_as(x)
 
 
-def prepare_rotary(cos, sin):
+def prepare_rotary(cos, sin, compiled=False):
     """The table in the form that multiplies q and k of (B, L, H, 2, K) cheapest.
 
-    Eager on CPU and CUDA: one complex number a pair, a single pass over memory. Traced, and on devices that have few operations for
-    complex numbers: cosines and signed sines of (.., K), which compilers fuse.
+    Eager on CPU and CUDA: one complex number a pair, a single pass over memory. Traced, for `compiled` blocks, and on devices that have few
+    operations for complex numbers: cosines and signed sines of (.., K), which compilers fuse.
     """
-    if _is_tracing() or cos.device.type not in ("cpu", "cuda", "meta"):
+    if compiled or _is_tracing() or cos.device.type not in ("cpu", "cuda", "meta"):
         cos = cos.repeat_interleave(2, dim=-1)
         sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
         return cos[:, :, None, None], sin[:, :, None, None]
@@ -289,8 +289,11 @@ class _Layout:
     def from_kwargs(cls, cu_seq_lens, max_length):
         """Layout of a batch that the caller packed."""
         lengths = None if _is_tracing() else cu_seq_lens.diff().tolist()
-        if max_length is None:
-            max_length = max(lengths) if lengths is not None else cu_seq_lens.diff().max()
+        if lengths is not None:
+            # A number, also where a tensor was given, which would cost a wait for the device in every layer.
+            max_length = max(lengths, default=0)
+        elif max_length is None:
+            max_length = cu_seq_lens.diff().max()
         return cls(cu_seq_lens, max_length, lengths)
 
     @classmethod
@@ -318,10 +321,15 @@ class _Layout:
         output = x.new_zeros(batch * length, *x.shape[2:])
         return output.index_copy_(0, self.index, x[0]).unflatten(0, (batch, length))
 
-    def kwargs(self):
-        """The keyword arguments of variable-length attention functions."""
+    def kwargs(self, given):
+        """The keyword arguments of variable-length attention functions: as `given`, with what is missing; offsets int32, as kernels ask for."""
         bounds, longest = self.cu_seq_lens, self.max_length
-        return dict(zip(_PACKING_KWARGS, (bounds, bounds, longest, longest)))
+        packing = {name: given.get(name) for name in _PACKING_KWARGS}
+        for name, value in zip(_PACKING_KWARGS, (bounds, bounds, longest, longest)):
+            packing[name] = value if packing[name] is None else packing[name]
+            if name.startswith("cu") and packing[name].dtype != torch.int32:
+                packing[name] = packing[name].to(torch.int32)
+        return {**given, **packing}
 
     def padding(self, total):
         """The batch in which every text has a row: index and mask, (N, longest text), and where each packed token is in it, (T,)."""
@@ -345,6 +353,8 @@ def _attention_plan(config, implementation, hidden, mask, layout, training, with
     Returns:
         function(module, q, k, v, mask, dropout=, scaling=, **kwargs), mask.
     """
+    if implementation != "eager" and implementation not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(_no_such(implementation))
     function = eager_attention if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     convention = _mask_convention(implementation)
     shape = hidden.shape[:2]
@@ -372,6 +382,13 @@ def _attention_plan(config, implementation, hidden, mask, layout, training, with
         lowest = torch.finfo(hidden.dtype).min
         allowed = torch.zeros_like(allowed, dtype=hidden.dtype).masked_fill(~allowed, lowest)
     return function, allowed
+
+
+def _no_such(implementation):
+    return (
+        f"There is no attention implementation {implementation!r}; set one with model.set_attn_implementation, such as 'sdpa', "
+        "or register it with transformers.AttentionInterface.register."
+    )
 
 
 def _visible(mask):
@@ -538,24 +555,34 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         getattr(self, self.base_model_prefix, self).encoder = value
 
     def attention_backend(self):
-        """One sentence: which kernel packed batches run through on the model's device and dtype, and why no faster one does."""
-        implementation, device, dtype = self.config._attn_implementation, self.device.type, self.dtype
+        """One sentence: which kernel packed batches run through on the model's device, in its dtype or that of autocast, and why no faster one does."""
+        implementation, device = self.config._attn_implementation, self.device.type
+        dtype = _attention_dtype(torch.empty(0, dtype=self.dtype, device=self.device))
         where = f"{implementation} on {device} in {str(dtype).removeprefix('torch.')}"
+        low = dtype in (torch.float16, torch.bfloat16)
         convention = _mask_convention(implementation)
+        if implementation != "eager" and implementation not in ALL_ATTENTION_FUNCTIONS:
+            return _no_such(implementation)
         if convention == "flash":
-            return f"{where}: the variable-length kernels of {implementation}."
-        if convention == "flex":
-            return f"{where}: flex_attention with a block mask per text."
-        if implementation == "eager":
-            return f"{where}: matrix products text by text; attn_implementation='sdpa' is faster."
-        if implementation != "sdpa":
-            return f"{where}: the registered function {implementation!r} with a boolean mask."
-        if device != "cuda":
-            return f"{where}: scaled_dot_product_attention text by text; variable-length flash kernels need a CUDA device."
-        obstacle = _varlen_obstacle(dtype, self.config.attention_dropout if self.training else 0.0)
-        if obstacle is None:
-            return f"{where}: torch.nn.attention.varlen (flash kernels of torch itself)."
-        return f"{where}: scaled_dot_product_attention on re-padded q, k, v; not torch.nn.attention.varlen, since {obstacle}."
+            needs = [] if device == "cuda" else ["a CUDA device"]
+            needs += [] if low else ["float16 or bfloat16 (dtype=torch.bfloat16, or autocast)"]
+            needs = needs if implementation.startswith("flash_attention") else []  # a Hub kernel knows its own devices
+            kernel = f"the variable-length kernels of {implementation}" + (f", which need {' and '.join(needs)}" if needs else "")
+        elif convention == "flex":
+            kernel = "flex_attention with a block mask per text" + (", not compiled on the CPU" if device == "cpu" else "")
+        elif implementation == "eager":
+            kernel = "matrix products text by text; attn_implementation='sdpa' is faster"
+        elif implementation != "sdpa":
+            kernel = f"the registered function {implementation!r} with a mask; padded batches are not packed for it"
+        elif device != "cuda":
+            kernel = "scaled_dot_product_attention text by text; variable-length flash kernels need a CUDA device"
+        else:
+            obstacle = _varlen_obstacle(dtype, self.config.attention_dropout if self.training else 0.0)
+            kernel = "torch.nn.attention.varlen (flash kernels of torch itself)"
+            if obstacle is not None:
+                kernel = f"scaled_dot_product_attention on re-padded q, k, v; not torch.nn.attention.varlen, since {obstacle}"
+        off = "" if self.config.unpad_inputs else " Padded batches are not packed: unpad_inputs is off."
+        return f"{where}: {kernel}.{off}"
 
 
 class NeoBERTModel(NeoBERTPreTrainedModel):
@@ -590,8 +617,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their place.
             attention_mask: (B, L) of ones and zeros, int, bool or float; None if every token is real.
             token_type_ids: accepted for BERT's sake and ignored.
-            position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the text when packed. A single packed row whose
-                positions start again at 0 is a packed batch.
+            position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the text when packed. A single row without
+                attention_mask whose positions start again at 0 is a packed batch.
             output_attentions: also return (B, H, L, L) weights per block, computed by the eager function.
             output_hidden_states: also return the num_hidden_layers + 1 hidden states; the last one is normed.
             kwargs: handed to the attention function as they are. `cu_seq_lens_q`, `cu_seq_lens_k` ((N + 1,) int32) and `max_length_q`,
@@ -633,10 +660,11 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if self.config.position_embedding_type == "learned":
             hidden = hidden + self.positional_embedding(positions)
         if layout is not None:
-            mask, kwargs = None, {**layout.kwargs(), **kwargs}
+            mask, kwargs = None, layout.kwargs(kwargs)
         rotary = None
         if self.config.position_embedding_type == "rope":
-            rotary = prepare_rotary(*rotary_table(self.config, positions, longest))
+            compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.transformer_encoder)
+            rotary = prepare_rotary(*rotary_table(self.config, positions, longest), compiled)
         attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training, output_attentions)
         hidden = self.embedding_dropout(hidden)
 
@@ -675,7 +703,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 )
             if not inputs_embeds.is_floating_point():
                 raise ValueError(f"inputs_embeds must be floating-point, but {inputs_embeds.dtype} was given; token ids go to input_ids.")
-            return inputs_embeds.shape[:2]
+            return self._nonempty(inputs_embeds.shape[:2])
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"input_ids must be a (batch, length) tensor of int64 or int32, but {tuple(input_ids.shape)} of {input_ids.dtype} was given."
@@ -686,7 +714,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             if lowest < 0 or highest >= rows:
                 wrong = lowest if lowest < 0 else highest
                 raise ValueError(f"input_ids must lie between 0 and {rows - 1}, but {wrong} was given; is it this model's tokenizer?")
-        return input_ids.shape
+        return self._nonempty(input_ids.shape)
+
+    @staticmethod
+    def _nonempty(shape):
+        if not _is_tracing() and 0 in shape:
+            raise ValueError(f"A batch must hold at least one text of one token, but {tuple(shape)} was given.")
+        return shape
 
     def _check_length(self, longest):
         limit = self.config.max_position_embeddings
@@ -753,15 +787,30 @@ def _checked_positions(position_ids, shape):
 
 def _caller_layout(shape, attention_mask, position_ids, kwargs):
     """`_Layout` of a batch that the caller packed, or None. `shape` is (B, L)."""
-    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    cu_seq_lens, other = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seq_lens is None:
+        if other is not None:
+            raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q; a packed batch has both, or cu_seq_lens_q alone.")
         restarts = shape[0] == 1 and attention_mask is None and position_ids is not None and not _is_tracing()
         return _Layout.from_position_ids(position_ids) if restarts and position_ids.device.type != "meta" else None
+    if not torch.is_tensor(cu_seq_lens) or cu_seq_lens.dim() != 1 or cu_seq_lens.dtype not in (torch.int32, torch.int64):
+        given = f"{tuple(cu_seq_lens.shape)} of {cu_seq_lens.dtype}" if torch.is_tensor(cu_seq_lens) else f"a {type(cu_seq_lens).__name__}"
+        raise ValueError(f"cu_seq_lens_q must be an int32 tensor of shape (texts + 1,), but {given} was given.")
     if shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q marks a packed batch of shape (1, tokens), but a batch of {tuple(shape)} was given.")
     layout = _Layout.from_kwargs(cu_seq_lens, kwargs.get("max_length_q"))
-    if layout.lengths is not None and (min(layout.lengths, default=0) < 0 or sum(layout.lengths) != shape[1] or cu_seq_lens[0] != 0):
+    if layout.lengths is None:
+        return layout
+    if min(layout.lengths, default=0) < 0 or sum(layout.lengths) != shape[1] or cu_seq_lens[0] != 0:
         raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens, {shape[1]}, but {cu_seq_lens.tolist()} was given.")
+    if other is not None and other is not cu_seq_lens and not torch.equal(other.to(cu_seq_lens), cu_seq_lens):
+        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: the tokens of a text see that text, but other bounds were given.")
+    longest = max(layout.lengths, default=0)
+    for name in ("max_length_q", "max_length_k"):
+        if kwargs.get(name) is not None and kwargs[name] < longest:
+            raise ValueError(f"{name} must be at least the longest text, {longest} tokens, but {int(kwargs[name])} was given.")
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError("A packed batch has no padding, but attention_mask has zeros beside cu_seq_lens_q; leave attention_mask out.")
     return layout
 
 

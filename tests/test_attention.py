@@ -294,6 +294,161 @@ def test_attentions_under_flash_fall_back(flash):
         assert_same(out.attentions[0][row, :, :n, :n], attentions[0], 1e-5, "weights")
 
 
+# ------------------------------------------------------------------------------------------------- what a caller packs
+
+
+PACKED = {"cu_seq_lens_q": torch.tensor([0, 9, 12, 19], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    (
+        {**PACKED, "cu_seq_lens_k": None, "max_length_q": None, "max_length_k": None},
+        {"cu_seq_lens_q": torch.tensor([0, 9, 12, 19])},
+        {"cu_seq_lens_q": torch.tensor([0, 0, 9, 9, 12, 19, 19])},
+        {**PACKED, "max_length_q": torch.tensor(9), "max_length_k": torch.tensor(9)},
+        {**PACKED, "attention_mask": torch.ones(1, 19, dtype=torch.long)},
+        {"position_ids": torch.cat([torch.arange(n, dtype=torch.int32) for n in (9, 3, 7)])},
+    ),
+    ids=("offsets alone", "int64 offsets", "empty texts", "tensors as longest lengths", "a mask of ones", "positions alone"),
+)
+@pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2"))
+@torch.no_grad()
+def test_ways_to_say_packed(implementation, given, flash):
+    model = build(NeoBERTModel, implementation)
+    texts = texts_of([9, 3, 7])
+    expected = torch.cat([reference_states(model, text)[0][-1] for text in texts])
+    assert_same(model(torch.cat(texts)[None], **given).last_hidden_state[0], expected, 1e-5, "packed output")
+    for call in flash.calls:
+        assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32, "The kernel takes int32 offsets."
+
+
+@pytest.mark.parametrize(
+    "given,words",
+    (
+        ({"cu_seq_lens_k": PACKED["cu_seq_lens_q"]}, "without cu_seq_lens_q"),
+        ({**PACKED, "cu_seq_lens_k": torch.tensor([0, 10, 12, 19])}, "must equal cu_seq_lens_q"),
+        ({"cu_seq_lens_q": [0, 9, 12, 19]}, "int32 tensor .* but a list"),
+        ({"cu_seq_lens_q": PACKED["cu_seq_lens_q"][None]}, "int32 tensor .* but \\(1, 4\\)"),
+        ({"cu_seq_lens_q": PACKED["cu_seq_lens_q"].float()}, "int32 tensor .* torch.float32"),
+        ({"cu_seq_lens_q": torch.tensor([0, 12, 9, 19])}, "must rise from 0 to the number of tokens, 19"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9, 12])}, "must rise from 0 to the number of tokens, 19"),
+        ({**PACKED, "max_length_q": 3}, "max_length_q must be at least the longest text, 9 tokens, but 3"),
+        ({**PACKED, "max_length_k": 8}, "max_length_k must be at least"),
+        ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "no padding"),
+    ),
+)
+def test_packing_that_does_not_fit_is_one_sentence(given, words):
+    """Each of these would let a text see another, or hide a part of it, without a word."""
+    with pytest.raises(ValueError, match=words):
+        make_model(NeoBERTModel)(torch.cat(texts_of([9, 3, 7]))[None], **given)
+
+
+@pytest.mark.parametrize("shape", ((0, 9), (1, 0), (0, 0)))
+def test_a_batch_of_nothing_is_one_sentence(shape):
+    with pytest.raises(ValueError, match="at least one text of one token"):
+        make_model(NeoBERTModel)(torch.zeros(shape, dtype=torch.long), attention_mask=torch.zeros(shape, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_hidden_states_and_weights_of_a_packed_batch(flash):
+    """In the caller's packed shape; weights between texts are zero."""
+    texts = texts_of([9, 3])
+    for implementation in ("sdpa", "flash_attention_2", "eager"):
+        model = build(NeoBERTModel, implementation)
+        out = model(**packed_batch(texts), output_hidden_states=True, output_attentions=True)
+        alone = [reference_states(model, text) for text in texts]
+        for layer in range(4):
+            assert_same(out.hidden_states[layer][0], torch.cat([states[layer] for states, _ in alone]), 1e-5, f"state {layer}")
+        for layer in range(3):
+            weights = out.attentions[layer][0]
+            assert (weights[:, :9, 9:] == 0).all() and (weights[:, 9:, :9] == 0).all(), "a text sees another"
+            assert_same(weights[:, 9:, 9:], alone[1][1][layer], 1e-5, f"weights of layer {layer}")
+
+
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_gradient_checkpointing_of_a_packed_batch(use_reentrant):
+    packed = packed_batch(texts_of([9, 3, 7]))
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model(NeoBERTForMaskedLM).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model(**packed, labels=packed["input_ids"]).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[1].items():
+        assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
+
+
+# ------------------------------------------------------------------------------------------------------- which kernel runs
+
+
+@torch.no_grad()
+def test_switching_the_implementation_of_a_loaded_model(flash):
+    """The next forward uses it, and the sentence names it."""
+    ids, mask = random_batch(LENGTHS)
+    model = make_model(NeoBERTForMaskedLM)
+    expected = model(ids, attention_mask=mask).logits[mask.bool()]
+    sentences = {}
+    for name, words in (
+        ("eager", "matrix products"),
+        ("flex_attention", "block mask"),
+        ("my_attention", "not packed"),
+        ("sdpa", "text by text"),
+    ):
+        model.set_attn_implementation(name)
+        assert_same(model(ids, attention_mask=mask).logits[mask.bool()], expected, 1e-5, f"logits under {name}")
+        sentences[name] = model.attention_backend()
+        assert sentences[name].startswith(f"{name} on cpu in float32: ") and words in sentences[name], sentences[name]
+    assert "attn_implementation='sdpa' is faster" in sentences["eager"] and "need a CUDA device" in sentences["sdpa"], (
+        "why nothing faster runs"
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "on cpu in bfloat16" in model.attention_backend(), "under autocast the kernels run in its dtype"
+    model.config.unpad_inputs = False
+    assert "unpad_inputs is off" in model.attention_backend()
+    model.config._attn_implementation = "flash_attention_2"
+    assert "need a CUDA device and float16 or bfloat16" in model.attention_backend(), (
+        "flash-attn cannot run here, and the sentence says why"
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype,dropout,torch_has_it,words",
+    (
+        (torch.bfloat16, 0.0, True, "torch.nn.attention.varlen (flash kernels of torch itself)"),
+        (torch.float16, 0.0, True, "torch.nn.attention.varlen (flash kernels of torch itself)"),
+        (
+            torch.float32,
+            0.0,
+            True,
+            "re-padded q, k, v; not torch.nn.attention.varlen, since the kernel takes float16 and bfloat16, not float32",
+        ),
+        (torch.bfloat16, 0.1, True, "since the kernel has no dropout"),
+        (torch.bfloat16, 0.0, False, "has no torch.nn.attention.varlen (2.10 or newer has)"),
+    ),
+)
+def test_the_sentence_on_cuda(dtype, dropout, torch_has_it, words, monkeypatch):
+    """With a stand-in for the device: which kernel, and what keeps it from torch's own."""
+    model = make_model(NeoBERTModel, attention_dropout=dropout).to(dtype).train()
+    monkeypatch.setattr(modeling_neobert, "varlen_attn", object() if torch_has_it else None)
+    monkeypatch.setattr(modeling_neobert, "_attention_dtype", lambda hidden: dtype)
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: None)
+    assert words in model.attention_backend(), model.attention_backend()
+
+
+def test_an_implementation_that_does_not_exist():
+    model = make_model(NeoBERTModel)
+    with pytest.raises(ValueError, match="nosuch"):
+        model.set_attn_implementation("nosuch")
+    assert model.config._attn_implementation == "sdpa", "the model keeps what it had"
+    model.config._attn_implementation = "nosuch"
+    assert "There is no attention implementation 'nosuch'" in model.attention_backend()
+    with pytest.raises(ValueError, match="There is no attention implementation 'nosuch'; set one with model.set_attn_implementation"):
+        model(random_batch([4])[0])
+
+
 # ------------------------------------------------------------------------------------------------------------------ memory
 
 
@@ -340,7 +495,7 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
     expected = torch.cat(
         [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
     )
-    kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs()}
+    kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs({})}
     repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(12), **kwargs)
     assert_same(repadded[0], expected, 1e-5, "re-padded attention")
 
@@ -360,7 +515,7 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
     block = make_model(NeoBERTModel).transformer_encoder[0]
     layout = modeling_neobert._Layout.from_kwargs(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    out, weights = modeling_neobert.varlen_sdpa(block, q, k, v, None, dropout=0.0, scaling=0.25, **layout.kwargs())
+    out, weights = modeling_neobert.varlen_sdpa(block, q, k, v, None, dropout=0.0, scaling=0.25, **layout.kwargs({}))
     assert weights is None and out.shape == (1, 12, 4, 16)
     expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 12))])
     assert_same(out[0], expected, 1e-5, "variable-length attention")

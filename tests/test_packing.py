@@ -6,13 +6,13 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
 
-from .reference import make_model, random_batch
+from .reference import FlashReference, install_flash, make_model, random_batch
 
 
 def scattered_batch():
@@ -223,6 +223,62 @@ def test_compiled_blocks_keep_their_graphs():
     assert graphs[-1] == graphs[1], f"no graph is made after the second batch: {graphs}"
 
 
+@torch.library.custom_op("neobert_tests::varlen", mutates_args=())
+def varlen_operation(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Tensor:
+    """What dynamo sees of a variable-length kernel: one operation with tensors, two numbers and a scale."""
+    assert max_q == max_k == cu_q.diff().max(), "the longest text of this batch, not of the one that was compiled"
+    return FlashReference().varlen(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale).contiguous()
+
+
+@varlen_operation.register_fake
+def _(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+    return torch.empty_like(q)
+
+
+@pytest.mark.parametrize("kernel", ("torch.nn.attention.varlen", "flash_attention_2", "re-padded"))
+@torch.no_grad()
+def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
+    """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text (the CPU) runs between graphs."""
+    from torch._dynamo.utils import counters
+
+    from neobert.evaluation.throughput_models import compile_blocks
+
+    dtype = torch.float32
+    if kernel == "flash_attention_2":
+        dtype = torch.bfloat16  # transformers warns about float32, which alone would break the graph
+        install_flash(monkeypatch).varlen = (
+            lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **others: varlen_operation(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
+            )
+        )
+    else:
+        monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors, scale: varlen_operation(*tensors, scale))
+        plan = modeling._attention_plan
+
+        def plan_of_cuda(config, implementation, hidden, mask, layout, *others):
+            if layout is None or kernel == "flash_attention_2":
+                return plan(config, implementation, hidden, mask, layout, *others)
+            if kernel == "re-padded":
+                return modeling._Repadded(modeling._plain_sdpa), layout.padding(hidden.shape[1])
+            return modeling.varlen_sdpa, None
+
+        monkeypatch.setattr(modeling, "_attention_plan", plan_of_cuda)
+    torch._dynamo.reset()
+    counters.clear()
+    expected, model = make_model(NeoBERTModel).to(dtype), make_model(NeoBERTModel).to(dtype)
+    if kernel == "flash_attention_2":
+        model.config._attn_implementation = kernel
+    compile_blocks(model, backend="eager", fullgraph=True)
+    # Not two texts first: dynamo would take their number to be that of the halves of q and k.
+    for lengths in ([9, 3, 2], [7, 5], [4, 4, 4, 1], [20, 1], [11, 12, 13, 2]):
+        ids, mask = random_batch(lengths)
+        actual, wanted = (m(ids, attention_mask=mask).last_hidden_state for m in (model, expected))
+        assert_close(actual, wanted, 1e-5 if dtype == torch.float32 else 0.1, f"compiled blocks with {kernel}")
+    graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert graphs == 1 and not counters["graph_break"], f"{graphs} graphs for all blocks and batches"
+
+
 # --------------------------------------------------------------------------------------------------------- the CUDA layouts
 
 
@@ -269,7 +325,7 @@ def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
     q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
     module = nn.Module()
     module.is_causal = False
-    output, weights = modeling.varlen_sdpa(module, q, k, v, None, scaling=0.3, **layout.kwargs())
+    output, weights = modeling.varlen_sdpa(module, q, k, v, None, scaling=0.3, **layout.kwargs({}))
     expected, _ = modeling._TextByText(modeling.eager_attention)(module, q, k, v, layout, scaling=0.3)
     ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
     assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, "packed tokens first, the longest text, the model's scale"
