@@ -26,7 +26,7 @@ from ..recipe import UserError, read_recipe
 from .corpus import check_corpus, corpus_columns, read_corpus
 from .identity import weights_digest
 from .packed_encoder import PackedEncoder, choose_device, choose_dtype
-from .results import environment, write_json
+from .results import check_folder, environment, write_json
 
 
 USAGE = """usage: neobert encode IN OUT --model MODEL [--key value ...]
@@ -257,6 +257,7 @@ def _prepare(source, output, arguments):
         arguments.format = output.suffix[1:]
     elif output.suffix and not output.is_dir():
         raise UserError(f"OUT must end in .parquet or .safetensors, or be a folder, but {output} was given")
+    check_folder(output.parent if single else output, "OUT")
     available = corpus_columns(source) if source.is_file() and source.suffix in (".jsonl", ".parquet") else []
     keep = [name.strip() for name in arguments.keep.split(",") if name.strip()] if arguments.keep else []
     if keep and arguments.format == "safetensors":

@@ -25,7 +25,7 @@ from ..training.contrastive import INSTRUCTION_TEMPLATE
 from .local_tasks import LOCAL_TASKS
 from .packed_encoder import PackedEncoder, choose_device, choose_dtype
 from .published import MTEB, MTEB_NOTE, MTEB_TYPES
-from .results import environment, markdown_table, write_json, write_text
+from .results import check_folder, environment, markdown_table, write_json, write_text
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"
@@ -305,8 +305,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
     if not re.fullmatch(r"[\w.+-]+", name):
         raise UserError(f"name may hold letters, digits and . _ + -, but {name!r} was given")
     folder = Path(arguments.output)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output must be a folder, but {folder} is a file")
+    check_folder(folder, "output")
     revision = fingerprint(encoder, arguments, instructions)
     earlier = _earlier(folder, name, revision)
     model = PackedModel(encoder, f"neobert/{name}", revision, instructions, arguments.instruction_template)

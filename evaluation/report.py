@@ -15,7 +15,7 @@ from ..recipe import UserError, read_recipe
 from ..training.glue_tasks import PUBLISHED as GLUE
 from ..training.glue_tasks import PUBLISHED_NOTE as GLUE_NOTE
 from . import published
-from .results import markdown_table, write_text
+from .results import check_folder, markdown_table, write_text
 
 
 IMAGES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
@@ -519,6 +519,7 @@ def main(argv=None):
     output = Path(arguments.output) if arguments.output else folder / "report.html"
     if output.suffix != ".html":
         raise UserError(f"output must end in .html, but {output} was given")
+    check_folder(output.parent, "output")
     found = collect(folder)
     if not found:
         raise UserError(f"{folder} holds no results (.md, or .json with an environment)")

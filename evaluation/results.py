@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ..recipe import UserError
+
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "sentence-transformers", "mteb", "flash-attn", "numpy")
 
@@ -74,6 +76,13 @@ def _version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def check_folder(path, name):
+    """Raises UserError when the folder `path`, the value of argument `name`, cannot be made because it or one above it is a file."""
+    for place in (Path(path), *Path(path).parents):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"{name} must be a folder or a new name, but {place} is a file")
 
 
 def write_text(path, text):

@@ -254,6 +254,7 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
         ([str(corpus), "out"], ["--max_length", "1"], "max_length must be at least 3"),
         ([str(corpus), "out"], ["--prompt_name", "query"], "no prompt called 'query'"),
         ([str(corpus), "out"], ["--text_column", "body"], "has no 'body'"),
+        ([str(corpus), "corpus.jsonl/vectors.parquet"], [], "OUT must be a folder or a new name, but .*corpus.jsonl is a file"),
         ([str(corpus), "out"], ["--device", "nonsense"], "the device 'nonsense' cannot be used here"),
         ([str(corpus), "out"], ["--device", "cuda:99"], "the device 'cuda:99' cannot be used here"),
         ([str(corpus), "out"], ["--pooling", "max"], "pooling must be one of"),

@@ -203,4 +203,8 @@ def test_bad_input_is_one_sentence(tmp_path):
         main(["--results", str(tmp_path)])
     with pytest.raises(UserError, match="must end in .html"):
         main(["--results", str(tmp_path), "--output", str(tmp_path / "x.pdf")])
-    assert not list(tmp_path.iterdir()), "something was written for bad input"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(UserError, match="output must be a folder or a new name, but .*file is a file"):
+        main(["--results", str(tmp_path), "--output", str(tmp_path / "file" / "x.html")])
+    assert len(list(tmp_path.iterdir())) == 2, "something was written for bad input"

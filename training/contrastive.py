@@ -27,7 +27,7 @@ from transformers import set_seed
 
 from ..evaluation.identity import files_digest, weights_digest
 from ..evaluation.packed_encoder import load_sentence_transformer
-from ..evaluation.results import environment, write_json
+from ..evaluation.results import check_folder, environment, write_json
 from ..recipe import UserError, read_recipe
 from .contrastive_data import (
     FORMATS,
@@ -137,8 +137,7 @@ def check(arguments, training):
         raise UserError("give --output_dir, the folder for the sentence encoder")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise UserError(f"max_steps must be at least 1, but {training.max_steps} was given")
-    if Path(training.output_dir).exists() and not Path(training.output_dir).is_dir():
-        raise UserError(f"output_dir must be a folder, but {training.output_dir} is a file")
+    check_folder(training.output_dir, "output_dir")
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")

@@ -21,7 +21,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from ..evaluation.identity import weights_digest
-from ..evaluation.results import environment, markdown_table, write_json, write_text
+from ..evaluation.results import check_folder, environment, markdown_table, write_json, write_text
 from ..extras import require
 from ..recipe import UserError, read_recipe
 from .glue_tasks import HUB_DATA, PUBLISHED, PUBLISHED_NOTE, TASKS, load_task, metric_function, parse_tasks, rows_digest
@@ -392,8 +392,7 @@ def check(recipe, tasks):
     from .glue_run import check_reporting, check_vocabulary, load_classifier, load_tokenizer
     from .lora import head_modules, lora_config
 
-    if Path(recipe.output).exists() and not Path(recipe.output).is_dir():
-        raise UserError(f"output must be a folder, but {recipe.output} is a file")
+    check_folder(recipe.output, "output")
     for task in tasks:
         recipe.combinations(task)
         recipe.check_metric(task)
