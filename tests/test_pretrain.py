@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neobert import cli
+from neobert import cli, modeling_neobert
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from neobert.recipe import UserError, read_recipe
@@ -412,3 +412,21 @@ def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
     again = load_file(tmp_path / "model.safetensors")
     assert _log(tmp_path) == log and all(torch.equal(weights[name], again[name]) for name in weights)
     assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), "options about the output alone may be added"
+
+
+def test_the_accelerate_configurations_load():
+    """accelerate itself reads them (an unknown key is an error there); FSDP wraps the block by its class name; two machines have 16 processes."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    folder = Path(pretrain.__file__).resolve().parent / "configs" / "accelerate"
+    configs = {path.stem: load_config_from_file(str(path)) for path in folder.glob("*.yaml")}
+    assert set(configs) == {"single", "ddp", "fsdp2", "zero2", "zero3", "multinode_zero2"}
+    kinds = {name: str(getattr(config.distributed_type, "value", config.distributed_type)) for name, config in configs.items()}
+    deepspeed = dict.fromkeys(("zero2", "zero3", "multinode_zero2"), "DEEPSPEED")
+    assert kinds == {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", **deepspeed}
+    assert [configs[name].deepspeed_config["zero_stage"] for name in deepspeed] == [2, 3, 2]
+    assert configs["fsdp2"].fsdp_config["fsdp_version"] == 2
+    assert hasattr(modeling_neobert, configs["fsdp2"].fsdp_config["fsdp_transformer_layer_cls_to_wrap"]), "the wrapped class must exist"
+    assert (configs["multinode_zero2"].num_machines, configs["multinode_zero2"].num_processes) == (2, 16)
+    guide = (folder.parents[2] / "docs" / "pretraining.md").read_text()
+    assert all(f"{name}.yaml" in guide for name in configs), "the guide must name every configuration"
