@@ -97,10 +97,16 @@ def load_sentence_transformer(
             encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
     except (OSError, ValueError) as error:
         raise UserError(f"the model {model} cannot be loaded: {_first_sentence(error)}") from error
-    # RoBERTa counts positions from 2 and says so in its tokenizer alone.
-    limit = min(encoder[0].auto_model.config.max_position_embeddings, encoder.tokenizer.model_max_length)
+    limit = position_limit(encoder[0].auto_model)
     encoder.max_seq_length = min(max_length or encoder.max_seq_length or limit, limit)
     return encoder.eval()
+
+
+def position_limit(model):
+    """Longest text in tokens that the model has positions for; RoBERTa and its kin count from the padding's index + 1."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return model.config.max_position_embeddings - (0 if padding is None else padding + 1)
 
 
 def _first_sentence(error):

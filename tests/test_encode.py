@@ -18,13 +18,13 @@ import pyarrow.parquet
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 import neobert.evaluation.encode as encode_module
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.corpus import check_corpus
 from neobert.evaluation.encode import EncodeArguments, encode, main, merge_parts, windows
-from neobert.evaluation.packed_encoder import PackedEncoder
+from neobert.evaluation.packed_encoder import PackedEncoder, position_limit
 from neobert.recipe import UserError
 
 
@@ -184,10 +184,11 @@ def test_a_loaded_encoder_is_used_as_it_is(corpus, model_folder, reference, tmp_
 
 
 def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=40)
-    BertModel(config).save_pretrained(tmp_path)
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(**small, max_position_embeddings=40)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
     encoder = PackedEncoder(str(tmp_path), max_length=1024, device="cpu")
+    assert position_limit(RobertaModel(RobertaConfig(**small, max_position_embeddings=42))) == 40, "RoBERTa's positions start at 2"
     assert encoder.max_length == 40, "a recipe's 1,024 tokens must not run past the positions of a baseline"
     assert encoder.encode(["word " * 300]).shape == (1, 32)
 
