@@ -332,6 +332,19 @@ def test_lora_is_saved_merged_and_reloaded(world, tmp_path):
     assert "LoRA r=4" in (tmp_path / "table.md").read_text(), "The table must say that the row is LoRA."
 
 
+def test_lora_on_the_embedding(world, tmp_path):
+    pytest.importorskip("peft")
+    folder, result = run(world, tmp_path, lora=True, lora_rank=4, lora_targets="qkv,encoder", epochs=0.3)["sst2", 1]
+    adapter, head = 2 * 4 * (32 + 96) + 4 * (30522 + 32), 32 * 32 + 32 + 66
+    assert result["parameters"]["trained"] == adapter + head, "qkv of two blocks, the embedding and the head are trained."
+    original = NeoBERTForMaskedLM.from_pretrained(world / "model", dtype=torch.float32)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "best", dtype=torch.float32)
+    assert not torch.equal(merged.model.encoder.weight, original.model.encoder.weight), (
+        "The embedding's adapter is not in the merged model."
+    )
+    assert result["reload_difference"] < 1e-5, "The merged model predicts something else after loading."
+
+
 def test_lora_on_a_baseline(world, tmp_path):
     pytest.importorskip("peft")
     _, result = run(world, tmp_path, model=world / "bert", lora=True, epochs=0.2)["sst2", 1]
