@@ -38,6 +38,7 @@ IMPLEMENTATIONS = {
     "compiled": ("sdpa", "own", True, "torch.compile; NeoBERT: its blocks, with a dynamic token count"),
     "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
     "flash_attention_2-packed": ("flash_attention_2", "packed", False, "flash-attn 2, packed by the caller (no padding for the peers)"),
+    "flash_attention_2-compiled": ("flash_attention_2", "own", True, "flash-attn 2 under torch.compile"),
     "flash_attention_3": ("flash_attention_3", "own", False, "flash-attn 3"),
     "flex_attention": ("flex_attention", "own", False, "flex_attention"),
 }

@@ -86,9 +86,10 @@ def _fixed(rows):
     axes.set_xscale("log", base=2)
     ticks = sorted({length for _, length in best})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_ylim(bottom=0)
+    # Room for the legend above the highest spread.
+    axes.set_ylim(0, 1.3 * max(row["quartiles"][1] for row in best.values()))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     return figure
 
 
@@ -121,7 +122,7 @@ def _fill(rows):
     axes.set_ylim(0, math.ceil(highest * 1.1))
     axes.set_xlim(0, 1.02)
     axes.axhline(1, color="#999999", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     return figure
 
 

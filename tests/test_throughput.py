@@ -12,9 +12,11 @@ import torch
 
 from neobert.evaluation import memory, throughput
 from neobert.evaluation.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
-from neobert.evaluation.throughput_models import MODELS, build, packed_inputs
+from neobert.evaluation.throughput_models import IMPLEMENTATIONS, MODELS, build, packed_inputs
 from neobert.evaluation.throughput_sets import draw_lengths
 from neobert.recipe import UserError
+
+from .reference import install_flash
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -159,6 +161,23 @@ def test_the_published_construction_computes_the_same():
         assert difference < 1e-5 * outputs[0].abs().max(), f"{implementation} is the same model"
     assert (outputs[0][~mask.bool()] == 0).all(), "NeoBERT under sdpa packs"
     assert (outputs[1][~mask.bool()] != 0).any(), "padded computes on padding"
+
+
+@pytest.mark.parametrize("implementation", ("flash_attention_2", "flash_attention_2-packed"))
+@pytest.mark.parametrize("name", ("neobert", "bert-base", "modernbert-base"))
+@torch.no_grad()
+def test_peers_on_a_flash_kernel(name, implementation, monkeypatch):
+    """With a stand-in for flash-attn: every model computes on real tokens alone there, and the same as under sdpa."""
+    ids, mask = throughput.make_batch([9, 4, 1], "cpu")
+    plain = build(name, "sdpa", "cpu", torch.float32, SMALL)
+    flash, kernel = build(name, "sdpa", "cpu", torch.float32, SMALL, shared=plain.model), install_flash(monkeypatch)
+    flash.model.config._attn_implementation = "flash_attention_2"
+    flash.layout = IMPLEMENTATIONS[implementation][1]
+    output = flash(ids, mask)
+    assert kernel.calls and {call["q"].shape[0] for call in kernel.calls} == {14}, "the kernel sees 14 real tokens of 27"
+    output = output[0] if output.shape[0] == 1 else output[mask.bool()]
+    expected = plain(ids, mask)[mask.bool()]
+    assert (output - expected).abs().max() < 1e-5 * expected.abs().max(), "packed by the caller or not, it is the same model"
 
 
 def test_packed_inputs():
