@@ -8,6 +8,7 @@ Each way runs in a process of its own, so that its peak memory is its own; the w
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -128,6 +129,8 @@ def compare(arguments):
     }
     env = environment(dtype="float32", attention="sdpa", settings={k: v for k, v in vars(arguments).items() if k not in ("way", "output")})
     env["threads"] = arguments.threads
+    # One busy thread of our own counts too: more than that is other work, which the speed ratio then shows.
+    env["load_average"] = round(os.getloadavg()[1], 1)
     write_json(f"{arguments.output}.json", {**env, **summary, "runs": runs})
     rows = []
     for way, what in WAYS.items():
@@ -154,9 +157,8 @@ def compare(arguments):
         f"and Adam's moments, which both ways have alike.\n\n"
         f"WordNet entries of up to 128 tokens, about {arguments.tokens:,} real tokens a step ({runs['plain'][0]['fill']:.0%} of the padded batch are "
         f"real); {arguments.layers} layers of {arguments.hidden}, vocabulary 30,522; forward, backward, clipping, AdamW.\n\n"
-        f"`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {arguments.threads} threads, float32, sdpa; "
-        + ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-        + ".\n"
+        f"`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {arguments.threads} threads, float32, sdpa, load average "
+        f"{env['load_average']}; " + ", ".join(f"{name} {version}" for name, version in env["versions"].items()) + ".\n"
     )
     write_text(f"{arguments.output}.md", text)
     print(text)
