@@ -97,7 +97,7 @@ def sections():
         Section(
             "Ablation ladder",
             ("ablation", "ladder"),
-            "The paper's rungs, each changing the last kept model; here at a reduced size, so only the order can be compared.",
+            "The paper's rungs, each changing the last kept model; here at a reduced size, which shows that each runs, not how good it is.",
             "neobert ablations --scale small",
             _ablations_table(),
         ),
@@ -292,8 +292,12 @@ def _table(lines):
     values = [[row[i] for row in body if i < len(row) and row[i]] for i in columns]
     numeric = [bool(values[i]) and sum(bool(_NUMBER.match(v)) for v in values[i]) > len(values[i]) / 2 for i in columns]
 
+    # A column of the paper's figures beside ours.
+    published = {i for i, name in enumerate(header) if i and name.endswith("(published)")}
+
     def row(cells, tag, kind=""):
-        marks = [' class="n"' if i < len(numeric) and numeric[i] else "" for i in range(len(cells))]
+        kinds = [["n"] * (i < len(numeric) and numeric[i]) + ["pub"] * (i in published) for i in range(len(cells))]
+        marks = [f' class="{" ".join(names)}"' if names else "" for names in kinds]
         return f"<tr{kind}>" + "".join(f"<{tag}{mark}>{_inline(cell)}</{tag}>" for mark, cell in zip(marks, cells)) + "</tr>"
 
     source = header.index("source") if "source" in header else None
@@ -370,7 +374,7 @@ a { color: #2b6cb0; text-decoration: none; } a:hover { text-decoration: underlin
 .scroll { overflow-x: auto; margin: 10px 0; }
 table { border-collapse: collapse; font-size: 13.5px; } th, td { padding: 4px 10px; border-bottom: 1px solid #e4e7eb; text-align: left; }
 th { border-bottom: 2px solid #9aa5b1; vertical-align: bottom; } .n { text-align: right; font-variant-numeric: tabular-nums; }
-tr.published td { color: #8a5a12; background: #fffaf0; } tbody tr:hover { background: #f5f7fa; }
+tr.published td, .pub { color: #8a5a12; background: #fffaf0; } tbody tr:hover { background: #f5f7fa; }
 code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; background: #f0f4f8; padding: 1px 4px; border-radius: 3px; overflow-wrap: anywhere; }
 pre { background: #f0f4f8; padding: 10px; overflow-x: auto; font-size: 12.5px; }
 .env { font-size: 12.5px; color: #52606d; background: #f5f7fa; border-left: 3px solid #9aa5b1; padding: 6px 10px; max-width: none; }
