@@ -76,7 +76,7 @@ MUTANTS = {
     "eager scale x1.5": ((("key.transpose(-1, -2) * scaling", "key.transpose(-1, -2) * scaling * 1.5"),), CORE),
     "SwiGLU halves swapped": ((("gate, value = self.w12", "value, gate = self.w12"),), CORE),
     "RMSNorm in bfloat16": (
-        (("norm = nn.RMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)),
+        (("norm = NeoBERTRMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)),
         ("model_api",),
     ),
     "last hidden state taken before the norm": (
@@ -134,7 +134,7 @@ MUTANTS = {
         CORE,
     ),
     "packed texts see each other: eager, sdpa": (
-        (("lengths = layout.lengths\n", "lengths = [sum(layout.lengths)]\n"),),
+        (("groups = layout.groups\n", "groups = [[1, sum(layout.lengths)]]\n"),),
         ("attention",),
     ),
     "packed texts see each other: flex": (
@@ -146,7 +146,7 @@ MUTANTS = {
         ("attention",),
     ),
     "packing arguments ignored": (
-        (('cu_seq_lens = kwargs.get("cu_seq_lens_q")', "cu_seq_lens = None"),),
+        (('cu_seq_lens, other = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")', "cu_seq_lens, other = None, None"),),
         ("attention",),
     ),
     "restarting positions are not packing": ((("if len(starts) < 2 or", "if True or"),), ("attention",)),
