@@ -158,7 +158,10 @@ def plot(results, path):
     axes[0].set_xlim(-0.6, len(results) - 0.4)
     axes[0].set_xticks(
         range(len(results)),
-        [METHODS[method].replace(", ", ",\n").replace(" + ", " +\n").replace(" with ", "\nwith\n") for method in results],
+        [
+            METHODS[method].replace(", ", ",\n").replace(" + ", " +\n").replace(" with ", "\nwith\n").replace("bag of", "bag of\n")
+            for method in results
+        ],
     )
     axes[0].set(title="test accuracy, %", ylabel="diamond: mean, line: standard deviation,\npoints: seeds, dotted: chance")
     axes[0].yaxis.label.set_size(7)

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -527,9 +528,8 @@ def plot(rows, buckets, path, title=None):
         bars = [[b["pseudo_perplexity"] - b["low"] for b in line], [b["high"] - b["pseudo_perplexity"] for b in line]]
         axes.errorbar(x, y, yerr=bars, marker="o", markersize=4, capsize=2, color=colour, label=label)
     lengths = sorted({bucket["length"] for bucket in buckets})
-    axes.set(
-        xscale="log", yscale="log", xlabel="length in tokens", ylabel="pseudo-perplexity", title=title or "Pseudo-perplexity against length"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="length in tokens", ylabel="pseudo-perplexity")
+    axes.set_title(textwrap.fill(title or "Pseudo-perplexity against length", 66), fontsize=11)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
     axes.minorticks_off()
     low, high = axes.get_ylim()
