@@ -143,7 +143,7 @@ class PackedEncoder:
     Args:
         model: folder, Hub name, or a SentenceTransformer.
         dtype: "auto", "float32", "float16" or "bfloat16".
-        tokens_per_batch: by default 65,536 on CUDA, and 2,048 elsewhere (more leaves the caches).
+        tokens_per_batch: by default 65,536 on CUDA, and 3,072 elsewhere (more leaves the caches).
         settings: see `load_sentence_transformer`.
     """
 
@@ -153,7 +153,7 @@ class PackedEncoder:
             model = load_sentence_transformer(str(model), self.device, choose_dtype(dtype, self.device), **settings)
         self.sentence_transformer = model.to(self.device).eval()
         self.dtype = model[0].auto_model.dtype
-        self.tokens_per_batch = tokens_per_batch or (65536 if self.device.type == "cuda" else 2048)
+        self.tokens_per_batch = tokens_per_batch or (65536 if self.device.type == "cuda" else 3072)
         if self.tokens_per_batch < 1:
             raise UserError(f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given")
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
