@@ -805,10 +805,9 @@ def _caller_layout(shape, attention_mask, position_ids, kwargs):
         raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens, {shape[1]}, but {cu_seq_lens.tolist()} was given.")
     if other is not None and other is not cu_seq_lens and not torch.equal(other.to(cu_seq_lens), cu_seq_lens):
         raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: the tokens of a text see that text, but other bounds were given.")
-    longest = max(layout.lengths, default=0)
     for name in ("max_length_q", "max_length_k"):
-        if kwargs.get(name) is not None and kwargs[name] < longest:
-            raise ValueError(f"{name} must be at least the longest text, {longest} tokens, but {int(kwargs[name])} was given.")
+        if kwargs.get(name) is not None and kwargs[name] < layout.max_length:
+            raise ValueError(f"{name} must be at least the longest text, {layout.max_length} tokens, but {int(kwargs[name])} was given.")
     if attention_mask is not None and not attention_mask.all():
         raise ValueError("A packed batch has no padding, but attention_mask has zeros beside cu_seq_lens_q; leave attention_mask out.")
     return layout

@@ -9,6 +9,7 @@ The held-out figures are measured here on the weights as they are stored (float1
 
 import argparse
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -26,14 +27,9 @@ from neobert.training.pretraining_data import load_prepared
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "training" / "configs" / "example_small.yaml"
+# The demo's texts, and some that the model has not learnt.
 TEXTS = [
-    "of or [MASK] to the sea.",
-    "the quality of [MASK] honest.",
-    "happiness: the [MASK] of being happy.",
-    "piano: a keyboard [MASK]. a piano is a kind of instrument.",
-    "surgeon: a [MASK] who performs operations.",
-    "rose: a shrub with [MASK] flowers.",
-    "the president of the United [MASK].",
+    *runpy.run_path(str(ROOT / "examples" / "demo.py"))["MASKED"],
     "violin: a musical [MASK] with four strings.",
     "paris: the capital and largest city of [MASK].",
     "He opened the [MASK] and went out.",
