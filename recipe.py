@@ -13,6 +13,11 @@ class UserError(ValueError):
     """Bad input: one sentence for the user. `cli.py` prints it without a traceback and exits with 2."""
 
 
+def one_line(error, at_most=200):
+    """Another program's error message on one line of at most `at_most` characters, to stand in a sentence of ours."""
+    return " ".join(str(error).split())[:at_most]
+
+
 class _Parser(HfArgumentParser):
     def error(self, message):
         raise UserError(message)

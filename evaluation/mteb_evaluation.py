@@ -20,7 +20,7 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
-from ..recipe import UserError, read_recipe
+from ..recipe import UserError, one_line, read_recipe
 from ..training.contrastive import INSTRUCTION_TEMPLATE
 from .local_tasks import LOCAL_TASKS
 from .packed_encoder import PackedEncoder, choose_device, choose_dtype
@@ -353,6 +353,6 @@ def main(argv=None):
     print(task_table({report["name"]: report}))
     if report["errors"]:
         names = ", ".join(report["errors"])
-        first = " ".join(next(iter(report["errors"].values())).split())[:200]
+        first = one_line(next(iter(report["errors"].values())))
         raise UserError(f"{len(report['errors'])} of {len(report['scores'])} tasks failed ({names}): {first}; run again to continue")
     return 0

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
 from ..extras import require
-from ..recipe import UserError, read_recipe
+from ..recipe import UserError, one_line, read_recipe
 from .identity import weights_digest
 from .results import environment, markdown_table, write_json, write_text
 
@@ -249,7 +249,7 @@ def _parquet_rows(path):
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
             yield from batch.to_pylist()
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def _hub_rows(recipe):
@@ -260,7 +260,7 @@ def _hub_rows(recipe):
         rows = iter(load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True).take(recipe.max_documents))
         first = next(rows, None)
     except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise UserError(f"{recipe.text!r} is no local file, and was not loaded from the Hub: {reason}") from error
     if first is not None:
         yield first
@@ -325,7 +325,7 @@ def load_model(recipe, factor):
     try:
         config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"the model {recipe.model!r} was not loaded: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"the model {recipe.model!r} was not loaded: {one_line(error)}") from error
     if factor is not None:
         _set_yarn(config, factor, recipe)
     more = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
@@ -339,7 +339,7 @@ def load_model(recipe, factor):
             **more,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"{recipe.model} is no masked language model here: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"{recipe.model} is no masked language model here: {one_line(error)}") from error
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"{recipe.model} has no trained masked-LM head: {missing} are not in its checkpoint, and would be random")
@@ -583,7 +583,7 @@ def main(argv=None):
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
     except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
-        raise UserError(f"no tokenizer was found in {recipe.model}: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"no tokenizer was found in {recipe.model}: {one_line(error)}") from error
     if tokenizer.mask_token_id is None:
         raise UserError(f"the tokenizer of {recipe.model} has no mask token")
     for factor in recipe.yarn_factors[1:]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..recipe import UserError, read_recipe
+from ..recipe import UserError, one_line, read_recipe
 from .memory import PeakMemory
 from .results import environment, markdown_table, write_json, write_text
 from .throughput_models import IMPLEMENTATIONS, MODELS, NEOBERT_ONLY, build, check_runs
@@ -325,7 +325,7 @@ class Meter:
 
 def _sentence(error):
     """What went wrong, short enough for a table."""
-    return " ".join(str(error).split())[:160] or type(error).__name__
+    return one_line(error, 160) or type(error).__name__
 
 
 def _quartiles(values):

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 
 from ..evaluation.corpus import FORMATS, check_corpus, corpus_columns
-from ..recipe import UserError
+from ..recipe import UserError, one_line
 
 
 @dataclass
@@ -156,7 +156,7 @@ def load_source(source, seed=0):
         else:
             data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"the data set {source.path} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+        raise UserError(f"the data set {source.path} cannot be loaded: {one_line(error)}") from error
     for path in (source.anchor, source.positive, *source.negatives, *source.above):
         if path.split(".")[0] not in data.column_names:
             raise UserError(f"{source.name} ({source.path}) has no column {path.split('.')[0]!r}; it has: {', '.join(data.column_names)}")

@@ -24,7 +24,7 @@ from transformers import (
 
 from ..evaluation.memory import PeakMemory, mebibytes
 from ..evaluation.results import environment, write_json
-from ..recipe import UserError
+from ..recipe import UserError, one_line
 from .glue_tasks import TASKS, scores
 from .lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 
@@ -101,7 +101,7 @@ def load_tokenizer(name):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
-        raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer ({_short(error)})") from error
+        raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer ({one_line(error)})") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 makes an empty one where there are no files
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
     if tokenizer.pad_token_id is None:
@@ -124,9 +124,9 @@ def load_config(name, trust_remote_code=False):
     except ValueError as error:
         if "trust_remote_code" in str(error):
             raise UserError(f"{name} brings its own Python code; add --trust_remote_code if you trust it") from error
-        raise UserError(f"the model {name} was not loaded: {_short(error)}") from error
+        raise UserError(f"the model {name} was not loaded: {one_line(error)}") from error
     except OSError as error:
-        raise UserError(f"{name!r} is neither a model folder nor a model that can be reached on the Hub: {_short(error)}") from error
+        raise UserError(f"{name!r} is neither a model folder nor a model that can be reached on the Hub: {one_line(error)}") from error
 
 
 def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
@@ -163,16 +163,12 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{name} cannot be loaded as a sequence classifier: {_short(error)}") from error
+        raise UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}") from error
     new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     backbone = [key for key in new if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"]
     if backbone:
         raise UserError(f"{name} lacks {len(backbone)} weights of the encoder, {sorted(backbone)[0]} for example; is it this architecture?")
     return model, sorted(new)
-
-
-def _short(error):
-    return " ".join(str(error).split())[:200]
 
 
 def check_vocabulary(tokenizer, model, name):

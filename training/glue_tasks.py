@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..recipe import UserError
+from ..recipe import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _hub_rows(name, task, split):
     try:
         data = load_dataset(name, task, split=split)
     except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise UserError(f"{name!r} is no local folder, and task {task} was not loaded from the Hub: {reason}") from error
     return f"{name}/{task}/{split}", [(f"{name}/{task}/{split}, row {i}", row) for i, row in enumerate(data, 1)]
 

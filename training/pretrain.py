@@ -25,7 +25,7 @@ from transformers.utils import logging  # noqa: E402
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
 from ..evaluation.results import environment, write_json  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
-from ..recipe import UserError, read_recipe  # noqa: E402
+from ..recipe import UserError, one_line, read_recipe  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
@@ -244,7 +244,7 @@ def load_tokenizer(name):
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(f"there is no tokenizer {name} ({' '.join(str(error).split())[:160]})") from error
+        raise UserError(f"there is no tokenizer {name} ({one_line(error, 160)})") from error
 
 
 def make_model(arguments, tokenizer, seed):
@@ -271,9 +271,7 @@ def make_model(arguments, tokenizer, seed):
         values = json.loads((Path(source) / "config.json").read_text()) if Path(source).is_dir() else None
         model_type = values["model_type"] if values else NeoBERTConfig.get_config_dict(source)[0].get("model_type")
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(
-            f"init_from {arguments.init_from} holds no model (config.json with model_type): {' '.join(str(error).split())[:120]}"
-        ) from error
+        raise UserError(f"init_from {arguments.init_from} holds no model (config.json with model_type): {one_line(error, 120)}") from error
     if model_type != "neobert":
         raise UserError(f"init_from {arguments.init_from} is a {model_type!r} model; a NeoBERT checkpoint is needed")
     config = NeoBERTConfig.from_pretrained(source)
@@ -282,7 +280,7 @@ def make_model(arguments, tokenizer, seed):
     try:
         model, info = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
-        raise UserError(f"init_from {arguments.init_from}: its weights cannot be loaded ({' '.join(str(error).split())[:200]})") from error
+        raise UserError(f"init_from {arguments.init_from}: its weights cannot be loaded ({one_line(error)})") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"init_from {arguments.init_from} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint is needed")

@@ -18,7 +18,7 @@ from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 from tqdm import tqdm
 
 from ..evaluation.results import write_json
-from ..recipe import UserError
+from ..recipe import UserError, one_line
 
 
 # What a row became: a token count, or one of these.
@@ -112,7 +112,7 @@ def _load_source(dataset, config=None, revision=None, split="train", text_column
     except UserError:
         raise
     except Exception as error:  # pyarrow's, gzip's, datasets' own, OSError, ... for one cause: the source cannot be read
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
+        reason = one_line(error.__cause__ or error)
         reason = "it has no rows" if "corresponds to no data" in reason else reason
         place = "from the Hub " if kind == "hub" else ""
         raise UserError(f"dataset {dataset} cannot be read {place}({reason or type(error).__name__})") from error
