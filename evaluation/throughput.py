@@ -66,6 +66,8 @@ PRESETS = {
 # every timed pass.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
+# Smallest peak of an attempt, in bytes, from which that of a larger batch is foretold: less is lost in what malloc had at hand.
+LEAST_PEAK = 32 * 2**20
 
 
 @dataclass
@@ -214,7 +216,7 @@ class Meter:
             lengths = self.lengths(count)
             # Grows with the padded tokens, and for expanded masks with the length once more.
             size = count * max(lengths) ** 2
-            if cpu and peaks:
+            if cpu and peaks and peaks[max(peaks)] >= LEAST_PEAK:
                 foretold = peaks[max(peaks)] * size / max(peaks)
                 if foretold > self.budget or foretold < self.budget / 2:
                     return foretold < self.budget

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -663,7 +662,5 @@ def test_time_is_not_wasted_on_what_is_refused(tmp_path, checkpoint, without_pro
     """An existing output is refused before the checkpoint is read."""
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     (checkpoint / "state_dict.pt").write_bytes(b"rubbish")
-    start = time.monotonic()
     with pytest.raises(UserError, match="exists"):
         convert(checkpoint, tmp_path / "out")
-    assert time.monotonic() - start < 1

@@ -116,8 +116,7 @@ def test_batch_search(limit, fits):
 
 
 def test_out_of_memory_ends_the_search(tmp_path):
-    arguments = ThroughputArguments(output=str(tmp_path), device="cpu", preset="quick", max_batch=64, max_tokens=4096, memory_gib=0.0)
-    arguments.memory_gib = 1000.0
+    arguments = ThroughputArguments(output=str(tmp_path), device="cpu", preset="quick", max_batch=64, max_tokens=4096, memory_gib=1000.0)
     meter, seen = Meter(arguments, "16"), []
 
     def run(ids, mask):
@@ -125,9 +124,8 @@ def test_out_of_memory_ends_the_search(tmp_path):
         if len(ids) > 5:
             raise torch.OutOfMemoryError("out of memory")
 
-    meter.budget = 1.0  # nothing is foretold to fit with certainty, so that every size is tried
-    found = meter.search(run)
-    assert 0 <= found <= 5, "a batch for which memory ran out is not used"
+    assert meter.search(run) == 5, "a batch for which memory ran out is not used"
+    assert seen == [1, 2, 4, 8, 6, 5], "every size is tried, as runs that take next to no memory foretell nothing"
 
     def broken(ids, mask):
         raise RuntimeError("shapes do not match")
