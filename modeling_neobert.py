@@ -286,6 +286,12 @@ class _Layout:
         return cls(cu_seq_lens, per_text[-1], per_text, index)
 
     @classmethod
+    def from_rows(cls, shape, device):
+        """Layout of a batch of rows (B, L) without padding."""
+        bounds = torch.arange(0, (shape[0] + 1) * shape[1], shape[1], dtype=torch.int32, device=device)
+        return cls(bounds, shape[1], [shape[1]] * shape[0], torch.arange(shape[0] * shape[1], device=device))
+
+    @classmethod
     def from_kwargs(cls, cu_seq_lens, max_length):
         """Layout of a batch that the caller packed."""
         lengths = None if _is_tracing() else cu_seq_lens.diff().tolist()
@@ -311,6 +317,19 @@ class _Layout:
         """(1, T): positions within each text."""
         tokens = torch.arange(total, device=self.cu_seq_lens.device)
         return (tokens - self.cu_seq_lens[:-1].long()[_text_index(self.cu_seq_lens, total)])[None]
+
+    def parts(self, most):
+        """Layouts of whole texts, in order, of up to `most` tokens together; a longer text is alone."""
+        parts, room = [], -1
+        for length in self.lengths:
+            if length > room:
+                parts.append([])
+                room = most
+            parts[-1].append(length)
+            room -= length
+        for lengths in parts:
+            bounds = torch.tensor([0, *lengths], device=self.cu_seq_lens.device).cumsum(0).to(torch.int32)
+            yield _Layout(bounds, max(lengths), lengths)
 
     def pack(self, x):
         """(B, L, ...) -> (1, T, ...)."""
@@ -419,6 +438,9 @@ def _varlen_obstacle(dtype, dropout):
 # Tokens whose feed-forward runs at once on the CPU without gradients: the inner activations (16 KiB a token at the published width)
 # stay in cache and in reused memory. Measured 0.97 instead of 0.87 of the matrix-product rate; 512 to 2,048 differ little.
 _CPU_SLICE = 1024
+
+# Tokens that go through all blocks at once there, in whole texts: glibc maps tensors over 32 MiB anew at every use, and qkv has 9 KiB a token.
+_CPU_PART = 3072
 
 
 def _plain_on_cpu(x):
@@ -645,6 +667,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             padded = _Layout.from_mask(mask)
             if padded is None and mask.all():
                 mask = None
+        in_parts = not output_attentions and not output_hidden_states and self._runs_in_parts(implementation, shape)
+        if in_parts and layout is None and mask is None and shape[0] > 1:
+            padded = _Layout.from_rows(shape, self.encoder.weight.device)
         pack = padded is not None and self.config.unpad_inputs and not output_attentions and self._packs(implementation)
 
         # In real tokens, also where the batch stays padded: "dynamic" RoPE must not depend on padding.
@@ -659,32 +684,60 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         hidden = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.position_embedding_type == "learned":
             hidden = hidden + self.positional_embedding(positions)
-        if layout is not None:
-            mask, kwargs = None, layout.kwargs(kwargs)
         rotary = None
         if self.config.position_embedding_type == "rope":
             compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.transformer_encoder)
             rotary = prepare_rotary(*rotary_table(self.config, positions, longest), compiled)
-        attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training, output_attentions)
         hidden = self.embedding_dropout(hidden)
 
-        all_hidden, all_weights = [], []
-        for block in self.transformer_encoder:
-            if output_hidden_states:
-                all_hidden.append(hidden)
-            hidden, weights = block(hidden, rotary, attention, allowed, **kwargs)
-            if output_attentions:
-                all_weights.append(weights)
-        hidden = self.layer_norm(hidden)
-        if output_hidden_states:
-            all_hidden.append(hidden)
+        all_hidden, all_weights = [] if output_hidden_states else None, [] if output_attentions else None
+        if in_parts and layout is not None:
+            hidden = self._encode_in_parts(hidden, rotary, implementation, layout, kwargs)
+        else:
+            hidden = self._encode(hidden, rotary, implementation, mask, layout, kwargs, all_hidden, all_weights)
         if pack:
-            hidden, *all_hidden = (layout.unpack(x, *shape) for x in (hidden, *all_hidden))
+            hidden, *unpacked = (layout.unpack(x, *shape) for x in (hidden, *(all_hidden or ())))
+            all_hidden = unpacked if output_hidden_states else None
         return BaseModelOutput(
             last_hidden_state=hidden,
-            hidden_states=tuple(all_hidden) if output_hidden_states else None,
-            attentions=tuple(all_weights) if output_attentions else None,
+            hidden_states=None if all_hidden is None else tuple(all_hidden),
+            attentions=None if all_weights is None else tuple(all_weights),
         )
+
+    def _encode(self, hidden, rotary, implementation, mask, layout, kwargs, all_hidden=None, all_weights=None):
+        """Blocks and last norm over embeddings (B, L, D), or packed (1, T, D); adds to the lists what every block saw, and the result."""
+        if layout is not None:
+            mask, kwargs = None, layout.kwargs(kwargs)
+        with_weights = all_weights is not None
+        attention, allowed = _attention_plan(self.config, implementation, hidden, mask, layout, self.training, with_weights)
+        for block in self.transformer_encoder:
+            if all_hidden is not None:
+                all_hidden.append(hidden)
+            hidden, weights = block(hidden, rotary, attention, allowed, **kwargs)
+            if with_weights:
+                all_weights.append(weights)
+        hidden = self.layer_norm(hidden)
+        if all_hidden is not None:
+            all_hidden.append(hidden)
+        return hidden
+
+    def _encode_in_parts(self, hidden, rotary, implementation, layout, kwargs):
+        """`_encode` for a packed batch, some whole texts after others."""
+        kwargs = {name: value for name, value in kwargs.items() if name not in _PACKING_KWARGS}
+        parts = list(layout.parts(_CPU_PART))
+        if len(parts) == 1:
+            return self._encode(hidden, rotary, implementation, None, layout, kwargs)
+        sizes = [sum(part.lengths) for part in parts]
+        tables = [None] * len(parts) if rotary is None else zip(*(x.split(sizes, dim=1) for x in rotary))
+        pieces = zip(hidden.split(sizes, dim=1), tables, parts)
+        return torch.cat([self._encode(x, table, implementation, None, part, kwargs) for x, table, part in pieces], dim=1)
+
+    def _runs_in_parts(self, implementation, shape):
+        """Whether a batch (B, L) goes through all blocks in parts of whole texts; not where a hook on a block would see the parts."""
+        if shape[0] * shape[1] <= _CPU_PART or not self.config.unpad_inputs or implementation not in ("eager", "sdpa"):
+            return False
+        hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self.transformer_encoder)
+        return _plain_on_cpu(self.layer_norm.weight) and not self.training and not hooked
 
     @staticmethod
     def _packs(implementation):

@@ -1,5 +1,6 @@
 """Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
-of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the sliced feed-forward.
+of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the sliced feed-forward; large batches in parts of
+whole texts on the CPU.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
@@ -198,6 +199,59 @@ def test_the_sliced_feed_forward(tokens, monkeypatch):
     with torch.enable_grad():
         assert_close(block(x), expected, 1e-5, "in one piece")
     assert rows.seen[-1] == tokens, "with gradients it is not sliced"
+
+
+# --------------------------------------------------------------------------------------------------- parts of whole texts
+
+
+def packed_by_the_caller(lengths):
+    ids, _ = random_batch([sum(lengths)])
+    return {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)}
+
+
+PART_BATCHES = {
+    "padded": (lambda: dict(zip(("input_ids", "attention_mask"), random_batch([9, 3, 7, 1, 5]))), [9, 7, 9]),
+    "no padding": (lambda: {"input_ids": random_batch([4] * 5)[0]}, [8, 8, 4]),
+    "by the caller": (lambda: packed_by_the_caller([3, 7, 12, 2, 2]), [10, 12, 4]),
+    "one text": (lambda: {"input_ids": random_batch([30])[0]}, [30]),
+    "room for all": (lambda: dict(zip(("input_ids", "attention_mask"), random_batch([8, 1, 1]))), [10]),
+}
+
+
+@pytest.mark.parametrize("positions", ("rope", "learned"))
+@pytest.mark.parametrize("name", PART_BATCHES)
+@torch.no_grad()
+def test_a_large_batch_runs_in_parts_of_whole_texts(name, positions, monkeypatch):
+    """On the CPU without gradients: 10 tokens at most in a part here, or one longer text; the same outputs as in one piece."""
+    make_batch, sizes = PART_BATCHES[name]
+    batch = make_batch()
+    model = make_model(NeoBERTModel, position_embedding_type=positions, hidden_act="swiglu")
+    expected = model(**batch).last_hidden_state
+    monkeypatch.setattr(modeling, "_CPU_PART", 10)
+    rows = Rows(*(block.qkv for block in model.transformer_encoder))
+    given = model(**batch).last_hidden_state
+    assert_close(given, expected, 1e-5, "in parts")
+    layers = len(model.transformer_encoder)
+    assert rows.seen == [size for size in sizes for _ in range(layers)], "each part goes through all blocks, then the next one"
+
+
+@torch.no_grad()
+def test_what_looks_into_the_blocks_sees_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(modeling, "_CPU_PART", 10)
+    ids, mask = random_batch([9, 3, 7, 1, 5])
+    model, seen = make_model(NeoBERTModel), []
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert len(states) == len(model.transformer_encoder) + 1 and states[1].shape[:2] == ids.shape
+    handle = model.transformer_encoder[0].register_forward_hook(lambda block, inputs, output: seen.append(output[0].shape[1]))
+    model(ids, attention_mask=mask)
+    handle.remove()
+    rows = Rows(model.transformer_encoder[0].qkv)
+    model.train()(ids, attention_mask=mask)
+    model.eval().config.unpad_inputs = False
+    model(ids, attention_mask=mask)
+    with torch.enable_grad():
+        model(ids, attention_mask=mask)
+    assert seen == [25] and rows.seen == [25, 45, 45], "a hook, training and the padded layout have one piece"
 
 
 # ----------------------------------------------------------------------------------------------------------- torch.compile
