@@ -5,7 +5,6 @@ Without --model: random weights of --layers x --hidden, which take the same time
 """
 
 import argparse
-import gc
 import json
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.encode import EncodeArguments, encode
+from neobert.evaluation.memory import PeakMemory
 from neobert.evaluation.packed_encoder import TOKENIZER_FOLDER, PackedEncoder
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.training.local_text import wordnet_entries
@@ -107,14 +107,8 @@ def measure_speed(model, texts, repeats, device, dtype, batch_sizes, folder):
     }
 
 
-def peak_memory():
-    """Peak resident memory of this process in MB (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-
-
 def memory_child(way, model, path):
-    """Run in a process of its own; prints the resident memory in MB after loading and a warm-up, and the peak during the work."""
+    """Run in a process of its own; prints by how many MiB the peak of the work is above the memory after loading and a warm-up."""
     encoder = PackedEncoder(model, device="cpu")
     arguments = EncodeArguments(model=model, shard_rows=512, device="cpu")
 
@@ -128,16 +122,13 @@ def memory_child(way, model, path):
     with tempfile.TemporaryDirectory() as folder:  # imports and buffers of the first call
         write_jsonl(Path(folder) / "warm.jsonl", ["some words to start with"] * 64)
         run(Path(folder) / "warm.jsonl", folder)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = peak_memory()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, PeakMemory("cpu") as peak:
         run(path, folder)
-    print(json.dumps([before, peak_memory()]))
+    print(json.dumps(peak.growth / 2**20))
 
 
 def measure_memory(model, texts, factors, folder):
-    """{way: [[rows, MB beyond the loaded model], ...]}"""
+    """{way: [[rows, MiB beyond the loaded model], ...]}"""
     growth = {"neobert encode, file to file": [], "SentenceTransformer.encode": []}
     for factor in tqdm(factors, desc="memory"):
         path = Path(folder) / f"corpus-{factor}.jsonl"
@@ -145,8 +136,7 @@ def measure_memory(model, texts, factors, folder):
         for name, way in zip(growth, ("packed", "sentence-transformers")):
             command = [sys.executable, __file__, "--memory_child", way, "--model", str(model), "--corpus", str(path)]
             run = subprocess.run(command, capture_output=True, text=True, check=True)
-            before, after = json.loads(run.stdout.splitlines()[-1])
-            growth[name].append([factor * len(texts), after - before])
+            growth[name].append([factor * len(texts), json.loads(run.stdout.splitlines()[-1])])
     return growth
 
 
@@ -167,7 +157,7 @@ def plot(result, path):
     for (name, points), colour in zip(result["memory"].items(), ("#2b6cb0", "#9aa5b1")):
         right.plot(*zip(*points), marker="o", label=name, color=colour)
     right.set_xlabel("texts in the corpus")
-    right.set_ylabel("peak memory beyond the model (MB)")
+    right.set_ylabel("peak memory beyond the model (MiB)")
     right.set_ylim(bottom=0)
     right.legend()
     figure.tight_layout()
@@ -215,7 +205,7 @@ def main():
         for name, rate in speed["tokens_per_second"].items()
     ]
     sizes = [points[0] for points in next(iter(memory.values()))]
-    memory_rows = [[name, *(f"{megabytes:,.0f}" for _, megabytes in points)] for name, points in memory.items()]
+    memory_rows = [[name, *(f"{size:,.0f}" for _, size in points)] for name, points in memory.items()]
     lengths = speed["tokens_per_text"]
     text = (
         f"Real tokens a second (padding does not count), {speed['texts']:,} texts of {speed['tokens']:,} tokens (median "
@@ -226,7 +216,7 @@ def main():
         + markdown_table(
             ["way", "median", "lowest", "highest", "median, per second of processor time", "neobert encode is times as fast"], rows
         )
-        + "\nPeak memory beyond the loaded model and the libraries, MB (random weights, 1 layer x 256, texts of 20 words in the median and at "
+        + "\nPeak memory beyond the loaded model and the libraries, MiB (random weights, 1 layer x 256, texts of 20 words in the median and at "
         "most 200, parts of 512 rows):\n\n"
         + markdown_table(["way", *(f"{size:,} texts" for size in sizes)], memory_rows)
         + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, torch "

@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..extras import require
-from ..recipe import UserError
+from ..recipe import UserError, one_line
 
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -30,9 +30,7 @@ def choose_device(device=None):
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"the device {str(device)!r} cannot be used here ({_first_sentence(error)}); give cpu, cuda or cuda:<number>"
-        ) from None
+        raise UserError(f"the device {str(device)!r} cannot be used here ({one_line(error)}); give cpu, cuda or cuda:<number>") from None
     return device
 
 
@@ -96,7 +94,7 @@ def load_sentence_transformer(
             width = transformer.auto_model.config.hidden_size
             encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
     except (OSError, ValueError) as error:
-        raise UserError(f"the model {model} cannot be loaded: {_first_sentence(error)}") from error
+        raise UserError(f"the model {model} cannot be loaded: {one_line(error)}") from error
     limit = position_limit(encoder[0].auto_model)
     encoder.max_seq_length = min(max_length or encoder.max_seq_length or limit, limit)
     return encoder.eval()
@@ -107,10 +105,6 @@ def position_limit(model):
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
     return model.config.max_position_embeddings - (0 if padding is None else padding + 1)
-
-
-def _first_sentence(error):
-    return " ".join(str(error).split()).split(". ")[0][:300]
 
 
 def _is_sentence_transformer(model):

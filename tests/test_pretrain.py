@@ -18,7 +18,7 @@ from neobert import cli, modeling_neobert
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from neobert.recipe import UserError, read_recipe
-from neobert.training import pretrain
+from neobert.training import pretrain, trackers
 from neobert.training.pretrain_trainer import (
     flops_per_batch,
     last_whole_checkpoint,
@@ -123,6 +123,16 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, layout, more):
     assert _log(stopped) == _log(whole), "the loss curve of the continued run must be exactly that of the uninterrupted one"
     first, second = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
+
+
+def test_trackers_are_checked_by_name(monkeypatch):
+    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    for known in (None, [], "none", "all", "tensorboard,none", ["tensorboard"]):
+        trackers.check_trackers(known)
+    with pytest.raises(UserError, match="'wandb' is not installed; installed are none, tensorboard"):
+        trackers.check_trackers("tensorboard,wandb")
+    with pytest.raises(UserError, match="'wandbb' is unknown"):
+        trackers.check_trackers(["wandbb"])
 
 
 @pytest.mark.slow

@@ -104,6 +104,9 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     large = Dataset.from_dict({"body": ["south"]}, features=Features({"body": Value("large_string")}))
     large.to_parquet(str(tmp_path / "l.parquet"))
     assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'l.parquet'}", "body") == ["winter", "south"], "both kinds of strings must mix"
+    stream = load_rows(f"{tmp_path / 'a.txt'}, {tmp_path / 'l.parquet'}", text_column="body", streaming=True)[0]
+    batches = stream.map(lambda batch: {"length": [len(text) for text in batch["text"]]}, batched=True, batch_size=64)
+    assert [row["length"] for row in batches] == [7, 11, 5], "also in one batch of a stream"
     streamed = load_rows(str(tmp_path / "saved"), text_column="body", streaming=True)[0]
     assert [row["text"] for row in streamed] == ["north"], "a saved set can be streamed too"
 

@@ -39,8 +39,9 @@ from .contrastive_data import (
     probabilities,
     rows_per_batch,
 )
-from .glue_run import check_reporting, last_whole_checkpoint
+from .glue_run import last_whole_checkpoint
 from .lora import lora_config, trainable_parameters
+from .trackers import check_trackers
 
 
 INSTRUCTION_TEMPLATE = "Instruction: {instruction} Query: "
@@ -141,7 +142,7 @@ def check(arguments, training):
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
-    check_reporting(training.report_to)
+    check_trackers(training.report_to)
     sources = arguments.sources()
     for source in sources:
         check_source(source)

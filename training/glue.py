@@ -389,14 +389,15 @@ def write_tables(output):
 
 def check(recipe, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision and {task: splits}."""
-    from .glue_run import check_reporting, check_vocabulary, load_classifier, load_tokenizer
+    from .glue_run import check_vocabulary, load_classifier, load_tokenizer
     from .lora import head_modules, lora_config
+    from .trackers import check_trackers
 
     check_folder(recipe.output, "output")
     for task in tasks:
         recipe.combinations(task)
         recipe.check_metric(task)
-    check_reporting(recipe.report_to)
+    check_trackers(recipe.report_to)
     tokenizer_source = recipe.tokenizer or recipe.model
     model, new = load_classifier(recipe.model, tasks[0], recipe.head_dropout, recipe.trust_remote_code, recipe.classifier_pooling)
     tokenizer = load_tokenizer(tokenizer_source)

@@ -70,17 +70,6 @@ def process_state():
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def check_reporting(names):
-    """Raises UserError for a tracker that Trainer does not know or that is not installed."""
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names if isinstance(names, list) else str(names).split(","):
-        if name not in ("none", "all", *get_available_reporting_integrations()):
-            what = "not installed" if name in INTEGRATION_TO_CALLBACK else "unknown"
-            raise UserError(f"report_to {name!r} is {what}; installed are none, {', '.join(get_available_reporting_integrations())}")
-
-
 def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
     """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (PAPER section 6)."""
     return max(1, min(at_most, batches_per_epoch // per_epoch))

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ require("train", "accelerate", "datasets")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoTokenizer, TrainingArguments, set_seed  # noqa: E402
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
@@ -31,6 +29,7 @@ from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
 from .pretraining_data import describe, is_local, load_prepared, load_rows, local_files, prepare, source_digest  # noqa: E402
 from .streaming import StreamedBatches  # noqa: E402
+from .trackers import check_trackers  # noqa: E402
 
 
 logger = logging.get_logger(__name__)
@@ -228,13 +227,7 @@ class PretrainingArguments(TrainingArguments):
         if self.warmup_steps != int(self.warmup_steps):
             raise UserError(f"warmup_steps must be a whole number of steps, but {self.warmup_steps} was given")
         self.warmup_steps = int(self.warmup_steps)
-        for name in self.report_to.split(",") if isinstance(self.report_to, str) else ():
-            if name not in (*INTEGRATION_TO_CALLBACK, "all", "none"):
-                raise UserError(
-                    f"report_to must be tensorboard, wandb, trackio or none (or another tracker of transformers), but {name!r} was given"
-                )
-            if name in ("tensorboard", "wandb", "trackio") and importlib.util.find_spec(name) is None:
-                raise UserError(f"report_to {name} needs the package {name}: pip install {name}, or give report_to: none")
+        check_trackers(self.report_to)
         schedules.check_schedule(self.schedule, self.warmup_steps, self.max_steps, self.decay_share, self.lr_floor)
         super().__post_init__()
 

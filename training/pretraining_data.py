@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, Features, Sequence, Value, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, Sequence, Value, concatenate_datasets, load_dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 from tqdm import tqdm
 
@@ -146,7 +146,12 @@ def _as_strings(rows, column, dataset):
     name = getattr(feature, "dtype", type(feature).__name__)
     if name not in ("string", "large_string", "string_view"):
         raise UserError(f"dataset {dataset}: column {column!r} holds {name}, not text; name the text column with text_column")
-    return rows if name == "string" else rows.cast_column(column, Value("string"))
+    if name == "string":
+        return rows
+    if isinstance(rows, IterableDataset):
+        # A cast would leave the stream's Arrow tables as they are, which do not join tables of another type.
+        return rows.map(dict, features=Features({column: Value("string")}))
+    return rows.cast_column(column, Value("string"))
 
 
 def _check_json_column(dataset, rows, column):
