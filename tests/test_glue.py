@@ -5,6 +5,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     TrainerCallback,
 )
 
@@ -437,6 +440,32 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
     assert done[-1] == (2e-5, 8, 6) and len(results) == 2, "The best is the one with the best selection score."
 
 
+def test_the_table_says_how_each_row_was_made(tmp_path):
+    """Each cell: seeds, rows, what is not glue.yaml's; each run: its command and commit, also where a row was made by several."""
+    recipe = glue.read_arguments(["--task", "sst2", "--model", "m", "--epochs", "3", "--lora", "--lora_rank", "4"])
+    for task, seed, command in (("sst2", 2, "first"), ("sst2", 1, "first"), ("stsb", 1, "second")):
+        hyper = {**recipe.combinations(TASKS[task])[0], "batch_size": 32}
+        settings = vars(glue._settings(recipe, TASKS[task], "", seed, hyper, None))
+        fake_result(tmp_path, score=0.5, **settings)
+        path = next((tmp_path / "mine" / task).glob(f"{seed}-*")) / "result.json"
+        made = {"command": f"neobert glue {command}", "commit": "abc", "hardware": "a CPU"}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "rows": {"train": 900, "heldout": 100}, "environment": made}))
+    fake_result(tmp_path, "rte", 1, 0.5, name="older", start="a run of MNLI")
+    glue.write_tables(tmp_path)
+    lines = (tmp_path / "table.md").read_text().split("## The measured rows")[1].strip().splitlines()[2:]
+    assert lines == [
+        "- mine (LoRA r=4), SST: seeds 1, 2; rows: 900 train, 100 heldout; unlike the protocol: epochs 3 (10), lora_rank 4 (16)",
+        "- mine (LoRA r=4), STS: seed 1; rows: 900 train, 100 heldout; unlike the protocol: epochs 3 (10), lora_rank 4 (16), "
+        "start from the model (the best MNLI run)",
+        "- mine (LoRA r=4), SST 1, SST 2: `neobert glue first`, commit abc, a CPU",
+        "- mine (LoRA r=4), STS 1: `neobert glue second`, commit abc, a CPU",
+        "- older, RTE: seed 1; unlike the protocol: learning_rate 1e-05 (5e-06)",
+        "- older, RTE 1: the command is not in result.json",
+    ]
+    cell = json.loads((tmp_path / "table.json").read_text())["measured"][0]["cells"]["sst2"]
+    assert [run["seed"] for run in cell["runs"]] == cell["seeds"] == [1, 2] and cell["runs"][0]["environment"]["commit"] == "abc"
+
+
 # ---------------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -449,6 +478,10 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
         ({"data": "nobody/nothing"}, "'nobody/nothing' is no local folder, and task sst2 was not loaded from the Hub"),
         ({"model": "nobody/nothing"}, "neither a model folder nor a model that can be reached on the Hub"),
         ({"seeds": "1,1"}, "seeds must be different whole numbers"),
+        ({"seeds": "-1"}, "seeds must be different whole numbers from 0 to 4294967295, such as 1,2,3, but '-1' was given"),
+        ({"seeds": 2**32}, "seeds must be different whole numbers from 0"),
+        ({"heldout_rows": -1}, "heldout_rows must be above 0"),
+        ({"task": "sst2,rte", "max_train_samples": 5}, "rte has 5 training rows, too few to hold 0.1 of them out"),
         ({"selection": "test"}, "selection must be one of heldout, dev"),
         ({"preset": "best"}, "there is no preset 'best'; choose from neobert-4096, neobert-1024"),
         ({"epochs": 0}, "epochs must be above 0"),
@@ -471,6 +504,35 @@ def test_bad_options(world, tmp_path, more, sentence):
     with pytest.raises(UserError, match=sentence):
         run(world, tmp_path / "out", **more)
     assert not list((tmp_path / "out").rglob("*.json")), "Work was done although the input is bad."
+
+
+def test_every_task_is_checked_before_the_first_is_trained(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(glue_run, "fine_tune", lambda *_: pytest.fail("A task was trained before all were checked."))
+    for task in ("sst2", "rte"):
+        for split in ("train", "validation"):
+            lines = (world / "data" / task / f"{split}.jsonl").read_text().splitlines()
+            write_rows(tmp_path / task / f"{split}.jsonl", [json.loads(line) for line in lines[: 5 if task == "rte" else None]])
+    with pytest.raises(UserError, match="rte has 5 training rows, too few to hold 0.1 of them out; use --selection dev"):
+        run(world, tmp_path / "out", "sst2,rte", data=tmp_path)
+    monkeypatch.setattr(glue_run, "process_state", lambda: SimpleNamespace(num_processes=3, is_main_process=True))
+    with pytest.raises(UserError, match="the batch size of rte, 16, cannot be shared by 3 processes"):
+        run(world, tmp_path / "out", "rte")
+
+
+def test_roberta_takes_texts_to_its_last_position_only(world, tmp_path):
+    """Its positions start at padding_idx + 1: a table of 34 is for 32 tokens, which its tokenizer does not say."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 34}
+    RobertaForSequenceClassification(RobertaConfig(vocab_size=30522, pad_token_id=1, **sizes)).save_pretrained(tmp_path)
+    tokenizer = glue_run.load_tokenizer(str(world / "bert"))
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = glue_run.load_classifier(str(tmp_path), TASKS["sst2"])
+    limit = glue_run.text_limit(model, glue_run.load_tokenizer(str(tmp_path)))
+    assert limit == 32
+    ids = torch.full((1, limit), 9)
+    assert model(input_ids=ids).logits.isfinite().all()
+    bert, _ = glue_run.load_classifier(str(world / "bert"), TASKS["sst2"])
+    assert glue_run.text_limit(bert, tokenizer) == 64, "BERT's positions start at 0."
 
 
 GOOD_ROW = {"sentence": "good", "label": 1}
@@ -521,6 +583,33 @@ def test_file_kinds_give_the_same_rows(tmp_path):
         loaded.append(glue_tasks.load_task(TASKS["stsb"], str(tmp_path / kind)))
     assert loaded[0] == loaded[1] == loaded[2], "One data set in three formats reads differently."
     assert loaded[0]["train"] == {"sentence1": ["a, \u2028 b", "d"], "sentence2": ['say "c"', "e"], "label": [2.5, 0.0]}
+
+
+def test_quotes_are_characters_in_tsv_and_quote_in_csv(tmp_path):
+    texts = [f'"{i} opens and never closes' if i % 3 == 0 else f'{i} says "so", twice' for i in range(150)]
+    folder = tmp_path / "sst2"
+    folder.mkdir()
+    for split, rows in (("train", texts), ("validation", texts[:21])):
+        (folder / f"{split}.tsv").write_text("sentence\tlabel\n" + "".join(f"{text}\t1\n" for text in rows))
+    splits = glue_tasks.load_task(TASKS["sst2"], str(tmp_path))
+    assert splits["train"]["sentence"] == texts and splits["validation"]["sentence"] == texts[:21]
+    (folder / "train.tsv").unlink()
+    for text, sentence in (
+        ('"open,1\nnext,0\n', "is broken .*; are its quotes closed"),
+        ('"open,1\n"next,0\n', "is broken"),
+        ("one, two,1\n", "train.csv, line 2 has more columns than the first line, 2; a separator in a text"),
+    ):
+        (folder / "train.csv").write_text("sentence,label\n" + text)
+        with pytest.raises(UserError, match=sentence):
+            glue_tasks.load_task(TASKS["sst2"], str(tmp_path))
+
+
+@pytest.mark.parametrize("second", ["train.csv", "train-00000-of-00001.jsonl"])
+def test_two_copies_of_a_split_are_refused(tmp_path, second):
+    write_rows(tmp_path / "sst2" / "train.jsonl", [GOOD_ROW])
+    (tmp_path / "sst2" / second).write_text("")
+    with pytest.raises(UserError, match=rf"has the split 'train' more than once \(.*{second}.*\); leave one file, or shards of one"):
+        glue_tasks.load_task(TASKS["sst2"], str(tmp_path))
 
 
 def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):

@@ -96,6 +96,7 @@ class GlueRecipe:
             "patience",
             "max_eval_interval",
             "evaluations_per_epoch",
+            "heldout_rows",
             "max_length",
             "eval_batch_size",
             "lora_learning_rate",
@@ -150,8 +151,8 @@ def _whole_numbers(text):
         numbers = [int(part) for part in str(text).split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise UserError(f"seeds must be different whole numbers such as 1,2,3, but {text!r} was given")
+    if not numbers or len(set(numbers)) < len(numbers) or min(numbers) < 0 or max(numbers) >= 2**32:
+        raise UserError(f"seeds must be different whole numbers from 0 to {2**32 - 1}, such as 1,2,3, but {text!r} was given")
     return numbers
 
 
@@ -335,16 +336,22 @@ def collect(output):
         groups.setdefault((_row_label(result), result["task"], json.dumps(settings, sort_keys=True)), []).append(result)
     rows = {}
     for (label, task, _), results in sorted(groups.items(), key=lambda item: item[0]):
+        results = sorted(results, key=lambda result: result["settings"]["seed"])
         mean, deviation = _mean_and_deviation([result["score"] for result in results])
         selected = _mean_and_deviation([result["selected"]["score"] for result in results])[0]
         cell = {
             "score": mean,
             "deviation": deviation,
-            "seeds": sorted(result["settings"]["seed"] for result in results),
+            "seeds": [result["settings"]["seed"] for result in results],
             "last": _mean_and_deviation([result["last"]["score"] for result in results])[0],
             "best_of_all_evaluations": max(result["best_of_all_evaluations"] for result in results),
             "selected": selected,
             "settings": {name: value for name, value in results[0]["settings"].items() if name != "seed"},
+            "rows": results[0].get("rows"),
+            "runs": [
+                {"seed": result["settings"]["seed"], "score": result["score"], "environment": result.get("environment")}
+                for result in results
+            ],
         }
         cells = rows.setdefault(label, {})
         if task not in cells or (len(cell["seeds"]), selected) > (len(cells[task]["seeds"]), cells[task]["selected"]):
@@ -363,8 +370,44 @@ def _cell(cell):
     return text if cell["deviation"] is None else f"{text} ± {100 * cell['deviation']:.1f}"
 
 
+def _departures(settings, task):
+    """What of a run's settings is not that of training/configs/glue.yaml, whose value follows in brackets."""
+
+    def flat(values):
+        return {**values, **{f"lora_{name}": value for name, value in (values.get("lora") or {}).items()}}
+
+    recipe = read_arguments(["--task", task.name, "--model", "model", *(["--lora"] if settings["lora"] else [])])
+    protocol = flat(vars(_settings(recipe, task, None, None, recipe.combinations(task)[0], None)))
+    own = ("task", "revision", "data", "rows", "lora", "start")  # of every run, or said elsewhere
+    changed = {name: value for name, value in flat(settings).items() if name not in own and value != protocol.get(name, value)}
+    texts = [f"{name} {_short(value)} ({_short(protocol[name])})" for name, value in changed.items()]
+    return texts + ["start from the model (the best MNLI run)"] * (task.from_mnli and not settings.get("start"))
+
+
+def _short(value):
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _origins(row):
+    """Lines of a list: how each cell of a measured row was made, and by which commands."""
+    commands = {}
+    for name, task in TASKS.items():
+        if (cell := row["cells"].get(name)) is None:
+            continue
+        parts = [f"{task.title}: seed{'s' * (len(cell['seeds']) > 1)} {', '.join(map(str, cell['seeds']))}"]
+        parts += [f"rows: {', '.join(f'{count:,} {part}' for part, count in cell['rows'].items())}"] if cell["rows"] else []
+        departures = _departures(cell["settings"], task)
+        parts.append(f"unlike the protocol: {', '.join(departures)}" if departures else "the protocol's settings")
+        yield f"- {row['name']}, {'; '.join(parts)}"
+        for run in cell["runs"]:
+            made = run["environment"] or {}
+            text = f"`{made['command']}`, commit {made['commit']}, {made['hardware']}" if made else "the command is not in result.json"
+            commands.setdefault(text, []).append(f"{task.title} {run['seed']}")
+    yield from (f"- {row['name']}, {', '.join(runs)}: {text}" for text, runs in commands.items())
+
+
 def write_tables(output):
-    """Writes `output`/table.md and table.json in the layout of Table 3: published rows, then measured ones."""
+    """Writes `output`/table.md and table.json in the layout of Table 3: published rows, then measured ones, and how these were made."""
     measured = collect(output)
     rows = [[name, "published", *scores] for name, *scores in PUBLISHED]
     for row in measured:
@@ -382,14 +425,17 @@ def write_tables(output):
             " A row with 'data: NAME' was measured on other data in GLUE's schema: it is no GLUE score, and not to be compared with the "
             "published rows."
         )
-    write_text(Path(output) / "table.md", f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{note}\n")
+    origins = "\n".join(line for row in measured for line in _origins(row))
+    about = "The protocol is training/configs/glue.yaml; its value stands in brackets. A command has its task and seed before it."
+    text = f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{note}\n"
+    write_text(Path(output) / "table.md", text + (f"\n## The measured rows\n\n{about}\n\n{origins}\n" if origins else ""))
     data = {"kind": "glue", "header": header, "rows": rows, "measured": measured, "note": note, "environment": environment()}
     write_json(Path(output) / "table.json", data)
 
 
 def check(recipe, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision and {task: splits}."""
-    from .glue_run import check_vocabulary, load_classifier, load_tokenizer
+    from .glue_run import check_sizes, check_vocabulary, load_classifier, load_tokenizer
     from .lora import head_modules, lora_config
     from .trackers import check_trackers
 
@@ -412,6 +458,9 @@ def check(recipe, tasks):
         for task in tasks:
             _start(recipe, task, revision)
     data = {task.name: load_task(task, recipe.data) for task in tasks}
+    for task in tasks:
+        sizes = {found["batch_size"] for found in recipe.combinations(task)}
+        check_sizes(task, len(data[task.name]["train"]["label"]), sizes, recipe)
     _check_same_origin(recipe, revision, {name: rows_digest(splits) for name, splits in data.items()})
     return tokenizer, revision, data
 

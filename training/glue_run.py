@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ..evaluation.memory import PeakMemory, mebibytes
+from ..evaluation.packed_encoder import position_limit
 from ..evaluation.results import environment, write_json
 from ..recipe import UserError, one_line
 from .glue_tasks import TASKS, scores
@@ -85,15 +86,15 @@ def split_heldout(rows, fraction, at_most):
 # -------------------------------------------------------------------------------------------------------------------- model
 
 
-def load_tokenizer(name):
-    """Raises UserError when the folder or repository has no tokenizer."""
+def load_tokenizer(name, padding=True, trust_remote_code=False):
+    """Raises UserError when the folder or repository has no tokenizer or, with `padding`, the tokenizer no padding token."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer ({one_line(error)})") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 makes an empty one where there are no files
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
-    if tokenizer.pad_token_id is None:
+    if padding and tokenizer.pad_token_id is None:
         raise UserError(f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is this an encoder?")
     return tokenizer
 
@@ -185,6 +186,18 @@ class Rows(torch.utils.data.Dataset):
         return {**{name: values[i] for name, values in self.encoded.items()}, "labels": self.labels[i]}
 
 
+def check_sizes(task, rows, batch_sizes, recipe):
+    """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few of `rows` training rows are there."""
+    processes = process_state().num_processes
+    for batch_size in batch_sizes:
+        if batch_size % processes:
+            raise UserError(f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} processes")
+    rows = min(rows, recipe.max_train_samples or rows)
+    if recipe.selection == "heldout" and not all(split_heldout(rows, recipe.heldout_fraction, recipe.heldout_rows)):
+        fraction = f"{recipe.heldout_fraction:g}"
+        raise UserError(f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use --selection dev")
+
+
 def _take(columns, indices):
     return {name: [values[i] for i in indices] for name, values in columns.items()}
 
@@ -206,11 +219,6 @@ def prepare(task, splits, tokenizer, settings, model_limit):
     parts = {}
     if settings.selection == "heldout":
         kept, held_out = split_heldout(len(train["label"]), settings.heldout_fraction, settings.heldout_rows)
-        if not held_out or not kept:
-            raise UserError(
-                f"{task.name} has {len(train['label'])} training rows, too few to hold {settings.heldout_fraction:g} of them out; "
-                "use --selection dev"
-            )
         parts["heldout"] = _take(train, held_out)
         train = _take(train, kept)
     for split in task.validation:
@@ -294,15 +302,14 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
     pooling = settings.classifier_pooling
     model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code, pooling)
     check_vocabulary(tokenizer, model, model_name)
+    limit = text_limit(model, tokenizer)
     if settings.lora:
         heads = head_modules(model, new_head)
         model = _with_lora(model, settings.lora, heads)
     trained, total = trainable_parameters(model)
-    train, evaluation, slices = prepare(task, splits, tokenizer, settings, text_limit(model.config, tokenizer))
+    train, evaluation, slices = prepare(task, splits, tokenizer, settings, limit)
 
     processes = process_state().num_processes
-    if settings.batch_size % processes:
-        raise UserError(f"the batch size of {task.name}, {settings.batch_size}, cannot be shared by {processes} processes")
     batches = math.ceil(len(train) / settings.batch_size)
     steps = math.ceil(batches * settings.epochs)
     interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
@@ -394,9 +401,10 @@ def _with_lora(model, lora, heads):
     return get_peft_model(model, config)
 
 
-def text_limit(config, tokenizer):
+def text_limit(model, tokenizer):
     """Longest text in tokens that the model takes: of its positions and of its tokenizer, whichever is smaller; None if unbounded."""
-    limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    positions = getattr(model.config, "max_position_embeddings", None) and position_limit(model.base_model)
+    limits = [positions, tokenizer.model_max_length]
     limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
 

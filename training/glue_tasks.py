@@ -201,6 +201,9 @@ def _local_rows(folder, split):
     files = [p for p in sorted(folder.iterdir()) if p.suffix in suffixes and (p.stem == split or p.stem.startswith(f"{split}-0"))]
     if not files:
         raise UserError(f"{folder} has no split {split!r}; expected {split}.jsonl, .csv, .tsv or .parquet")
+    if len({(path.suffix, path.stem == split) for path in files}) > 1:
+        names = ", ".join(path.name for path in files)
+        raise UserError(f"{folder} has the split {split!r} more than once ({names}); leave one file, or shards of one format")
     rows = [row for path in files for row in _file_rows(path)]
     return str(files[0]) if len(files) == 1 else f"{folder}/{split}-*", rows
 
@@ -216,8 +219,7 @@ def _file_rows(path):
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if path.suffix in (".csv", ".tsv"):
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if path.suffix == ".csv" else "\t")
-        return [(f"{path}, line {reader.line_num}", row) for row in reader]
+        return _table_rows(path, text)
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -225,6 +227,21 @@ def _file_rows(path):
                 rows.append((f"{path}, line {number}", json.loads(line)))
             except ValueError as error:
                 raise UserError(f"{path}, line {number} is not valid JSON ({error}); one object a line is expected") from error
+    return rows
+
+
+def _table_rows(path, text):
+    """The same for .csv with its standard quotes, and for .tsv, where a quote is a character as any other: GLUE's texts have single ones."""
+    format = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {"strict": True}
+    reader, rows = csv.DictReader(io.StringIO(text, newline=""), **format), []
+    try:
+        for row in reader:
+            place = f"{path}, line {reader.line_num}"
+            if None in row:
+                raise UserError(f"{place} has more columns than the first line, {len(reader.fieldnames)}; a separator in a text?")
+            rows.append((place, row))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num} is broken ({error}); are its quotes closed?") from error
     return rows
 
 
