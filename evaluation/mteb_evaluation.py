@@ -49,7 +49,7 @@ class MtebArguments:
     max_length: int | None = field(default=None, metadata={"help": "tokens per text"})
     pooling: str = field(default="mean", metadata={"help": "mean or cls, for a bare encoder"})
     tokenizer: str | None = field(default=None, metadata={"help": "tokenizer, where the model's folder has none"})
-    tokens_per_batch: int | None = field(default=None, metadata={"help": "tokens in a batch; 65,536 on CUDA, 2,048 on the CPU"})
+    tokens_per_batch: int | None = field(default=None, metadata={"help": "tokens in a batch; 65,536 on CUDA, 3,072 on the CPU"})
     device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1, ..."})
     attn_implementation: str | None = field(default=None, metadata={"help": "attention implementation of transformers"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run the model repository's own code"})
@@ -232,6 +232,20 @@ def task_table(runs):
     return markdown_table(["task", "type", *runs], rows)
 
 
+def settings_table(runs):
+    """Markdown table of the settings that every run's scores depend on, after a sentence that names those in which runs differ."""
+    columns = {"max_length": [], "instructions": [], "dtype": []}
+    for run in runs.values():
+        template = run.get("instruction_template", INSTRUCTION_TEMPLATE)
+        own = run["instructions"] != "none" and template != INSTRUCTION_TEMPLATE
+        columns["max_length"].append(run["max_length"])
+        columns["instructions"].append(run["instructions"] + (f", put as {json.dumps(template)}" if own else ""))
+        columns["dtype"].append(run["environment"]["dtype"])
+    differing = [name for name, values in columns.items() if len(set(values)) > 1]
+    text = f"These rows were not measured alike: they differ in {', '.join(differing)}.\n\n" if differing else ""
+    return text + markdown_table(["model", *columns], zip(runs, *columns.values()))
+
+
 @functools.cache
 def _paper_tasks():
     return frozenset(task.metadata.name for task in mteb.get_benchmark(PAPER_BENCHMARK).tasks)
@@ -257,6 +271,7 @@ def write_tables(folder):
     if rest:
         parts += ["# Other tasks, in the layout of Table 4", table4_of_other_tasks(rest)]
         parts += ["## Each task", "Main score of each task in percent (its own metric).\n\n" + task_table(rest)]
+    parts += ["## Settings of the measured rows", settings_table(runs)]
     write_text(Path(folder) / "table.md", "\n\n".join(parts))
 
 
@@ -336,6 +351,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         "averages": averages(scores, types),
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
         "instructions": arguments.instructions,
+        "instruction_template": arguments.instruction_template,
         "max_length": encoder.max_length,
         "environment": environment(dtype=str(encoder.dtype).removeprefix("torch."), device=str(encoder.device)),
     }

@@ -31,8 +31,10 @@ from neobert.evaluation.mteb_evaluation import (
     is_paper_benchmark,
     main,
     read_instructions,
+    settings_table,
     table4,
     task_table,
+    write_tables,
 )
 from neobert.evaluation.packed_encoder import PackedEncoder
 from neobert.evaluation.published import MTEB
@@ -175,6 +177,24 @@ def test_tables_mark_what_is_published():
             "two": {"scores": {"a": 1.0, "b": 3.0}, "types": {"a": "STS", "b": "STS"}, "averages": {"all": 2.0, "STS": 2.0}},
         }
     ), "a mean over fewer tasks than the table has must be left empty"
+
+
+def test_the_table_says_in_which_settings_its_rows_differ(tmp_path):
+    base = {"scores": {"a": 1.0}, "types": {"a": "STS"}, "averages": {"all": 1.0, "STS": 1.0}}
+    base |= {"instructions": "mteb", "max_length": 48, "environment": {"dtype": "float32"}}
+    alike = settings_table({"one": base, "two": base})
+    assert "not measured alike" not in alike and "| two | 48 | mteb | float32 |" in alike
+    for name, more in (("one", {}), ("two", {"max_length": 40}), ("three", {"instruction_template": "Q {instruction}\n"})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**base, "name": name, **more}))
+    write_tables(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "These rows were not measured alike: they differ in max_length, instructions.\n" in text
+    assert '| three | 48 | mteb, put as "Q {instruction}\\n" | float32 |\n' in text and "| two | 40 | mteb | float32 |" in text
+
+
+def test_help_states_the_default_batch(model_folder):
+    help_text = MtebArguments.__dataclass_fields__["tokens_per_batch"].metadata["help"]
+    assert f"{PackedEncoder(model_folder, device='cpu').tokens_per_batch:,} on the CPU" in help_text
 
 
 def test_an_evaluation_its_files_and_a_second_run_that_encodes_nothing(model_folder, tiny_tasks, tmp_path, monkeypatch):
