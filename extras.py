@@ -10,8 +10,8 @@ def require(extra, *modules):
         extra: the extra of setup.cfg that brings them, "train" or "eval" for example.
         modules: top-level module names.
     Raises:
-        ImportError: one sentence with the missing modules and the pip line that brings them.
+        ImportError: one sentence with the missing modules and the pip line that brings them, for a clone of the repository.
     """
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install 'neobert[{extra}]'")
+        raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install -e '.[{extra}]' in the repository's folder")

@@ -94,7 +94,7 @@ def test_every_command_has_its_module():
 
 def test_missing_extra_names_the_pip_line():
     require("train", "json")
-    with pytest.raises(ImportError, match=r"nonexistent_module.*pip install 'neobert\[train\]'"):
+    with pytest.raises(ImportError, match=r"nonexistent_module.*pip install -e '\.\[train\]' in the repository's folder"):
         require("train", "json", "nonexistent_module")
 
 
