@@ -172,7 +172,8 @@ def load_task(task, source):
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
-        UserError: no such folder or data set, a split without rows, a column that is missing, a broken row, a label out of range.
+        UserError: no such folder or data set, a split without rows or in two files that are no shards, a column that is missing, a broken row,
+            a label out of range.
     """
     splits = {}
     for split in ("train", *task.validation):
