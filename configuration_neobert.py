@@ -34,6 +34,10 @@ AUTO_MAP = {
 }
 
 
+def _is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
 class NeoBERTConfig(PretrainedConfig):
     """Architecture and behaviour of a NeoBERT model. The defaults are the published 250M model.
 
@@ -114,6 +118,8 @@ class NeoBERTConfig(PretrainedConfig):
         self.num_attention_heads = num_attention_heads
         self.intermediate_size = intermediate_size
         self.max_position_embeddings = next((n for n in (max_position_embeddings, max_length) if n is not None), 4096)
+        # What YaRN extends, whatever order the fields are set in afterwards.
+        self._trained_length = self.max_position_embeddings
         self.norm_eps = norm_eps
         self.hidden_act = hidden_act.lower() if isinstance(hidden_act, str) else hidden_act
         self.norm_type = norm_type or ("layer" if rms_norm is False else "rms")
@@ -179,7 +185,7 @@ class NeoBERTConfig(PretrainedConfig):
 
     @rope_theta.setter
     def rope_theta(self, value):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if not _is_number(value) or value <= 0:
             raise ValueError(f"rope_theta must be a positive number, but {value!r} was given.")
         self.rope_parameters = {**self.rope_parameters, "rope_theta": value}
 
@@ -195,14 +201,14 @@ class NeoBERTConfig(PretrainedConfig):
         theta = parameters.pop("rope_theta", None) or self.rope_theta
         if rope_type not in _ROPE_TYPES:
             raise ValueError(f"rope_type must be one of {', '.join(_ROPE_TYPES)}, but {rope_type!r} was given.")
-        if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        if not _is_number(theta) or theta <= 0:
             raise ValueError(f"rope_theta must be a positive number, but {theta!r} was given.")
         if rope_type != "default":
             factor = parameters.get("factor")
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1:
+            if not _is_number(factor) or factor < 1:
                 raise ValueError(f"rope_type {rope_type!r} needs a 'factor' of at least 1, but {factor!r} was given.")
         if rope_type == "yarn" and not parameters.get("original_max_position_embeddings"):
-            parameters["original_max_position_embeddings"] = self.max_position_embeddings
+            parameters["original_max_position_embeddings"] = self._trained_length
         return {"rope_type": rope_type, "rope_theta": float(theta), **parameters}
 
     def _check(self):
@@ -223,11 +229,11 @@ class NeoBERTConfig(PretrainedConfig):
                 raise ValueError(f"{field} must be one of {', '.join(allowed)}, but {value!r} was given.")
         for field in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+            if not _is_number(value) or not 0 <= value < 1:
                 raise ValueError(f"{field} must be a probability from 0 to below 1, but {value!r} was given.")
         for field in ("embedding_init_range", "decoder_init_range", "classifier_init_range", "norm_eps"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if not _is_number(value) or value < 0:
                 raise ValueError(f"{field} must be a number of at least 0, but {value!r} was given.")
         pad = self.pad_token_id
         if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
@@ -253,6 +259,7 @@ class NeoBERTConfig(PretrainedConfig):
     def to_dict(self):
         """Serialised form: the whole auto_map and the published class names, whichever head is being saved."""
         output = super().to_dict()
+        output.pop("_trained_length", None)
         if output.get("architectures"):
             output["architectures"] = [PUBLISHED_CLASS_NAMES.get(name, name) for name in output["architectures"]]
         output["auto_map"] = dict(AUTO_MAP)

@@ -55,7 +55,7 @@ HEADS = {
     "base": (NeoBERTModel, "NeoBERT", ()),
     "sequence-classification": (NeoBERTForSequenceClassification, "NeoBERTForSequenceClassification", ("dense.", "classifier.")),
 }
-_HEAD_TENSORS = ("decoder.", "dense.", "classifier.")
+_HEAD_TENSORS = ("decoder.", "dense.", "classifier.", "qa_outputs.")
 CONFIG_FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
     *("max_length", "rope", "rms_norm", "dropout", "dropout_prob", "ngpt"),
     *("num_labels", "id2label", "label2id", "problem_type"),
@@ -160,6 +160,19 @@ def choose_head(tensors, wanted):
     has_decoder = any(name.startswith("decoder.") for name in tensors)
     has_classifier = any(name.startswith(("dense.", "classifier.")) for name in tensors)
     if wanted is None:
+        of_tokens = has_classifier and not any(name.startswith("dense.") for name in tensors)
+        other = (
+            "question answering"
+            if any(name.startswith("qa_outputs.") for name in tensors)
+            else "token classification"
+            if of_tokens
+            else None
+        )
+        if other:
+            raise UserError(
+                f"the checkpoint's head is one of {other}, which is not converted: load a folder of save_pretrained as it is, or give --head base "
+                "for the backbone alone."
+            )
         if has_decoder and has_classifier:
             raise UserError("the checkpoint holds both a decoder and a classifier: choose --head masked-lm or sequence-classification.")
         wanted = "masked-lm" if has_decoder else "sequence-classification" if has_classifier else "base"

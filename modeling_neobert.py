@@ -303,6 +303,19 @@ class _Layout:
         return cls(cu_seq_lens, max_length, lengths)
 
     @classmethod
+    def from_traced_position_ids(cls, position_ids):
+        """As `from_position_ids`, in shapes that do not depend on values: T texts, of which those at the end are empty; one text where the
+        positions do not start again."""
+        tokens = torch.arange(position_ids.shape[1], device=position_ids.device)
+        starts = (position_ids[0] == 0) | (tokens == 0)
+        first = torch.where(starts, tokens, 0).cummax(0).values
+        fits = (position_ids[0] == tokens - first).all()
+        starts = torch.where(fits, starts, tokens == 0)
+        total = position_ids.shape[1]
+        bounds = F.pad(torch.where(starts, tokens, total).sort().values, (0, 1), value=total).to(torch.int32)
+        return cls(bounds, bounds.diff().max())
+
+    @classmethod
     def from_position_ids(cls, position_ids):
         """Layout of (1, T) positions that start again at 0 with every text, as `DataCollatorWithFlattening` gives them; or None."""
         starts = (position_ids[0] == 0).nonzero().squeeze(-1).tolist()
@@ -442,6 +455,9 @@ _CPU_SLICE = 1024
 # Tokens that go through all blocks at once there, in whole texts: glibc maps tensors over 32 MiB anew at every use, and qkv has 9 KiB a token.
 _CPU_PART = 3072
 
+# Attributes of modules that accelerate moves between devices, and of compiled ones.
+_HOOKED = {"_hf_hook", "_compiled_call_impl"}
+
 
 def _plain_on_cpu(x):
     """True on the CPU without gradients or tracing, where what is best for its caches and memory is not in the way of anything."""
@@ -579,6 +595,8 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
     def attention_backend(self):
         """One sentence: which kernel packed batches run through on the model's device, in its dtype or that of autocast, and why no faster one does."""
         implementation, device = self.config._attn_implementation, self.device.type
+        if device == "meta":
+            return "The weights are not on a device yet (or accelerate moves them there one by one), so no kernel can be named."
         dtype = _attention_dtype(torch.empty(0, dtype=self.dtype, device=self.device))
         where = f"{implementation} on {device} in {str(dtype).removeprefix('torch.')}"
         low = dtype in (torch.float16, torch.bfloat16)
@@ -650,7 +668,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         Raises:
             ValueError: inputs that do not fit together.
         """
+        _check_tensors(attention_mask=attention_mask, position_ids=position_ids)
         shape = self._checked_tokens(input_ids, inputs_embeds)
+        device = (inputs_embeds if input_ids is None else input_ids).device
         mask = _checked_mask(attention_mask, shape)
         position_ids = _checked_positions(position_ids, shape)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
@@ -669,14 +689,16 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 mask = None
         in_parts = not output_attentions and not output_hidden_states and self._runs_in_parts(implementation, shape)
         if in_parts and layout is None and mask is None and shape[0] > 1:
-            padded = _Layout.from_rows(shape, self.encoder.weight.device)
+            padded = _Layout.from_rows(shape, device)
         pack = padded is not None and self.config.unpad_inputs and not output_attentions and self._packs(implementation)
 
         # In real tokens, also where the batch stays padded: "dynamic" RoPE must not depend on padding.
         texts = layout or padded
         longest = texts.max_length if texts is not None else shape[1]
+        if texts is None and mask is not None and self.config.rope_parameters["rope_type"] == "dynamic":
+            longest = mask.sum(dim=-1).max()
         self._check_length(longest)
-        positions = self._positions(input_ids, mask, position_ids, layout, shape)
+        positions = self._positions(input_ids, mask, position_ids, layout, shape, device)
         if pack:
             layout = padded
             positions = layout.pack(positions.expand(shape))
@@ -733,11 +755,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         return torch.cat([self._encode(x, table, implementation, None, part, kwargs) for x, table, part in pieces], dim=1)
 
     def _runs_in_parts(self, implementation, shape):
-        """Whether a batch (B, L) goes through all blocks in parts of whole texts; not where a hook on a block would see the parts."""
-        if shape[0] * shape[1] <= _CPU_PART or not self.config.unpad_inputs or implementation not in ("eager", "sdpa"):
+        """Whether a batch (B, L) goes through all blocks in parts of whole texts; not where a hook or a compiled block would see the parts."""
+        if not _plain_on_cpu(self.layer_norm.weight) or self.training or not self.config.unpad_inputs:
             return False
-        hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self.transformer_encoder)
-        return _plain_on_cpu(self.layer_norm.weight) and not self.training and not hooked
+        if shape[0] * shape[1] <= _CPU_PART or implementation not in ("eager", "sdpa"):
+            return False
+        inner = [self.layer_norm, *self.transformer_encoder.modules()]
+        return not any(module._forward_hooks or module._forward_pre_hooks or _HOOKED & vars(module).keys() for module in inner)
 
     @staticmethod
     def _packs(implementation):
@@ -746,6 +770,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     def _checked_tokens(self, input_ids, inputs_embeds):
         """(B, L) of the tokens given."""
+        _check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
             raise ValueError(f"Give either input_ids or inputs_embeds; {given} was given.")
@@ -786,9 +811,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             "rope_scaling={'rope_type': 'yarn', 'factor': ...} extends the context."
         )
 
-    def _positions(self, input_ids, mask, position_ids, layout, shape):
+    def _positions(self, input_ids, mask, position_ids, layout, shape, device):
         """(1 or B, L) positions: from 0 for RoPE, from 1 with 0 at padding for learned ones (PAPER ablation M0)."""
-        device = self.encoder.weight.device if input_ids is None else input_ids.device
         learned = self.config.position_embedding_type == "learned"
         if position_ids is None and layout is not None:
             position_ids = layout.position_ids(shape[1])
@@ -812,6 +836,14 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
 
 # ------------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _check_tensors(**given):
+    for name, value in given.items():
+        if value is not None and not torch.is_tensor(value):
+            raise ValueError(
+                f"{name} must be a tensor, but a {type(value).__name__} was given; tokenizers give tensors with return_tensors='pt'."
+            )
 
 
 def _checked_mask(attention_mask, shape):
@@ -838,14 +870,27 @@ def _checked_positions(position_ids, shape):
     return position_ids
 
 
-def _caller_layout(shape, attention_mask, position_ids, kwargs):
-    """`_Layout` of a batch that the caller packed, or None. `shape` is (B, L)."""
+@torch.compiler.disable
+def _counted_layout(position_ids):
+    return _Layout.from_position_ids(position_ids)
+
+
+def _caller_layout(shape, attention_mask, position_ids, kwargs, counted=False):
+    """`_Layout` of a batch that the caller packed, or None.
+
+    Args:
+        shape: (B, L).
+        counted: without empty texts at its end, also while compiling, for which the graph breaks.
+    """
     cu_seq_lens, other = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seq_lens is None:
         if other is not None:
             raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q; a packed batch has both, or cu_seq_lens_q alone.")
-        restarts = shape[0] == 1 and attention_mask is None and position_ids is not None and not _is_tracing()
-        return _Layout.from_position_ids(position_ids) if restarts and position_ids.device.type != "meta" else None
+        if shape[0] != 1 or attention_mask is not None or position_ids is None or position_ids.device.type == "meta":
+            return None
+        if torch.compiler.is_compiling() and not counted:
+            return _Layout.from_traced_position_ids(position_ids)
+        return None if torch.jit.is_tracing() else _counted_layout(position_ids)
     if not torch.is_tensor(cu_seq_lens) or cu_seq_lens.dim() != 1 or cu_seq_lens.dtype not in (torch.int32, torch.int64):
         given = f"{tuple(cu_seq_lens.shape)} of {cu_seq_lens.dtype}" if torch.is_tensor(cu_seq_lens) else f"a {type(cu_seq_lens).__name__}"
         raise ValueError(f"cu_seq_lens_q must be an int32 tensor of shape (texts + 1,), but {given} was given.")
@@ -868,6 +913,7 @@ def _caller_layout(shape, attention_mask, position_ids, kwargs):
 
 def _check_labels(name, labels, shape, classes, floating=False):
     """`labels` has `shape`, and its values are classes or -100 (ignored)."""
+    _check_tensors(**{name: labels})
     if labels.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, but {tuple(labels.shape)} was given.")
     if floating:
@@ -947,7 +993,7 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         hidden = outputs.last_hidden_state
         loss = None
         if labels is not None:
-            _check_labels("labels", labels, hidden.shape[:2], self.decoder.weight.shape[0])
+            _check_labels("labels", labels, hidden.shape[:2], self.config.vocab_size)
         if labels is not None and self.config.masked_lm_logits == "masked" and not _is_tracing():
             rows = (labels.flatten() != -100).nonzero().squeeze(-1)
             logits, labels = self.decoder(hidden.flatten(0, 1)[rows]), labels.flatten()[rows]
@@ -993,20 +1039,23 @@ class _PooledHeadModel(_TaskHeadModel):
     def pool(self, hidden, attention_mask=None, position_ids=None, **kwargs):
         """One vector a text: (B, L, D) -> (B, D), or packed (1, T, D) -> (N, D). The first real token, or the mean over real tokens."""
         mean = self.config.classifier_pooling == "mean"
-        layout = _caller_layout(hidden.shape[:2], attention_mask, position_ids, kwargs)
+        position_ids = _checked_positions(position_ids, hidden.shape[:2])
+        layout = _caller_layout(hidden.shape[:2], attention_mask, position_ids, kwargs, counted=True)
         if layout is not None:
-            if not mean:
-                return hidden[0, layout.cu_seq_lens[:-1].long()]
             lengths = layout.cu_seq_lens.diff()
+            if not mean:
+                firsts = layout.cu_seq_lens[:-1].long().clamp(max=hidden.shape[1] - 1)
+                return hidden[0, firsts].masked_fill(lengths[:, None] == 0, 0.0)
             texts = _text_index(layout.cu_seq_lens, hidden.shape[1])
-            # In float32: a sum in bfloat16 stops growing after a few hundred tokens.
+            # In float32, here and below: a sum in bfloat16 stops growing after a few hundred tokens, one in float16 ends at 65,504.
             sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device).index_add(0, texts, hidden[0].float())
             return (sums / lengths[:, None].clamp(min=1)).to(hidden.dtype)
         if attention_mask is None:
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
         if mean:
-            return (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+            sums = (hidden * mask[..., None]).sum(dim=1, dtype=torch.float32)
+            return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         return hidden[torch.arange(hidden.shape[0], device=hidden.device), _first_real_token(mask)]
 
     def classify(self, pooled):
@@ -1091,11 +1140,18 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         Returns:
             logits (B, C).
         """
+        _check_tensors(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds)
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None or given.dim() != (3 if input_ids is not None else 4):
             shape = None if given is None else tuple(given.shape)
             raise ValueError(f"Multiple choice takes input_ids of (batch, choices, length), but {shape} was given.")
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                "Multiple choice takes no packed batch, but cu_seq_lens_q was given; give (batch, choices, length) and an attention_mask."
+            )
         choices = given.shape[1]
+        if position_ids is not None and position_ids.dim() != 3:
+            raise ValueError(f"Multiple choice takes position_ids of (batch, choices, length), but {tuple(position_ids.shape)} was given.")
         flat = [x.flatten(0, 1) if x is not None else None for x in (input_ids, attention_mask, position_ids, inputs_embeds)]
         input_ids, attention_mask, position_ids, inputs_embeds = flat
         outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
@@ -1174,10 +1230,14 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row are ignored, as in BERT.
             num_items_in_batch: what the summed loss is divided by; by default the answers of this batch.
         Returns:
-            start_logits, end_logits (B, L).
+            start_logits, end_logits (B, L), at padding the lowest number of their dtype.
         """
         outputs = self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, **kwargs)
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        if attention_mask is not None:
+            # An answer is no padding: the probabilities of a text do not depend on its neighbours.
+            logits = logits.masked_fill(attention_mask[..., None] == 0, torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(dim=-1)
         loss = None
         if (start_positions is None) != (end_positions is None):
             raise ValueError("A loss needs both start_positions and end_positions, but one of them is missing.")
@@ -1185,6 +1245,7 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             losses = []
             pairs = (("start_positions", start_positions, start_logits), ("end_positions", end_positions, end_logits))
             for name, positions, logits in pairs:
+                _check_tensors(**{name: positions})
                 positions = positions.squeeze(-1) if positions.dim() > 1 else positions
                 positions = positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100)
                 _check_labels(name, positions, logits.shape[:1], logits.shape[1])

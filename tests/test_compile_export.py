@@ -64,6 +64,39 @@ def test_compiled_packed_batch():
     assert_same(actual, expected, 1e-5, "compiled packed batch")
 
 
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
+@pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
+@torch.no_grad()
+def test_compiled_batch_packed_by_positions(implementation, model_class):
+    """Texts whose positions start again see themselves alone; positions that do not, such as 3 to 14, are one text."""
+    model = make_model(model_class, attn_implementation=implementation, classifier_pooling="mean")
+    compiled = torch.compile(model, backend="eager")
+    for positions in (
+        [*range(5), *range(7)],
+        [*range(12)],
+        [0, *range(4), *range(6), 0],
+        [*range(3, 15)],
+        [0, 1, 2, 0, 1, 5, 6, 7, 0, 1, 2, 3],
+    ):
+        ids, positions = random_batch([12])[0], torch.tensor(positions)
+        expected, actual = model(ids, position_ids=positions)[0], compiled(ids, position_ids=positions)[0]
+        assert_same(actual, expected, 1e-5, f"positions {positions.tolist()}")
+    if model_class is NeoBERTModel and implementation == "sdpa":
+        exported = torch.export.export(model, (), {"input_ids": ids, "position_ids": positions[None]}).module()
+        positions = torch.tensor([[*range(8), *range(4)]])
+        assert_same(exported(input_ids=ids, position_ids=positions)[0], model(ids, position_ids=positions)[0], 1e-5, "exported")
+
+
+def test_compiled_dynamic_rope_depends_on_the_text():
+    """Not on its padding, as without compilation."""
+    model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    ids, mask = random_batch([20, 9], length=40)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        actual = torch.compile(model, fullgraph=True, backend="eager")(ids, attention_mask=mask).last_hidden_state
+    assert_same(real(actual, mask), real(expected, mask), 1e-5, "dynamic RoPE, compiled")
+
+
 @pytest.mark.parametrize("model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
 def test_compiled_heads(model_class):
     model = make_model(model_class, num_labels=3, classifier_pooling="mean")
@@ -83,7 +116,9 @@ DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: L
 
 
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification))
-def test_export_with_dynamic_batch_and_length(model_class):
+def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
+    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger than a part.
+    monkeypatch.setattr(modeling_neobert, "_CPU_PART", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
     program = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC)

@@ -20,7 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel, hub_folder
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForQuestionAnswering,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    hub_folder,
+)
 from neobert import convert_checkpoint as converter
 from neobert.recipe import UserError
 
@@ -245,6 +253,17 @@ def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, with
     convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "sequence-classification")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == classifier.state_dict().keys()
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5, "the labels do not follow from the classifier's rows"
+
+
+@pytest.mark.parametrize(
+    "head,name", ((NeoBERTForTokenClassification, "token classification"), (NeoBERTForQuestionAnswering, "question answering"))
+)
+def test_heads_that_are_not_converted(tmp_path, tiny_config, head, name, without_proof):
+    source = save(tmp_path / "run", head(NeoBERTConfig(**tiny_config)).state_dict(), **tiny_config)
+    with pytest.raises(UserError, match=f"head is one of {name}, which is not converted.*--head base"):
+        convert(source, tmp_path / "out", "--tokenizer", "none")
+    convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "base")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("how", ["absent", "shared", "said"])

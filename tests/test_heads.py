@@ -142,21 +142,38 @@ def test_pooling(pooling, unpad_inputs):
     assert_same(model(torch.cat(texts)[None], **packed).logits, expected, 2e-5, "packed logits")
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     assert_same(model(torch.cat(texts)[None], position_ids=positions).logits, expected, 2e-5, "logits of restarting positions")
+    assert_same(model(torch.cat(texts)[None], position_ids=positions[0]).logits, expected, 2e-5, "logits of restarting positions (T,)")
+
+
+@pytest.mark.parametrize("pooling", ("cls", "mean"))
+@torch.no_grad()
+def test_pooling_of_empty_packed_texts(pooling):
+    """They pool to zero, wherever they lie, and their neighbours to what they are without them."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling)
+    ids, _ = random_batch([9])
+    full = model(ids, cu_seq_lens_q=torch.tensor([0, 4, 9])).logits
+    empty = classify(model, torch.zeros(model.config.hidden_size, dtype=torch.double))
+    for bounds, rows in (([0, 0, 4, 9], (1, 2)), ([0, 4, 4, 9], (0, 2)), ([0, 4, 9, 9], (0, 1))):
+        logits = model(ids, cu_seq_lens_q=torch.tensor(bounds)).logits
+        assert_same(logits[list(rows)], full, 2e-5, f"texts of {bounds}")
+        (left,) = {0, 1, 2} - set(rows)
+        assert_same(logits[left], empty, 2e-5, f"the empty text of {bounds}")
 
 
 @torch.no_grad()
-def test_mean_pooling_in_bf16_sums_in_float32():
-    """bfloat16 has 8 bits: a running sum of 4,000 ones stops at 256."""
-    model = make_model(NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean").to(torch.bfloat16)
-    hidden = torch.ones(1, 4000, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype,value", ((torch.bfloat16, 1), (torch.float16, 100)))
+def test_mean_pooling_sums_in_float32(dtype, value):
+    """bfloat16 has 8 bits: a running sum of 4,000 ones stops at 256; float16 ends at 65,504."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean").to(dtype)
+    hidden = torch.full((1, 4000, 64), float(value), dtype=dtype)
     bounds = torch.tensor([0, 1000, 4000], dtype=torch.int32)
     for pooled in (
         model.pool(hidden),
         model.pool(hidden, attention_mask=torch.ones(1, 4000)),
         model.pool(hidden, cu_seq_lens_q=bounds, max_length_q=3000),
     ):
-        assert pooled.dtype == torch.bfloat16
-        assert ((pooled - 1).abs() < 0.01).all(), f"The mean of ones is {pooled.flatten()[0].item()}."
+        assert pooled.dtype == dtype
+        assert ((pooled / value - 1).abs() < 0.01).all(), f"The mean of {value} is {pooled.flatten()[0].item()}."
 
 
 def test_head_dropout_acts_in_training_only():
@@ -244,6 +261,19 @@ def test_question_answering():
     close(model(ids, attention_mask=mask, start_positions=start, end_positions=end, num_items_in_batch=6).loss, out.loss / 2)
 
 
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_question_answering_does_not_depend_on_padding(unpad_inputs):
+    """Loss and answers of a text are those of the text alone; no answer is padding."""
+    model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad_inputs)
+    ids, mask = random_batch([6, 15], length=20)
+    start, end = torch.tensor([1, 14]), torch.tensor([5, 14])
+    alone = [model(ids[i : i + 1, :n], start_positions=start[i : i + 1], end_positions=end[i : i + 1]).loss for i, n in enumerate((6, 15))]
+    out = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
+    close(out.loss, sum(alone) / 2)
+    padding = mask == 0
+    assert (out.start_logits.softmax(-1)[padding] == 0).all() and (out.end_logits.softmax(-1)[padding] == 0).all()
+
+
 def test_question_answering_ignores_answers_outside_of_the_row():
     model = make_model(NeoBERTForQuestionAnswering)
     ids, _ = random_batch([9, 9, 9])
@@ -286,6 +316,28 @@ def test_one_choice_is_not_taken_for_a_packed_batch():
     expected = model(ids.view(1, 1, 6)).logits
     assert expected.shape == (1, 1)
     assert model(ids.view(1, 1, 6), position_ids=torch.tensor([0, 1, 2, 0, 1, 2]).view(1, 1, 6)).logits.shape == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "given,words",
+    (
+        ({"input_ids": torch.ones(1, 1, 9, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4, 9])}, "takes no packed batch"),
+        ({"input_ids": torch.ones(1, 2, 9, dtype=torch.long), "position_ids": torch.arange(9)}, r"position_ids of .*\(9,\) was given"),
+    ),
+)
+def test_bad_multiple_choice(given, words):
+    with pytest.raises(ValueError, match=words):
+        make_model(NeoBERTForMultipleChoice)(**given)
+
+
+@torch.no_grad()
+def test_labels_of_a_quantised_model():
+    """torch's dynamic int8 layers have no weight tensor."""
+    model = make_model(NeoBERTForMaskedLM)
+    ids, mask = random_batch([9, 4])
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    loss, expected = (m(ids, attention_mask=mask, labels=ids).loss for m in (quantised, model))
+    assert abs(loss - expected) < 0.1 * expected
 
 
 # ---------------------------------------------------------------------------------------------- gradient accumulation

@@ -273,6 +273,8 @@ def test_rms_norm_keeps_float32_inside():
 IDS = torch.ones(2, 6, dtype=torch.long)
 BAD_INPUTS = {
     "neither": ({}, "neither was given"),
+    "lists": ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, but a list was given; .*return_tensors"),
+    "a mask in numpy": ({"input_ids": IDS, "attention_mask": IDS.numpy()}, "attention_mask must be a tensor, but a ndarray"),
     "both": ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both was given"),
     "ids of 1 dimension": ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
     "float ids": ({"input_ids": IDS.float()}, "int64 or int32.*float32"),
@@ -348,6 +350,8 @@ BAD_CONFIGS = {
     "negative dropout": ({"dropout": -0.1}, "dropout.*-0.1"),
     "negative epsilon": ({"norm_eps": -1e-5}, "norm_eps"),
     "theta": ({"rope_theta": 0}, "rope_theta.*0"),
+    "theta that is no number": ({"rope_theta": float("nan")}, "rope_theta.*nan"),
+    "infinite factor": ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor.*inf"),
     "rope type": ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type.*linear.*longrope"),
     "rope factor": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor.*None"),
     "rope as number": ({"rope_scaling": 2.0}, "dictionary.*2.0"),

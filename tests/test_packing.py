@@ -7,11 +7,13 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
+from neobert.evaluation.throughput_models import compile_blocks
 
 from .reference import FlashReference, install_flash, make_model, random_batch
 
@@ -218,6 +220,14 @@ PART_BATCHES = {
 }
 
 
+def parts_seen(monkeypatch):
+    """Parts get at most 10 tokens; the list grows by the tokens of each part: one attention plan is made for each."""
+    plan, seen = modeling._attention_plan, []
+    monkeypatch.setattr(modeling, "_CPU_PART", 10)
+    monkeypatch.setattr(modeling, "_attention_plan", lambda *args: seen.append(args[2].shape[:2].numel()) or plan(*args))
+    return seen
+
+
 @pytest.mark.parametrize("positions", ("rope", "learned"))
 @pytest.mark.parametrize("name", PART_BATCHES)
 @torch.no_grad()
@@ -227,31 +237,49 @@ def test_a_large_batch_runs_in_parts_of_whole_texts(name, positions, monkeypatch
     batch = make_batch()
     model = make_model(NeoBERTModel, position_embedding_type=positions, hidden_act="swiglu")
     expected = model(**batch).last_hidden_state
-    monkeypatch.setattr(modeling, "_CPU_PART", 10)
-    rows = Rows(*(block.qkv for block in model.transformer_encoder))
+    seen = parts_seen(monkeypatch)
     given = model(**batch).last_hidden_state
     assert_close(given, expected, 1e-5, "in parts")
-    layers = len(model.transformer_encoder)
-    assert rows.seen == [size for size in sizes for _ in range(layers)], "each part goes through all blocks, then the next one"
+    assert seen == sizes, "whole texts, as many as there is room for"
+
+
+WHOLE = {
+    "hidden states": lambda model: {"output_hidden_states": True},
+    "a hook on a block": lambda model: model.transformer_encoder[0].register_forward_hook(lambda *args: None) and {},
+    "a hook in a block": lambda model: model.transformer_encoder[1].wo.register_forward_pre_hook(lambda *args: None) and {},
+    "a hook on the last norm": lambda model: model.layer_norm.register_forward_hook(lambda *args: None) and {},
+    "compiled blocks": lambda model: compile_blocks(model, backend="eager") and {},
+    "accelerate moves a block": lambda model: add_hook_to_module(model.transformer_encoder[0], ModelHook()) and {},
+    "training": lambda model: model.train() and {},
+    "the padded layout": lambda model: setattr(model.config, "unpad_inputs", False) or {},
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+@torch.no_grad()
+def test_what_looks_into_the_blocks_sees_the_whole_batch(what, monkeypatch):
+    ids, mask = random_batch([9, 3, 7, 1, 5])
+    model, seen = make_model(NeoBERTModel), parts_seen(monkeypatch)
+    model(ids, attention_mask=mask)
+    assert seen == [9, 7, 9], "nothing looks"
+    given = WHOLE[what](model)
+    seen.clear()
+    model(ids, attention_mask=mask, **given)
+    assert seen == [45 if what == "the padded layout" else 25], f"{what}: one piece"
+    with torch.enable_grad():
+        model(ids, attention_mask=mask)
+    assert len(seen) == 2, "with gradients there is one piece"
 
 
 @torch.no_grad()
-def test_what_looks_into_the_blocks_sees_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(modeling, "_CPU_PART", 10)
-    ids, mask = random_batch([9, 3, 7, 1, 5])
-    model, seen = make_model(NeoBERTModel), []
-    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    assert len(states) == len(model.transformer_encoder) + 1 and states[1].shape[:2] == ids.shape
-    handle = model.transformer_encoder[0].register_forward_hook(lambda block, inputs, output: seen.append(output[0].shape[1]))
-    model(ids, attention_mask=mask)
-    handle.remove()
-    rows = Rows(model.transformer_encoder[0].qkv)
-    model.train()(ids, attention_mask=mask)
-    model.eval().config.unpad_inputs = False
-    model(ids, attention_mask=mask)
-    with torch.enable_grad():
-        model(ids, attention_mask=mask)
-    assert seen == [25] and rows.seen == [25, 45, 45], "a hook, training and the padded layout have one piece"
+def test_rows_without_padding_in_parts_need_no_weights_on_the_device(monkeypatch):
+    """Where accelerate has put the embedding on disk, its weight is on "meta"."""
+    ids, _ = random_batch([4] * 5)
+    model = make_model(NeoBERTModel)
+    expected, embeddings = model(ids).last_hidden_state, model.encoder(ids)
+    parts_seen(monkeypatch)
+    model.encoder.to("meta")
+    assert_close(model(inputs_embeds=embeddings).last_hidden_state, expected, 1e-5, "the device is that of the inputs")
 
 
 # ----------------------------------------------------------------------------------------------------------- torch.compile
@@ -261,8 +289,6 @@ def test_what_looks_into_the_blocks_sees_the_whole_batch(monkeypatch):
 def test_compiled_blocks_keep_their_graphs():
     """Batches of different texts, lengths and numbers of texts run through the graphs of the first ones."""
     from torch._dynamo.utils import counters
-
-    from neobert.evaluation.throughput_models import compile_blocks
 
     torch._dynamo.reset()
     counters.clear()

@@ -195,6 +195,20 @@ def test_yarn_with_its_own_attention_factor_and_original_length():
         assert (cos - 1.5 * angles.cos()).abs().max() < 5e-5
 
 
+@pytest.mark.parametrize("order", ("length first", "scaling first"))
+def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
+    """`from_pretrained(folder, max_position_embeddings=256, rope_scaling=...)` sets the fields in the order they are written."""
+    NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
+    fields = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+    given = dict(fields if order == "length first" else reversed(fields.items()))
+    config = NeoBERTConfig.from_pretrained(tmp_path, **given)
+    assert config.rope_parameters["original_max_position_embeddings"] == 128 and config.max_position_embeddings == 256
+    config.save_pretrained(tmp_path / "extended")
+    again = NeoBERTConfig.from_pretrained(tmp_path / "extended")
+    assert again.rope_parameters == config.rope_parameters and again == config
+    assert "_trained_length" not in (tmp_path / "extended" / "config.json").read_text()
+
+
 @torch.no_grad()
 def test_the_model_uses_the_scaled_angles():
     ids, _ = random_batch([40])
