@@ -43,7 +43,7 @@ def read_recipe(dataclass_types, argv, prog=None):
     known = {field.name: field for type_ in dataclass_types for field in dataclasses.fields(type_) if field.init}
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+            close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"unknown key {key!r} in the recipe{hint}")
     # YAML values become defaults, so that required fields may come from the file and the command line still wins.
@@ -74,9 +74,9 @@ def _read_yaml(path):
     if not path.is_file():
         raise UserError(f"there is no recipe {path}; give the path of a YAML file")
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are no UTF-8 and dates that do not exist are ValueError
+        raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -98,7 +98,7 @@ def _typed(action, value):
                 raise ValueError
         else:
             converted = action.type(value if isinstance(value, bool) else str(value))
-    except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+    except (TypeError, ValueError, OverflowError, argparse.ArgumentTypeError) as error:
         kind = getattr(action.type, "__name__", "value")
         raise UserError(f"{action.dest} in the recipe must be of type {kind}, but {value!r} was given") from error
     if action.choices and converted not in action.choices:

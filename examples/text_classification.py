@@ -23,7 +23,9 @@ def main(argv=None):
 
     set_seed(0)
     data = load_dataset("json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")})
-    names = sorted({str(label) for label in data["train"]["label"]})
+    names, tested = (sorted({str(label) for label in data[split]["label"]}) for split in ("train", "test"))
+    if unknown := sorted(set(tested) - set(names)):
+        parser.error(f"test.jsonl has the label {unknown[0]!r}, which no row of train.jsonl has (it has {', '.join(names)})")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     labelling = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
     model = AutoModelForSequenceClassification.from_pretrained(args.model, **labelling, dtype=torch.float32)

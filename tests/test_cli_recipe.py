@@ -29,7 +29,7 @@ class Optimisation:
 
 def recipe(tmp_path, text):
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(path)
 
 
@@ -53,6 +53,11 @@ def test_yaml_then_command_line(tmp_path):
         ("name: a", [], "hidden_size"),
         ("- a\n- b", [], "key: value"),
         ("a: [", [], "not valid YAML"),
+        ("1: 2", [], "unknown key 1 in the recipe"),
+        ("name: 2020-13-45", [], "not valid YAML"),
+        ("hidden_size: .inf", [], "hidden_size in the recipe must be of type int"),
+        (b"name: caf\xe9", [], "not valid YAML: 'utf-8' codec can't decode"),
+        (b"PK\x03\x04\x00", [], "not valid YAML"),
     ],
 )
 def test_bad_recipes_are_one_sentence(tmp_path, text, arguments, sentence):

@@ -74,6 +74,13 @@ def test_text_classification(model_folder, tmp_path):
     assert labels == {"0": "other", "1": "person"}, "The saved configuration should name the labels of the data."
 
 
+def test_a_label_that_training_lacks_is_one_sentence(model_folder, tmp_path, capsys):
+    labels = iter(["good"] * 320 + ["bad"] * 64)
+    with pytest.raises(SystemExit):
+        run("text_classification", tmp_path / "data", model_folder, tmp_path, lambda generator: {"text": "a house", "label": next(labels)})
+    assert "test.jsonl has the label 'bad', which no row of train.jsonl has (it has good)" in capsys.readouterr().err
+
+
 def test_token_classification(model_folder, tmp_path):
     def row(generator):
         words = ["the", generator.choice(COLOURS), generator.choice(THINGS), "of", generator.choice(NAMES)]

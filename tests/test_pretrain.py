@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -123,6 +124,67 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, layout, more):
     assert _log(stopped) == _log(whole), "the loss curve of the continued run must be exactly that of the uninterrupted one"
     first, second = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
+
+
+def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
+    _run(_arguments(corpus, tmp_path / "each", max_steps=10))
+    _run(_arguments(corpus, tmp_path / "some", max_steps=10, logging_steps=4))
+    each, some = _log(tmp_path / "each"), _log(tmp_path / "some")
+    assert [record["step"] for record in some] == [4, 8, 10], "the last steps must be logged"
+    assert [record["tokens_seen"] for record in some] == [each[step - 1]["tokens_seen"] for step in (4, 8, 10)]
+    assert some[-1]["loss"] == pytest.approx((each[8]["loss"] + each[9]["loss"]) / 2, rel=1e-5)
+    for name in ("result.json", "checkpoint-10/whole.json"):
+        assert json.loads((tmp_path / "some" / name).read_text())["tokens_seen"] == each[-1]["tokens_seen"], name
+
+
+def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
+    def error(out, **more):
+        arguments = _arguments(corpus, out, learning_rate=1e30, max_grad_norm=0, **more)
+        assert cli.main(["pretrain", *arguments]) == 2
+        assert not (out / "model.safetensors").exists() and not (out / "result.json").exists()
+        return capsys.readouterr().err.strip().splitlines()[-1].replace(str(out), "OUT")
+
+    assert error(tmp_path / "loss") == (
+        "neobert pretrain: the run has diverged: the loss of step 4 is not finite; start again from the beginning (there is no checkpoint) "
+        "with a lower learning_rate and another output_dir"
+    )
+    assert error(tmp_path / "weights", save_steps=1) == (
+        "neobert pretrain: the run has diverged: the weights after step 3 are not finite; start again init_from OUT/checkpoint-2 "
+        "(the last checkpoint) with a lower learning_rate and another output_dir"
+    )
+    assert list(whole_checkpoints(tmp_path / "weights")) == [1, 2], "weights that are no numbers must not be saved"
+
+
+def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):
+    """The paper's recipes leave it open; the kind of data is fixed when the run begins."""
+    for stage in (1, 2):
+        recipe = Path(pretrain.__file__).parent / "configs" / f"neobert_stage{stage}.yaml"
+        data = read_recipe(
+            (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments),
+            [str(recipe), "--bf16", "false", "--report_to", "none"],
+        )[1]
+        assert pretrain._streams(data, tmp_path / "train")
+        (tmp_path / "train").mkdir(exist_ok=True)
+        (tmp_path / "train" / "prepared.json").write_text("{}")
+        assert not pretrain._streams(data, tmp_path / "train"), "a prepared set that is there must be used"
+        (tmp_path / "train" / "prepared.json").unlink()
+    monkeypatch.setattr(pretrain, "is_local", lambda dataset: False)
+    arguments = _arguments(corpus, tmp_path / "out", prepared_dir=tmp_path / "prepared", max_steps=2, warmup_steps=0, save_steps=1)
+    _run(arguments)
+    assert not (tmp_path / "prepared").exists()
+    _run([*arguments, "--prepare", "true"])
+    with pytest.raises(UserError, match="was started with streaming=True, now False"):
+        _run(arguments)
+    _run([*arguments, "--streaming", "true"])
+
+
+def test_the_module_is_the_command(capsys, monkeypatch):
+    """`accelerate launch -m neobert.training.pretrain`, the form of docs/pretraining.md."""
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--bogus", "1"])
+    monkeypatch.delitem(sys.modules, "neobert.training.pretrain")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("neobert.training.pretrain", run_name="__main__")
+    assert end.value.code == 2 and capsys.readouterr().err == "neobert pretrain: unknown argument '--bogus'\n"
 
 
 def test_trackers_are_checked_by_name(monkeypatch):
@@ -296,6 +358,22 @@ BAD = [
     ({"save_total_limit": 3}, "give keep_last and keep_every"),
     ({"output_dir": "{corpus}/train.txt"}, "is a file"),
     ({"init_from": "{corpus}/raw"}, "convert it first"),
+    ({"tokenizer": "{corpus}/backbone"}, "no tokenizer was found in"),
+    ({"fp16": "true", "use_cpu": "true"}, "fp16 needs a GPU"),
+    ({"long_texts": "spilt", "streaming": "true"}, "long_texts must be one of"),
+    ({"max_length": 2, "streaming": "true"}, "max_length must be at least 3"),
+    ({"prepare": "true", "streaming": "true"}, "leave streaming out"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"data_seed": 2**32}, "data_seed must be at least 0 and below 2^32"),
+    ({"learning_rate": -1}, "learning_rate must be at least 0"),
+    ({"learning_rate": "nan"}, "learning_rate must be a finite number"),
+    ({"warmup_steps": "inf"}, "warmup_steps must be a finite number"),
+    ({"mask_share": "nan"}, "mask_share must be a finite number"),
+    ({"adam_beta2": 1}, "adam_beta2 must be at least 0 and below 1"),
+    ({"save_strategy": "best"}, "save_strategy must be steps or 'no'"),
+    ({"logging_strategy": "no"}, "give logging_steps"),
+    ({"heldout": "{corpus}/unknown.txt"}, "has no token to mask"),
+    ({"dataset": "{corpus}/unknown.txt"}, "has no token to mask"),
 ]
 
 
@@ -304,6 +382,7 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     (corpus / "bert").mkdir(exist_ok=True)
     (corpus / "nothing").mkdir(exist_ok=True)
     (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    (corpus / "unknown.txt").write_text("\u16a0\u16a2 \u16a6\n" * 60)
     (corpus / "rows.jsonl").write_text('{"content": "a river"}\n')
     (corpus / "raw" / "model_checkpoints").mkdir(parents=True, exist_ok=True)
     for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
@@ -392,6 +471,14 @@ def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
     with pytest.raises(UserError, match="holds checkpoint-500, but no run of neobert pretrain"):
         _run(_arguments(corpus, tmp_path / "out"))
     assert weights.read_bytes() == b"years of work", "only this program's half-written checkpoints may be deleted"
+    model = tmp_path / "model" / "model.safetensors"
+    model.parent.mkdir()
+    model.write_bytes(b"years of work")
+    for name in ("model.safetensors", "config.json"):
+        with pytest.raises(UserError, match=f"holds {name}, but no run of neobert pretrain"):
+            _run(_arguments(corpus, tmp_path / "model"))
+        (tmp_path / "model" / "config.json").write_text("{}")
+    assert model.read_bytes() == b"years of work", "another program's model may not be written over"
 
 
 def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):

@@ -6,14 +6,23 @@ import json
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Dataset, DatasetDict, Features, Value
 from transformers import AutoTokenizer
 
 from neobert.recipe import UserError
 from neobert.training import batching, local_text
 from neobert.training.batching import MicroBatches, Windows
 from neobert.training.masking import TokenMasking
-from neobert.training.pretraining_data import BROKEN, EMPTY, Tokenise, load_prepared, load_rows, prepare, tokens_from_texts
+from neobert.training.pretraining_data import (
+    BROKEN,
+    EMPTY,
+    Tokenise,
+    load_prepared,
+    load_rows,
+    prepare,
+    source_digest,
+    tokens_from_texts,
+)
 from neobert.training.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
 
 
@@ -208,6 +217,54 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
         load_prepared(tmp_path / "out", tokenizer)
 
 
+def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
+    """A file rewritten at the same size, a set saved to the same folder, another prepared set; a copy is the same source."""
+
+    def digest(path):
+        return source_digest(str(path), None, "train", "content", tokenizer)
+
+    def write(folder, word, count=2):
+        (folder / "a.jsonl").write_text(f'{{"content": "{word}"}}\n' * count)
+        Dataset.from_dict({"content": [word]}).save_to_disk(str(folder / "saved"))
+        DatasetDict({"train": Dataset.from_dict({"content": [word]})}).save_to_disk(str(folder / "splits"))
+        prepare(str(folder / "a.jsonl"), folder / "train", tokenizer)
+
+    names = ("a.jsonl", "saved", "splits", "train")
+    for folder, word in (("A", "river"), ("B", "river"), ("C", "stone")):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, word)
+    for name in names:
+        one, copy, other = (digest(tmp_path / folder / name) for folder in "ABC")
+        assert one == copy, f"a copy of {name} must be the same source"
+        assert one != other, f"{name} with other text must be another source"
+    (tmp_path / "A" / "saved" / "cache-12.arrow").write_bytes(b"what datasets computed")
+    assert digest(tmp_path / "A" / "saved") == digest(tmp_path / "B" / "saved")
+    for i in (0, 10**6, 2 * 10**6 - 1):
+        text = bytearray(b"a river\n" * 250_000)
+        (tmp_path / "long.txt").write_bytes(text)
+        before = digest(tmp_path / "long.txt")
+        text[max(0, i - 70_000) : i + 70_000] = b"x" * (min(len(text), i + 70_000) - max(0, i - 70_000))
+        (tmp_path / "long.txt").write_bytes(text)
+        assert digest(tmp_path / "long.txt") != before, f"a part rewritten around byte {i} must be seen"
+    Dataset.from_dict({"content": ["river"]}).save_to_disk(str(tmp_path / "saved"))
+    prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
+    Dataset.from_dict({"content": ["stone"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="prepared with another content .*; choose another prepared_dir"):
+        prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
+
+
+def test_a_pattern_may_have_wildcards_in_folders(tmp_path):
+    for name in ("a/x/train.txt", "b/train.txt", "b/test.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+    for pattern, found in (
+        ("*/train.txt", ["b/train.txt"]),
+        ("**/train.txt", ["a/x/train.txt", "b/train.txt"]),
+        ("b/t*", ["b/test.txt", "b/train.txt"]),
+    ):
+        assert list(load_rows(str(tmp_path / pattern))[0]["text"]) == found, pattern
+
+
 def test_long_texts_are_cut_or_split():
     tokens = Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]], "length": [12, 3]})
     cut = Windows(tokens, 1, 2, 6, "truncate")
@@ -258,12 +315,18 @@ def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
 def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
     lengths = [3 + i % 17 for i in range(60)]
     settings = {"layout": "packed_without_boundaries", "tokens_per_batch": 96, "max_length": 32, "seed": 0}
-    batches = MicroBatches.one_pass(Windows(_tokens(lengths), 101, 102, 32), TokenMasking(tokenizer), **settings)
-    assert len(batches) == sum(lengths) // 96
+    windows = Windows(_tokens(lengths), 101, 102, 32)
+    batches = MicroBatches(windows, TokenMasking(tokenizer), count=7, **settings)
+    assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}, "batches of training are full, in the next epoch too"
+    batches = MicroBatches.one_pass(windows, TokenMasking(tokenizer), **settings)
+    shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
+    assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)], "one pass must hold the last rows too, the very last one shorter"
+    few = MicroBatches.one_pass(Windows(_tokens([9, 8]), 101, 102, 32), TokenMasking(tokenizer), **settings)
+    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17), "text that does not fill a batch must be evaluated too"
     ids = []
     for i in range(len(batches)):
         batch = batches[i]
-        assert batch["input_ids"].shape == (3, 32) and set(batch) == {"input_ids", "labels"}
+        assert set(batch) == {"input_ids", "labels"}
         ids += torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"]).flatten().tolist()
     starts = [i for i, token in enumerate(ids) if token == 101]
     texts = [tuple(ids[start:stop]) for start, stop in zip(starts, starts[1:])]
@@ -291,6 +354,8 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
         ({"tokens_per_batch": 10, "max_length": 20}, "less than one text"),
         ({"layout": "packed_without_boundaries", "tokens_per_batch": 30, "max_length": 20}, "must be a multiple"),
         ({"layout": "ragged"}, "layout must be one of"),
+        ({"long_texts": "spilt"}, "long_texts must be one of"),
+        ({"max_length": 2}, "max_length must be at least 3"),
         ({"layout": "padded", "texts_per_batch": 0}, "at least 1"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
         ({"mixture": [1, 2]}, "must map"),

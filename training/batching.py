@@ -25,10 +25,6 @@ class Windows:
     """
 
     def __init__(self, tokens, first, last, max_length, long_texts="truncate"):
-        if long_texts not in LONG_TEXTS:
-            raise UserError(f"long_texts must be one of {', '.join(LONG_TEXTS)}, but {long_texts!r} was given")
-        if max_length < 3:
-            raise UserError(f"max_length must be at least 3 (a token between [CLS] and [SEP]), but {max_length} was given")
         self.tokens = tokens.with_format("numpy", columns=["input_ids"])
         self.first, self.last, self.body = first, last, max_length - 2
         full = np.asarray(tokens.with_format("numpy")["length"], dtype=np.int64)
@@ -114,23 +110,29 @@ class _ByCount(_Epochs):
 
 
 class _Stream(_Epochs):
-    """Rows of L tokens cut from the windows written one after another; what does not fill a row at an epoch's end is left out."""
+    """Rows of L tokens cut from the windows written one after another.
 
-    def __init__(self, lengths, row, rows, seed):
+    What does not fill a batch at an epoch's end is left out or, with `remainder`, comes as a batch of fewer rows and one of a shorter row.
+    """
+
+    def __init__(self, lengths, row, rows, seed, remainder=False):
         super().__init__(seed, len(lengths))
-        self.lengths, self.row, self.rows = lengths, row, rows
+        self.lengths, self.row, self.rows, self.remainder = lengths, row, rows, remainder
 
     def plan(self, epoch):
         order = self.order(epoch)
         ends = np.cumsum(self.lengths[order])
-        return order, ends, max(1, int(ends[-1]) // (self.row * self.rows))
+        bounds, total = np.arange(0, ends[-1] + 1, self.row * self.rows), ends[-1]
+        if self.remainder:
+            bounds = np.unique([*bounds, total // self.row * self.row, total])
+        return order, ends, bounds, len(bounds) - 1
 
     def batch(self, k):
-        """(windows, tokens to leave out at the start)."""
-        (order, ends, _), i = self.locate(k)
-        start = i * self.row * self.rows
-        first, last = np.searchsorted(ends, [start, start + self.row * self.rows - 1], side="right")
-        return order[first : last + 1], start - (ends[first] - self.lengths[order[first]])
+        """(windows, tokens to leave out at the start, tokens)."""
+        (order, ends, bounds, _), i = self.locate(k)
+        start, stop = bounds[i : i + 2]
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        return order[first : last + 1], start - (ends[first] - self.lengths[order[first]]), stop - start
 
 
 def generator_for(seed, i):
@@ -146,7 +148,7 @@ class MicroBatches(torch.utils.data.Dataset):
         masking: `TokenMasking`.
         layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a mask;
             "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which attend to each other.
-        count: micro-batches of the run.
+        count: micro-batches of the run; None: every text once, for evaluation (no mixture).
         tokens_per_batch: most tokens of a packed batch; rows x max_length of one without boundaries.
         texts_per_batch: texts of a padded batch.
         pad_token_id: for "padded".
@@ -185,13 +187,15 @@ class MicroBatches(torch.utils.data.Dataset):
             elif layout == "padded":
                 plan = _ByCount(lengths, texts_per_batch, key)
             else:
-                if lengths.sum() < self.rows * max_length:
+                if count is not None and lengths.sum() < self.rows * max_length:
                     raise UserError(
                         f"a batch takes {self.rows * max_length} tokens, but the data has {lengths.sum()}; lower tokens_per_batch"
                     )
-                plan = _Stream(lengths, max_length, self.rows, key)
+                plan = _Stream(lengths, max_length, self.rows, key, remainder=count is None)
             self.parts.append(part)
             self.plans.append(plan)
+        if count is None:
+            self.count = self.plans[0].plan(0)[-1]
         # The part of each batch, and how many batches of that part came before; of a single part there is nothing to keep.
         self.source = self.rank = None
         if len(mixture) > 1:
@@ -204,10 +208,8 @@ class MicroBatches(torch.utils.data.Dataset):
 
     @classmethod
     def one_pass(cls, windows, masking, **settings):
-        """Every text once (without boundaries: every whole row), for evaluation."""
-        batches = cls(windows, masking, count=1, **settings)
-        batches.count = batches.plans[0].plan(0)[-1]
-        return batches
+        """Every text once, for evaluation."""
+        return cls(windows, masking, count=None, **settings)
 
     def __len__(self):
         return self.count
@@ -218,9 +220,9 @@ class MicroBatches(torch.utils.data.Dataset):
         source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
         part, plan = self.parts[source], self.plans[source]
         if self.layout == "packed_without_boundaries":
-            chosen, skip = plan.batch(rank)
-            flat = np.concatenate(self.windows.read(part[chosen]))[skip : skip + self.rows * self.max_length]
-            batch = {"input_ids": torch.from_numpy(flat[: len(flat) // self.max_length * self.max_length]).view(-1, self.max_length)}
+            chosen, skip, tokens = plan.batch(rank)
+            flat = np.concatenate(self.windows.read(part[chosen]))[skip : skip + tokens]
+            batch = {"input_ids": torch.from_numpy(flat).view(-1, min(tokens, self.max_length))}
         else:
             texts = self.windows.read(part[plan.batch(rank)])
             batch = pack(texts) if self.layout == "packed" else pad(texts, self.pad_token_id)
@@ -275,10 +277,14 @@ def squared_lengths(batch):
     return rows * length**2
 
 
-def check_batch(layout, tokens_per_batch, texts_per_batch, max_length, mixture=None):
+def check_batch(layout, tokens_per_batch, texts_per_batch, max_length, mixture=None, long_texts="truncate"):
     """Raises UserError for batch arithmetic that cannot be."""
     if layout not in LAYOUTS:
         raise UserError(f"layout must be one of {', '.join(LAYOUTS)}, but {layout!r} was given")
+    if long_texts not in LONG_TEXTS:
+        raise UserError(f"long_texts must be one of {', '.join(LONG_TEXTS)}, but {long_texts!r} was given")
+    if max_length < 3:
+        raise UserError(f"max_length must be at least 3 (a token between [CLS] and [SEP]), but {max_length} was given")
     if layout == "padded" and texts_per_batch < 1:
         raise UserError(f"texts_per_batch must be at least 1, but {texts_per_batch} was given")
     if layout != "padded" and tokens_per_batch < max_length:

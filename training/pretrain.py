@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -17,15 +18,17 @@ require("train", "accelerate", "datasets")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoTokenizer, TrainingArguments, set_seed  # noqa: E402
+from transformers import TrainingArguments, set_seed  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
+from .. import cli  # noqa: E402
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
 from ..evaluation.results import environment, write_json  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from ..recipe import UserError, one_line, read_recipe  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
+from .glue_run import load_tokenizer  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
 from .pretraining_data import describe, is_local, load_prepared, load_rows, local_files, prepare, source_digest  # noqa: E402
 from .streaming import StreamedBatches  # noqa: E402
@@ -46,6 +49,7 @@ _FREE_KEYS = {
 # Arguments of TrainingArguments that this trainer decides otherwise: setting one would change nothing, or break continuing.
 _NOT_OURS = {
     "num_train_epochs": "give max_steps",
+    "logging_strategy": "give logging_steps",
     "lr_scheduler_type": "give schedule",
     "lr_scheduler_kwargs": "give decay_share and lr_floor",
     "warmup_ratio": "give warmup_steps",
@@ -103,6 +107,27 @@ def _check_single_values(arguments, *mappings):
     for name, value in vars(arguments).items():
         if name not in mappings and isinstance(value, (list, dict)):
             raise UserError(f"{name} takes one value, but {value!r} was given")
+    _check_finite(arguments)
+
+
+def _check_finite(arguments):
+    for name, value in vars(arguments).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} must be a finite number, but {value} was given")
+
+
+def _check_numbers(training):
+    """Numbers that torch or NumPy would refuse once the work has begun."""
+    _check_finite(training)
+    for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"):
+        if getattr(training, name) < 0:
+            raise UserError(f"{name} must be at least 0, but {getattr(training, name)} was given")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(training, name) < 1:
+            raise UserError(f"{name} must be at least 0 and below 1, but {getattr(training, name)} was given")
+    for name in ("seed", "data_seed"):
+        if not 0 <= (getattr(training, name) or 0) < 2**32:
+            raise UserError(f"{name} must be at least 0 and below 2^32, but {getattr(training, name)} was given")
 
 
 def _number(value):
@@ -127,9 +152,7 @@ class DataArguments:
     text_column: str = field(default="content", metadata={"help": "column with the text"})
     streaming: bool | None = field(
         default=None,
-        metadata={
-            "help": "read and tokenise while training; default: yes for one Hub name without a prepared set, no for files and several names"
-        },
+        metadata={"help": "read and tokenise while training, prepared set or not; default: yes for one Hub name without a prepared set"},
     )
     prepared_dir: str | None = field(default=None, metadata={"help": "where the tokenised set is kept; default OUTPUT_DIR/prepared"})
     prepare: bool = field(default=False, metadata={"help": "tokenise the data and stop"})
@@ -157,7 +180,9 @@ class DataArguments:
                 self.mixture = json.loads(self.mixture)
             except ValueError as error:
                 raise UserError(f"mixture is not valid JSON: {error}") from error
-        check_batch(self.layout, self.tokens_per_batch, self.texts_per_batch, self.max_length, self.mixture)
+        check_batch(self.layout, self.tokens_per_batch, self.texts_per_batch, self.max_length, self.mixture, self.long_texts)
+        if self.prepare and self.streaming:
+            raise UserError("a run with streaming true would not read what prepare makes; leave streaming out")
         if self.workers < 1:
             raise UserError(f"workers must be at least 1, but {self.workers} was given")
 
@@ -191,6 +216,7 @@ class PretrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "also write the final weights to OUTPUT_DIR/raw in the authors' raw layout: float32, bfloat16 or float16"},
     )
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "no filter: a loss that is not finite ends the run"})
     remove_unused_columns: bool = field(default=False)
     per_device_train_batch_size: int = field(default=1, metadata={"help": "always 1: an item of the data is a whole micro-batch"})
 
@@ -203,6 +229,11 @@ class PretrainingArguments(TrainingArguments):
             )
         if self.raw_checkpoint not in (None, "float32", "bfloat16", "float16"):
             raise UserError(f"raw_checkpoint must be float32, bfloat16 or float16, but {self.raw_checkpoint!r} was given")
+        _check_numbers(self)
+        if self.save_strategy not in ("steps", "no"):
+            raise UserError(f"save_strategy must be steps or 'no' (in a recipe with its quotes), but {self.save_strategy} was given")
+        if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
+            raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
         defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
         for name, instead in _NOT_OURS.items():
             value = getattr(self, name, None)
@@ -230,14 +261,6 @@ class PretrainingArguments(TrainingArguments):
         check_trackers(self.report_to)
         schedules.check_schedule(self.schedule, self.warmup_steps, self.max_steps, self.decay_share, self.lr_floor)
         super().__post_init__()
-
-
-def load_tokenizer(name):
-    """The tokenizer of a folder or Hub name; UserError when there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"there is no tokenizer {name} ({one_line(error, 160)})") from error
 
 
 def make_model(arguments, tokenizer, seed):
@@ -394,9 +417,12 @@ def make_batches(data, tokens, tokenizer, masking, count, seed):
         "pad_token_id": tokenizer.pad_token_id,
         "seed": seed,
     }
-    if count is None:
-        return MicroBatches.one_pass(windows, masking, **settings)
-    return MicroBatches(windows, masking, count=count, mixture=data.mixture, **settings)
+    mixture, name = (None, data.heldout) if count is None else (data.mixture, data.dataset)
+    batches = MicroBatches(windows, masking, count=count, mixture=mixture, **settings)
+    looked = len(batches) if count is None else min(count, 100)
+    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
+        raise UserError(f"the text of {name} has no token to mask, only special ones such as [UNK]; is the tokenizer made for it?")
+    return batches
 
 
 def _recipe_values(*parts):
@@ -412,10 +438,10 @@ def _recipe_values(*parts):
 
 
 def _check_own(output_dir):
-    """Checkpoints in `output_dir` must be this program's: half-written ones are deleted."""
+    """Models and checkpoints in `output_dir` must be this program's: they are written over, half-written checkpoints deleted."""
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"output_dir {output_dir} is a file; give a folder")
-    others = sorted(folder.name for folder in output_dir.glob("checkpoint-*"))
+    others = sorted(path.name for name in ("checkpoint-*", "config.json", "*.safetensors", "*.bin") for path in output_dir.glob(name))
     if others and not (output_dir / "recipe.json").is_file():
         raise UserError(
             f"output_dir {output_dir} holds {others[0]}, but no run of neobert pretrain (recipe.json); choose another output_dir"
@@ -435,8 +461,8 @@ def _check_continues(output_dir, values, world_size):
 
 def run(model_arguments, data, training):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without held-out text)."""
-    check_batch(data.layout, data.tokens_per_batch, data.texts_per_batch, data.max_length, data.mixture)
-    tokenizer = load_tokenizer(model_arguments.tokenizer)
+    check_batch(data.layout, data.tokens_per_batch, data.texts_per_batch, data.max_length, data.mixture, data.long_texts)
+    tokenizer = load_tokenizer(model_arguments.tokenizer, padding=False)
     masking = TokenMasking(tokenizer, data.mask_probability, data.mask_share, data.random_share)
     if data.layout == "padded" and tokenizer.pad_token_id is None:
         raise UserError(
@@ -459,6 +485,7 @@ def run(model_arguments, data, training):
     if data.max_length > limit:
         raise UserError(f"max_length {data.max_length} is more than the model's max_position_embeddings {limit}")
     values = _recipe_values(model_arguments, data, training)
+    values["streaming"] = _streams(data, prepared_dir / "train")
     values["data"] = source_digest(data.dataset, data.dataset_config, data.split, data.text_column, tokenizer)
     checkpoint = pretrain_trainer.last_whole_checkpoint(output_dir)
     if checkpoint is not None:
@@ -466,7 +493,7 @@ def run(model_arguments, data, training):
 
     seed = training.data_seed if training.data_seed is not None else training.seed
     tokens = heldout = None
-    if _streams(data, prepared_dir / "train"):
+    if values["streaming"]:
         batches = make_stream(data, tokenizer, masking, seed, training)
         if checkpoint is not None:
             saved = json.loads(pretrain_trainer.stream_file(checkpoint, training.process_index).read_text())
@@ -544,4 +571,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(["pretrain", *sys.argv[1:]]))

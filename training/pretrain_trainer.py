@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import yaml
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from ..evaluation.results import write_json, write_text
+from ..recipe import UserError
 from . import schedules
 from .batching import real_tokens, squared_lengths
 from .streaming import COUNTS, STATE
@@ -110,15 +111,24 @@ def matrix_product_rate(device, dtype, seconds=0.3):
     return best
 
 
+class _LastRecord(TrainerCallback):
+    """The last step is logged whatever its number, so that the log and tokens_seen cover every step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= state.global_step >= state.max_steps
+
+
 class PretrainingTrainer(Trainer):
     """Trainer over `MicroBatches`, one item of which is a whole micro-batch.
 
-    Logged every `logging_steps`, over all processes: loss (mean over masked tokens), masked_accuracy, learning_rate, grad_norm,
+    Logged every `logging_steps` and at the end, over all processes: loss (mean over masked tokens), masked_accuracy, learning_rate, grad_norm,
     tokens_per_second, share_of_peak, tokens_seen.
+    UserError for a loss, or weights to be saved, that are not finite.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.add_callback(_LastRecord())
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "flops": 0.0}
         self._window_start = None
         self._peak = None
@@ -186,10 +196,24 @@ class PretrainingTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if not torch.isfinite(loss).all():
+            raise self._diverged(f"the loss of step {self.state.global_step + 1} is not finite")
         correct, masked = masked_correct(outputs.logits, labels)
         self._counts["correct"] += correct
         self._counts["masked"] += masked
         return (loss, outputs) if return_outputs else loss
+
+    def _diverged(self, what):
+        checkpoint = last_whole_checkpoint(self.args.output_dir)
+        start = f"init_from {checkpoint} (the last checkpoint)" if checkpoint is not None else "from the beginning (there is no checkpoint)"
+        return UserError(f"the run has diverged: {what}; start again {start} with a lower learning_rate and another output_dir")
+
+    def save_model(self, *args, **kwargs):
+        # A process of FSDP or ZeRO-3 looks at its own part of the weights.
+        weights = (getattr(parameter, "to_local", parameter.detach)() for parameter in self.model.parameters())
+        if not all(torch.isfinite(weight).all() for weight in weights):
+            raise self._diverged(f"the weights after step {self.state.global_step} are not finite")
+        super().save_model(*args, **kwargs)
 
     def _reduced_counts(self):
         """The counts since the last call, summed over processes."""

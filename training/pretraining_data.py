@@ -6,6 +6,7 @@ the missing shards.
 """
 
 import codecs
+import glob
 import hashlib
 import json
 import os
@@ -46,7 +47,7 @@ def local_files(dataset):
     elif path.is_file():
         files = [path]
     elif any(sign in dataset for sign in "*?["):
-        files = sorted(path.parent.glob(path.name))
+        files = sorted(file for file in map(Path, glob.glob(dataset, recursive=True)) if file.is_file())
     elif path.suffix or dataset.startswith((".", "/", "~")) or dataset.count("/") > 1:
         files = []
     else:
@@ -220,14 +221,37 @@ def tokenizer_fingerprint(tokenizer):
     return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
 
 
+def _content(files):
+    """Count, bytes and a hash of local files: names without folders, and of each file 16 blocks of 64 KiB from its start to its end."""
+    digest, total, block = hashlib.sha1(), 0, 1 << 16
+    for path in files:
+        size = path.stat().st_size
+        total += size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            for i in range(16):
+                file.seek(i * max(block, -(-(size - block) // 15)))
+                digest.update(file.read(block))
+    return f"files: {len(files)}, bytes: {total}, hash: {digest.hexdigest()[:12]}"
+
+
+def _text_files(local, split):
+    """The files that hold a local source's text: of a saved or prepared set its tables, in `split` where it has splits."""
+    kind, files = local
+    if kind not in ("saved", "prepared"):
+        return files
+    folder = files[0] / split if (files[0] / "dataset_dict.json").is_file() else files[0]
+    return sorted(folder.rglob("data*.arrow"))  # cache-*.arrow is what datasets made of them
+
+
 def _source_key(dataset, config, split, text_column, tokenizer):
     sources = _sources(dataset, config)
     found = [(name, local_files(name)) for name, *_ in sources]
-    files = [[file.name, file.stat().st_size] for _, local in found if local for file in local[1] if file.is_file()]
+    files = [file for _, local in found if local for file in _text_files(local, split)]
     revisions = [revision for *_, revision in sources]
     return {
         "dataset": ", ".join(Path(name).name if local else name for name, local in found),
-        "files": files or None,
+        "content": _content(files) if files else None,
         "config": config,
         "revisions": revisions if any(revisions) else None,
         "split": split,
@@ -238,7 +262,7 @@ def _source_key(dataset, config, split, text_column, tokenizer):
 
 
 def source_digest(dataset, config, split, text_column, tokenizer):
-    """One line that tells sources apart: names without folders, and a hash of files and sizes, subset, split, column and tokenizer."""
+    """One line that tells sources apart: names without folders, and a hash of the files' content, subset, split, column and tokenizer."""
     key = _source_key(dataset, config, split, text_column, tokenizer)
     return f"{key['dataset']} ({hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]})"
 
