@@ -7,14 +7,13 @@ For a text of n tokens (special tokens not counted), each position is masked on 
 pseudo-perplexity is exp of their mean. That is n forwards of length n. With `--positions 64` a random 64 of the n positions, without replacement,
 estimate the mean cross-entropy without bias; its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
 
-OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again continues it.
+OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again continues it. The table and the plot show this run and,
+beside it, other models of the CSV that were evaluated alike.
 """
 
 import csv
 import hashlib
 import io
-import itertools
-import json
 import logging
 import math
 import sys
@@ -26,12 +25,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM
 
 from ..extras import require
 from ..recipe import UserError, one_line, read_recipe
 from .identity import weights_digest
-from .results import environment, markdown_table, write_json, write_text
+from .pseudo_perplexity_texts import make_units
+from .results import check_folder, environment, markdown_table, write_json, write_text
 
 
 logger = logging.getLogger("neobert.pseudo_perplexity")
@@ -64,6 +64,7 @@ class PseudoPerplexityRecipe:
     split: str = field(default="train", metadata={"help": "split of the Hub data set"})
     output: str = field(default="results/pseudo_perplexity", metadata={"help": "folder of the CSV, the table and the plot"})
     name: str | None = field(default=None, metadata={"help": "name in the plot; default: last part of --model"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub name, where the model has no tokenizer"})
     lengths: str = field(default="128,256,512,1024,2048,3072,4096,6144,8192", metadata={"help": "length buckets, in tokens"})
     bucketing: str = field(
         default="cut",
@@ -85,7 +86,7 @@ class PseudoPerplexityRecipe:
     title: str | None = field(default=None, metadata={"help": "title of the plot"})
 
     def __post_init__(self):
-        self.name = self.name or Path(str(self.model).rstrip("/")).name or "model"
+        self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(",", ";")
         self.length_list = _positive(self.lengths, "lengths")
         self.position_count = None if str(self.positions) == "exact" else _positive(self.positions, "positions")[0]
         self.yarn_factors = [None if part == "off" else _factor(part) for part in _parts(self.yarn)]
@@ -189,130 +190,6 @@ def masked_cross_entropy(model, token_ids, positions, mask_token_id):
     return F.cross_entropy(logits.float(), targets, reduction="none").double().cpu().numpy()
 
 
-# -------------------------------------------------------------------------------------------------------------------- texts
-
-
-def read_texts(recipe):
-    """Yields texts in the order of the data, from at most `max_documents` rows; rows without text are counted, and named at the end.
-
-    Raises:
-        UserError: no such file or data set, one that cannot be read, or no row with text in the column.
-    """
-    texts, broken, columns = 0, 0, {}
-    for row in _rows(recipe):
-        value = row.get(recipe.column) if isinstance(row, dict) else None
-        if isinstance(value, str) and value.strip():
-            texts += 1
-            yield value
-            continue
-        broken += 1
-        columns.update(row if isinstance(row, dict) else {})
-    if not texts:
-        found = f"; it has {', '.join(map(str, columns))}" if columns else ""
-        raise UserError(f"{recipe.text} has no row with text in the column {recipe.column!r}{found}")
-    if broken:
-        logger.warning("%s: %d of %d rows are broken or empty and were skipped", recipe.text, broken, texts + broken)
-
-
-def _rows(recipe):
-    """At most `max_documents` rows: dicts, or None for one that is broken."""
-    path = Path(recipe.text)
-    if path.is_dir():
-        rows = ({recipe.column: p.read_text(encoding="utf-8", errors="replace")} for p in sorted(path.glob("*.txt")))
-    elif not path.is_file():
-        rows = _hub_rows(recipe)
-    elif path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        rows = _json_rows(path)
-    elif path.suffix == ".txt":
-        rows = ({recipe.column: text} for text in path.read_bytes().decode("utf-8", errors="replace").split("\n\n") if text.strip())
-    else:
-        raise UserError(f"{path} is no .txt, .jsonl or .parquet file")
-    return itertools.islice(rows, recipe.max_documents)
-
-
-def _json_rows(path):
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                yield None
-
-
-def _parquet_rows(path):
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _hub_rows(recipe):
-    require("train", "datasets")
-    from datasets import load_dataset
-
-    try:
-        rows = iter(load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True).take(recipe.max_documents))
-        first = next(rows, None)
-    except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
-        reason = one_line(error)
-        raise UserError(f"{recipe.text!r} is no local file, and was not loaded from the Hub: {reason}") from error
-    if first is not None:
-        yield first
-        yield from rows
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One text at one length: `ids` are its tokens between the special ones, `length` its bucket."""
-
-    text: str
-    length: int
-    ids: tuple
-
-
-def make_units(recipe, tokenizer, limit):
-    """Texts at the lengths where they are evaluated, shortest first.
-
-    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it reaches. "own": every text whole (cut at the
-    largest length), in the smallest bucket that holds it.
-
-    Args:
-        limit: longest input that the model takes, or None.
-    Raises:
-        UserError: no text is long enough.
-    """
-    special = tokenizer.num_special_tokens_to_add()
-    lengths = [length for length in recipe.length_list if limit is None or length <= limit]
-    if len(lengths) < len(recipe.length_list):
-        logger.warning("%s takes at most %d tokens; longer buckets are left out", recipe.name, limit)
-    lengths = [length for length in lengths if length > special]
-    if not lengths:
-        raise UserError(f"no length of {recipe.lengths} fits {recipe.name}, which takes at most {limit} tokens, {special} of them special")
-    longest = lengths[-1] - special
-    tokenised = {}
-    for text in read_texts(recipe):
-        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)["input_ids"]
-        tokenised[hashlib.sha256(text.encode()).hexdigest()[:12]] = tuple(ids)
-    # The same texts at every length, as far as they reach: lengths then differ in length alone.
-    tokenised = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: recipe.texts]
-    units = []
-    for name, ids in tokenised:
-        if recipe.bucketing == "cut":
-            units += [Unit(name, length, ids[: length - special]) for length in lengths if length <= len(ids) + special]
-        elif ids:
-            units.append(Unit(name, next(length for length in lengths if len(ids) + special <= length), ids))
-    if not units:
-        reach = f"the longest has {len(tokenised[0][1]) + special} tokens" if tokenised else "there is no text"
-        raise UserError(f"no text of {recipe.text} reaches {lengths[0]} tokens: {reach}")
-    return sorted(units, key=lambda unit: (len(unit.ids), unit.text))
-
-
 # -------------------------------------------------------------------------------------------------------------------- model
 
 
@@ -370,15 +247,6 @@ def _set_yarn(config, factor, recipe):
     config.max_position_embeddings = max(config.max_position_embeddings, math.ceil(original * factor))
 
 
-def longest_input(config, tokenizer):
-    """Most tokens that the model takes, special ones counted; None for rotary positions."""
-    if _rotary(config):
-        return None
-    limits = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
-    limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
-    return min(limits) if limits else None
-
-
 # --------------------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -407,27 +275,42 @@ def _append(path, row):
         file.write(",".join(str(row[name]) for name in FIELDS) + "\n")
 
 
-def evaluate(recipe, model, tokenizer, units, factor, revision, path, finished):
-    """Appends a row to `path` for every unit that has none yet."""
-    prefix, suffix = _special_ids(tokenizer)
-    keys = {tuple(row[name] for name in _KEY) for row in finished}
-    yarn = "off" if factor is None else f"{factor:g}" + (f" from {recipe.yarn_from}" if recipe.yarn_from else "")
-    todo = []
+def check_weights(recipe, revision, rows, path):
+    """Raises UserError when the CSV has rows of this name from other weights or with another tokenizer: a name is one model."""
+    if any(row["name"] == recipe.name and row["revision"] != revision for row in rows):
+        raise UserError(
+            f"{path} holds rows of other weights or another tokenizer under the name {recipe.name!r}; give this model another --name, "
+            "or choose another --output"
+        )
+
+
+def plan(recipe, tokenizer, units, revision):
+    """What is evaluated with every YaRN factor: [(unit, positions, the row's key without its YaRN)]."""
+    special = sum(map(len, _special_ids(tokenizer)))
+    planned = []
     for unit in units:
         positions = sample_positions(len(unit.ids), recipe.position_count, recipe.seed, unit.text)
         key = {
-            "name": recipe.name.replace(",", ";"),
+            "name": recipe.name,
             "revision": revision,
-            "yarn": yarn,
             "dtype": recipe.dtype,
             "text": unit.text,
             "length": unit.length,
-            "tokens": len(unit.ids) + len(prefix) + len(suffix),
+            "tokens": len(unit.ids) + special,
             "positions": len(positions),
             "seed": recipe.seed if len(positions) < len(unit.ids) else "",
         }
-        if tuple(str(key[name]) for name in _KEY) not in keys:
-            todo.append((unit, positions, key))
+        planned.append((unit, positions, {name: str(value) for name, value in key.items()}))
+    return planned
+
+
+def evaluate(recipe, model, tokenizer, planned, factor, path, finished):
+    """Appends a row to `path` for every planned one that is not among the finished."""
+    prefix, suffix = _special_ids(tokenizer)
+    keys = {tuple(row[name] for name in _KEY) for row in finished}
+    yarn = "off" if factor is None else f"{factor:g}" + (f" from {recipe.yarn_from}" if recipe.yarn_from else "")
+    todo = [(unit, positions, {**key, "yarn": yarn}) for unit, positions, key in planned]
+    todo = [entry for entry in todo if tuple(entry[2][name] for name in _KEY) not in keys]
     label = f"{recipe.name}, YaRN {yarn}"
     with tqdm(total=sum(len(positions) for _, positions, _ in todo), desc=label, unit="position") as progress:
         for unit, positions, key in todo:
@@ -455,11 +338,38 @@ def _special_ids(tokenizer):
 # --------------------------------------------------------------------------------------------------------------------- plot
 
 
-def current_rows(rows):
-    """The last row of every (name, YaRN, text, length), of the last weights evaluated under each name: repeated evaluations count once."""
-    revision = {(row["name"], row["yarn"]): row["revision"] for row in rows}
-    rows = [row for row in rows if row["revision"] == revision[row["name"], row["yarn"]]]
-    return list({(row["name"], row["yarn"], row["text"], row["length"]): row for row in rows}.values())
+def comparable_rows(recipe, rows, planned, texts):
+    """The CSV's rows that belong in this run's table, each text once in every series and length.
+
+    Of this run's model those that are planned (with any YaRN); of other models, whose tokens may differ, those of the same data, lengths,
+    bucketing, dtype, positions and seed. Models that have none are named in a warning.
+
+    Args:
+        texts: digests of the texts that the data holds.
+    """
+    alike = [name for name in _KEY if name != "yarn"]
+    mine = {tuple(key[name] for name in alike) for _, _, key in planned}
+    count, largest = recipe.position_count, {}
+    for row in rows:
+        series = row["name"], row["yarn"]
+        largest[series] = max(int(row["length"]), largest.get(series, 0))
+
+    def belongs(row):
+        if row["name"] == recipe.name:
+            return tuple(row[name] for name in alike) in mine
+        if row["seed"]:
+            positions = (row["seed"], row["positions"]) == (str(recipe.seed), str(count))
+        else:
+            positions = count is None or int(row["positions"]) <= count
+        # A text that fills its bucket was cut to it; texts at their own length are cut at the largest alone.
+        length, filled = int(row["length"]), row["tokens"] == row["length"]
+        bucketing = filled if recipe.bucketing == "cut" else not filled or length == largest[row["name"], row["yarn"]]
+        return positions and bucketing and length in recipe.length_list and row["dtype"] == recipe.dtype and row["text"] in texts
+
+    kept = {(row["name"], row["yarn"], row["text"], row["length"]): row for row in rows if belongs(row)}
+    if left := sorted({row["name"] for row in rows} - {key[0] for key in kept}):
+        logger.warning("not in this table, because of other texts or settings: %s", ", ".join(left))
+    return list(kept.values())
 
 
 def summarise(rows):
@@ -543,10 +453,9 @@ def plot(rows, buckets, path, title=None):
     temporary.replace(path)
 
 
-def write_summary(output, title=None):
-    """Writes pseudo_perplexity.json, .md and .png beside the CSV, from all of its rows."""
+def write_summary(output, rows, title=None):
+    """Writes pseudo_perplexity.json, .md and .png beside the CSV, from these of its rows."""
     output = Path(output)
-    rows = current_rows(read_finished(output / "pseudo_perplexity.csv"))
     buckets = summarise(rows)
     env = environment(dtype=sorted({row["dtype"] for row in rows}))
     data = {"kind": "pseudo-perplexity", "buckets": buckets, "environment": env}
@@ -575,25 +484,28 @@ def write_summary(output, title=None):
 def main(argv=None):
     """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
     recipe = read_recipe([PseudoPerplexityRecipe], sys.argv[1:] if argv is None else argv, prog="neobert pseudo-perplexity")[0]
-    require("eval", "matplotlib")
+    require("eval", "accelerate", "matplotlib")
+    from ..training.glue_run import check_vocabulary, load_tokenizer, text_limit
+
     logging.basicConfig(format="%(message)s")
+    check_folder(recipe.output, "output")
     path = Path(recipe.output) / "pseudo_perplexity.csv"
     finished = read_finished(path)
     model = load_model(recipe, recipe.yarn_factors[0])
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code)
-    except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
-        raise UserError(f"no tokenizer was found in {recipe.model}: {one_line(error)}") from error
+    tokenizer = load_tokenizer(recipe.tokenizer or recipe.model, padding=False, trust_remote_code=recipe.trust_remote_code)
     if tokenizer.mask_token_id is None:
-        raise UserError(f"the tokenizer of {recipe.model} has no mask token")
+        raise UserError(f"the tokenizer of {recipe.tokenizer or recipe.model} has no mask token")
+    check_vocabulary(tokenizer, model, recipe.model)
+    revision = weights_digest(recipe.model) + (f" {recipe.tokenizer}".replace(",", ";") if recipe.tokenizer else "")
+    check_weights(recipe, revision, finished, path)
     for factor in recipe.yarn_factors[1:]:
         if factor is not None:
             _set_yarn(AutoConfig.from_pretrained(recipe.model, trust_remote_code=recipe.trust_remote_code), factor, recipe)
-    units = make_units(recipe, tokenizer, longest_input(model.config, tokenizer))
-    revision = weights_digest(recipe.model)
+    units, texts = make_units(recipe, tokenizer, None if _rotary(model.config) else text_limit(model, tokenizer))
+    planned = plan(recipe, tokenizer, units, revision)
     for i, factor in enumerate(recipe.yarn_factors):
         model = model if i == 0 else load_model(recipe, factor)
-        evaluate(recipe, model, tokenizer, units, factor, revision, path, finished)
-    write_summary(recipe.output, recipe.title)
+        evaluate(recipe, model, tokenizer, planned, factor, path, finished)
+    write_summary(recipe.output, comparable_rows(recipe, read_finished(path), planned, texts), recipe.title)
     print((Path(recipe.output) / "pseudo_perplexity.md").read_text())
     return 0

@@ -1,5 +1,5 @@
 """Pins `neobert pseudo-perplexity`: the definition against a plain loop, sampled against exact positions (mean and standard error), length
-buckets, resuming after an interruption, YaRN, and one sentence for bad input."""
+buckets, resuming after an interruption, what of a shared CSV stands in the table, YaRN, and one sentence for bad input."""
 
 import csv
 import itertools
@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.evaluation import pseudo_perplexity as module
@@ -158,6 +158,80 @@ def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
     assert parts == whole, "The continued run differs from the uninterrupted one."
 
 
+def table(folder, output, **more):
+    """{(name, YaRN, length): (texts, pseudo-perplexity)} of the run's table."""
+    run(folder, output, **{"lengths": "16,32", **more})
+    buckets = json.loads((output / "pseudo_perplexity.json").read_text())["buckets"]
+    return {(b["name"], b["yarn"], b["length"]): (b["texts"], b["pseudo_perplexity"]) for b in buckets}
+
+
+def test_the_table_is_of_the_command_that_ran(folder, tmp_path, monkeypatch):
+    """One folder for everything, against a folder of its own for each command."""
+    monkeypatch.setattr(module, "plot", lambda *given: None)
+    lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("p1", lines[:3]), ("p2", lines[3:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    p1, p2 = ({"text": tmp_path / f"{name}.jsonl"} for name in ("p1", "p2"))
+    commands = [p1, {**p1, "positions": 2}, {**p1, "positions": 2, "seed": 1}, {**p1, "texts": 1}, p2, {**p1, "bucketing": "own"}]
+    commands += [{**p1, "dtype": "bfloat16"}, {**p1, "lengths": "16"}]
+    alone = [table(folder, tmp_path / str(i), **more) for i, more in enumerate(commands)]
+    assert len(set(map(str, alone))) == len(alone), "The commands must differ, or this shows nothing."
+    for _ in range(2):
+        for more, expected in zip(commands, alone):
+            assert table(folder, tmp_path / "shared", **more) == expected, f"{more} shows rows of other commands."
+
+
+def test_models_and_yarn_share_a_table_where_they_compare(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "plot", lambda *given: None)
+    neobert, yarn = table(folder, tmp_path, positions=4), table(folder, tmp_path, positions=4, yarn=2)
+    assert neobert.items() < yarn.items() and {key[1] for key in yarn} == {"off", "2"}, "Another YaRN factor stands beside the first."
+    both = table(folder, tmp_path, positions=4, model=folder / "bert")
+    assert yarn.items() < both.items() and {key[0] for key in both} == {"neobert", "bert"}, "Another model stands beside the first."
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "a cold green sea " * 10}))
+    for more in ({"positions": 5}, {"positions": "exact"}, {"positions": 4, "seed": 1}, {"positions": 4, "text": tmp_path / "other.jsonl"},
+                 {"positions": 4, "dtype": "bfloat16"}):  # fmt: skip
+        caplog.clear()
+        assert {key[0] for key in table(folder, tmp_path, model=folder / "bert", **more)} == {"bert"}, more
+        assert "not in this table, because of other texts or settings: neobert" in caplog.text
+    assert table(folder, tmp_path, positions=4) == both, "The first command again shows both."
+    short = table(folder, tmp_path, positions=4, lengths="16", model=folder / "bert")
+    assert short == {key: value for key, value in both.items() if key[2] == 16}, "Lengths that were not asked for stand in the table."
+    own = (
+        table(folder, tmp_path, positions=4, bucketing="own"),
+        table(folder, tmp_path, positions=4, bucketing="own", model=folder / "bert"),
+    )
+    assert sum(texts for (name, yarn, _), (texts, _) in own[1].items() if (name, yarn) == ("neobert", "off")) == 6, "Each text stands once."
+    assert own[1].items() > {key: value for key, value in own[0].items() if key[:2] == ("neobert", "off")}.items()
+
+
+def test_a_name_is_one_model(folder, tmp_path):
+    """Two models whose folders have one name."""
+    for parent, name in (("A", "neobert"), ("B", "bert")):
+        (tmp_path / parent).mkdir()
+        (tmp_path / parent / "best").symlink_to(folder / name)
+    first = table(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1)
+    with pytest.raises(UserError, match="rows of other weights or another tokenizer under the name 'best'; give this model another --name"):
+        run(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1)
+    with pytest.raises(UserError, match="another tokenizer"):
+        run(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1, tokenizer=folder / "bert")
+    assert table(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1) == first
+    assert table(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1, name="B").items() > first.items()
+
+
+def test_the_committed_results_continue(tmp_path):
+    """The committed CSV gives the committed table, where its own command runs again."""
+    committed = module.Path(__file__).resolve().parents[1] / "results" / "pseudo_perplexity"
+    rows = module.read_finished(committed / "pseudo_perplexity.csv")
+    recipe = module.PseudoPerplexityRecipe(
+        model="m", text="t", name="bundled model", lengths="32,64,128,256,512,1024", positions="48", yarn="off,4", yarn_from=128
+    )
+    planned = [(None, None, {name: row[name] for name in module._KEY if name != "yarn"}) for row in rows]
+    for name in ("bundled model", "another"):
+        recipe.name = name
+        found = module.comparable_rows(recipe, rows, planned, {row["text"] for row in rows})
+        assert module.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"], name
+
+
 def test_yarn(folder, tmp_path):
     rows = run(folder, tmp_path, lengths=64, yarn="off,2", texts=1)
     values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
@@ -177,6 +251,25 @@ def test_yarn_from_another_length(folder, tmp_path):
     rows = run(folder, tmp_path, lengths=64, yarn=2, yarn_from=12, texts=1) and run(folder, tmp_path, lengths=64, yarn=2, texts=1)
     values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
     assert set(values) == {"2 from 12", "2"} and len(set(values.values())) == 2, values
+
+
+def test_texts_between_blank_lines(folder, tmp_path):
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
+    for name, blank in (("unix", "\n\n"), ("windows", "\r\n\r\n"), ("spaces", "\n \t\n")):
+        (tmp_path / f"{name}.txt").write_bytes(blank.join(texts).encode())
+        rows = run(folder, tmp_path / name, text=tmp_path / f"{name}.txt", lengths=16, positions=2)
+        assert len({row["text"] for row in rows}) == 6, f"{name}: the file has six texts."
+
+
+def test_positions_that_start_behind_the_padding(folder, tmp_path):
+    """RoBERTa's 34 rows of positions are 32 tokens, and its tokenizer names no limit."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 34}
+    RobertaForMaskedLM(RobertaConfig(vocab_size=30522, pad_token_id=1, **sizes)).save_pretrained(tmp_path / "roberta")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
+    tokenizer.model_max_length = int(1e30)
+    tokenizer.save_pretrained(tmp_path / "roberta")
+    rows = run(folder, tmp_path / "out", model=tmp_path / "roberta", lengths="32,33,34", positions=2)
+    assert {row["length"] for row in rows} == {"32"}, "A bucket beyond the position table was evaluated."
 
 
 def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
@@ -212,6 +305,13 @@ def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
     assert not (tmp_path / "out").exists(), "Something was written although the input is bad."
 
 
+def test_output_must_be_a_folder(folder, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    for output in (tmp_path / "out", tmp_path / "out" / "below"):
+        with pytest.raises(UserError, match="output must be a folder or a new name, but .*out is a file"):
+            module.main(arguments(folder, output))
+
+
 def test_models_that_cannot(folder, tmp_path):
     with pytest.raises(UserError, match="YaRN needs one set of rotary parameters"):
         run(folder, tmp_path / "out", model=folder / "bert", yarn=2)
@@ -221,6 +321,18 @@ def test_models_that_cannot(folder, tmp_path):
     NeoBERTModel.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(backbone)
     with pytest.raises(UserError, match="no trained masked-LM head: decoder.bias, decoder.weight"):
         run(folder, tmp_path / "out", model=backbone)
+    bare = tmp_path / "bare"
+    NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(bare)
+    with pytest.raises(UserError, match="no tokenizer was found in .*bare: give its folder with --tokenizer"):
+        run(folder, tmp_path / "out", model=bare)
+    assert not (tmp_path / "out").exists()
+    larger = AutoTokenizer.from_pretrained(folder / "neobert")
+    larger.add_tokens(["sea-green"])
+    larger.save_pretrained(tmp_path / "larger")
+    with pytest.raises(UserError, match="the tokenizer has 30523 tokens, but the embedding of .* has 30522 rows"):
+        run(folder, tmp_path / "out", model=bare, tokenizer=tmp_path / "larger")
+    rows = run(folder, tmp_path / "with", model=bare, tokenizer=folder / "neobert", lengths=16, texts=1)
+    assert rows[0]["mean_cross_entropy"] == run(folder, tmp_path / "same", lengths=16, texts=1)[0]["mean_cross_entropy"]
     other = tmp_path / "pseudo_perplexity.csv"
     other.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="no pseudo-perplexity CSV"):
