@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..recipe import UserError, one_line, read_recipe
 from .memory import PeakMemory
-from .results import environment, markdown_table, write_json, write_text
+from .results import check_folder, environment, markdown_table, write_json, write_text
 from .throughput_models import IMPLEMENTATIONS, MODELS, NEOBERT_ONLY, build, check_runs
 from .throughput_sets import check_set, draw_lengths, lengths_of_file, make_batch
 
@@ -430,10 +430,17 @@ def _settings(arguments):
 
 
 def load_done(arguments):
-    """Rows that an earlier run left in --output, for --resume."""
+    """Rows that an earlier run left in --output, for --resume; without it there must be none.
+
+    Raises:
+        UserError: --output is a file, or holds results that this run would replace, or that were measured with other settings.
+    """
+    check_folder(arguments.output, "output")
     path = Path(arguments.output) / "throughput.json"
-    if not arguments.resume or not path.is_file():
+    if not path.is_file():
         return []
+    if not arguments.resume:
+        raise UserError(f"{path} holds results already; add to them with --resume true, or give another --output")
     try:
         data = json.loads(path.read_text())
         settings, rows = data["settings"], data["rows"]
@@ -463,10 +470,10 @@ def main(argv=None, small=None):
         print("\n".join(f"  --{name}: {f.metadata['help']}" for name, f in ThroughputArguments.__dataclass_fields__.items()))
         return 0
     (arguments,) = read_recipe((ThroughputArguments,), argv, prog="neobert throughput")
+    rows = load_done(arguments)
     file_lengths = lengths_of_file(arguments.texts, arguments.tokenizer) if arguments.texts else None
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    rows = load_done(arguments)
     if arguments.layers:
         small = {**(small or {}), "num_hidden_layers": arguments.layers}
     done = {(row["set"], row["model"], row["implementation"]) for row in rows}
@@ -539,4 +546,6 @@ def _build(pair, arguments, small, built):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from ..cli import main as command
+
+    sys.exit(command(["throughput", *sys.argv[1:]]))

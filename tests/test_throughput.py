@@ -341,8 +341,18 @@ def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeyp
     assert all(row["date"] and "commit" in row for row in rows), "every row says when and of which commit it is"
     data["rows"][0].update(commit="abc1234", date="1999-01-01 00:00 UTC")
     assert "kept from earlier runs (commit abc1234, 1999-01-01 00:00 UTC)" in throughput.tables(data), "the table names the other commit"
+    with pytest.raises(UserError, match="throughput.json holds results already; add to them with --resume true, or give another --output"):
+        tiny(tmp_path, "--sets", "64")
+    assert rows_of(tmp_path) == rows, "what was measured is still there"
     with pytest.raises(UserError, match="was measured with repeats=2"):
         tiny(tmp_path, "--implementations", "sdpa", "--resume", "true", "--repeats", "5")
+
+
+def test_output_must_be_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(throughput, "_measure_all", lambda *given: pytest.fail("the run began"))
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UserError, match="output must be a folder or a new name, but .*out is a file"):
+        tiny(tmp_path / "out")
 
 
 def test_a_text_that_a_model_cannot_take(tmp_path):
