@@ -1,6 +1,8 @@
 """Pins the ladder's recipes to the paper's Table 2: what each rung changes and nothing else; and the small-scale ladder's machinery."""
 
 import json
+import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -164,7 +166,46 @@ def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, ca
     assert cli.main(["ablations", *arguments]) == 0
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}, "finished rungs must not run again"
     assert cli.main(["ablations", *arguments, "--steps", "4"]) == 2, "finished rungs of 3 steps must not pass for rungs of 4"
-    assert "work holds a ladder with steps 3, now 4" in capsys.readouterr().err
+    assert "work holds a ladder with steps 3, now 4; give the same, or another work_dir" in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}
+    for more, words in (
+        (["--work_dir", "new", "--steps", "4"], "results holds a ladder with steps 3, now 4; give the same, or another results_dir"),
+        (["--work_dir", "new", "--probe", corpora["heldout"]], "has no 'label'"),
+        (["--work_dir", "new", "--heldout", corpora["diverse"]], "results holds a ladder with heldout"),
+        (["--work_dir", "new", "--rungs", "m3"], "ablations_tiny.json holds m0 seed 0, which new does not; give its work_dir"),
+    ):
+        assert cli.main(["ablations", *arguments, *more]) == 2 and words in capsys.readouterr().err, more
+    assert not (tmp_path / "new").exists() and before == {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}
+
+
+def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monkeypatch):
+    """Runs that have been measured, without the training: m0 and m6 with a seed, then m6 with two."""
+    monkeypatch.chdir(tmp_path)
+    figures = {"parameters": 1e6, "tokens_seen": 384, "probe_accuracy": 0.5, "masked_accuracy": 0.1, "masked_bits_per_character": 3.0}
+    for name, seed in (("m0", 0), ("m6", 0), ("m6", 1)):
+        path = tmp_path / "work" / f"{name}_seed{seed}" / "measured.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"rung": name, "seed": seed, **figures}))
+    arguments = ["--scale", "tiny", "--work_dir", "work", "--results_dir", "results"]
+    arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
+    for more in (["--rungs", "m0,m6", "--seeds", "1"], ["--rungs", "m6", "--seeds", "2"]):
+        assert cli.main(["ablations", *arguments, *more]) == 0
+        runs = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())["runs"]
+        assert [(row["rung"], row["seed"]) for row in runs] == [("m0", 0), ("m6", 0), ("m6", 1)]
+        text = (tmp_path / "results" / "ablations_tiny.md").read_text()
+        assert "| M0 |" in text and "| M6 |" in text and "over 1 to 2 seeds" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("command", ["training.ablations", "evaluation.throughput"])
+def test_the_module_itself_is_the_command(command, monkeypatch, capsys):
+    """`python -m neobert.<module>` says what is wrong in one sentence, as `neobert` does."""
+    monkeypatch.setattr(sys, "argv", [command, "--output", "out", "--bogus", "1"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(f"neobert.{command}", run_name="__main__")
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"neobert {command.partition('.')[2]}: unknown argument") and error.count("\n") == 1, error
 
 
 def test_the_spread_is_over_seeds():
@@ -182,6 +223,8 @@ def test_the_spread_is_over_seeds():
         (["--rungs", ","], "there is no rung ','"),
         (["--seeds", "0"], "seeds must"),
         (["--steps", "0"], "steps must"),
+        (["--work_dir", "broken.jsonl"], "work_dir must be a folder or a new name"),
+        (["--results_dir", "broken.jsonl"], "results_dir must be a folder or a new name"),
         (["--diverse", "absent.jsonl"], "there is no file absent.jsonl"),
         (["--heldout", "broken.jsonl"], "line 2"),
         (["--heldout", "latin.jsonl"], "line 1 is not JSON (it is not UTF-8)"),

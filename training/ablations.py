@@ -2,7 +2,8 @@
 
 Every rung is its recipe `configs/ablations/m?.yaml`, shrunk by one rule (`shrink`), trained by `neobert pretrain`'s code with several seeds, and
 measured by (1) a linear probe: logistic regression on mean-pooled features, sentence sentiment, in place of GLUE, and (2) masked-LM loss and
-accuracy on held-out text. A finished rung is not run again. The chart shows the published numbers beside ours, which are marked as small-scale.
+accuracy on held-out text. A finished rung is not run again, and the table has all that work_dir holds. The chart shows the published numbers beside
+ours, which are marked as small-scale.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from ..evaluation.corpus import check_corpus, read_corpus  # noqa: E402
-from ..evaluation.results import environment, markdown_table, write_json, write_text  # noqa: E402
+from ..evaluation.results import check_folder, environment, markdown_table, write_json, write_text  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from ..recipe import UserError, read_recipe  # noqa: E402
 from . import local_text, pretrain  # noqa: E402
@@ -123,6 +124,8 @@ class AblationArguments:
             raise UserError(f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among {', '.join(PUBLISHED)}")
         self.rung_names = [name for name in PUBLISHED if name in names]
         self.work_dir = self.work_dir or f"runs/ablations_{self.scale}"
+        for name in ("work_dir", "results_dir"):
+            check_folder(getattr(self, name), name)
         for name, columns in {"curated": ["text"], "diverse": ["text"], "heldout": ["text"], "probe": ["text", "label"]}.items():
             if getattr(self, name) is not None:
                 check_corpus(getattr(self, name), columns, ["text"])
@@ -307,16 +310,16 @@ def run_ladder(arguments):
     """Trains and measures every rung and seed.
 
     Returns:
-        list of dicts (rung, seed, tokens_seen, parameters and the measurements), the majority class's accuracy, test sentences of the probe.
+        list of dicts (rung, seed, tokens_seen, parameters and the measurements) of all finished rungs in work_dir, the majority class's accuracy,
+        test sentences of the probe.
     """
     scale, folder = arguments.sizes, Path(arguments.work_dir)
-    _check_same_ladder(arguments, folder / "ladder.json")
+    todo = [(name, seed) for seed in range(arguments.seeds) for name in arguments.rung_names]
+    _check_same_ladder(arguments, todo)
     paths = make_data(arguments, folder / "data")
     heldout = [row["text"] for row in read_corpus(paths["heldout"], ["text"])]
     probe = _some(list(read_corpus(paths["probe"], ["text", "label"])), scale.probe_texts)
     baseline = _majority([row["label"] for row in probe])
-    rows = []
-    todo = [(name, seed) for seed in range(arguments.seeds) for name in arguments.rung_names]
     for name, seed in tqdm(todo, desc="ladder", unit="run"):
         out = folder / f"{name}_seed{seed}"
         finished = out / "measured.json"
@@ -328,23 +331,34 @@ def run_ladder(arguments):
             trained = json.loads((out / "result.json").read_text())
             row = {"rung": name, "seed": seed, "parameters": trained["parameters"], "tokens_seen": trained["tokens_seen"]}
             write_json(finished, {**row, **measure(model, tokenizer, heldout, probe, scale.length)})
-        rows.append(json.loads(finished.read_text()))
-    return rows, baseline, len(probe) - len(probe) * 3 // 4
+    return finished_runs(folder), baseline, len(probe) - len(probe) * 3 // 4
 
 
-def _check_same_ladder(arguments, path):
-    """Finished rungs are not run again, so a folder belongs to one scale and one set of texts."""
+def finished_runs(folder):
+    """What was measured in a work_dir, seed by seed in the ladder's order."""
+    rows = [json.loads(path.read_text()) for path in Path(folder).glob("m?_seed*/measured.json")]
+    return sorted(rows, key=lambda row: (row["seed"], row["rung"]))
+
+
+def _check_same_ladder(arguments, todo):
+    """Finished rungs are not run again, so work_dir belongs to one scale and one set of texts; so does the report, which must lose no run."""
+    folder, report = Path(arguments.work_dir), report_path(arguments)
     texts = {name: getattr(arguments, name) for name in ("curated", "diverse", "heldout", "probe")}
     texts = {name: [Path(value).name, Path(value).stat().st_size] if value else None for name, value in texts.items()}
     now = {"scale": dataclasses.asdict(arguments.sizes), "texts": texts}
-    before = json.loads(path.read_text()) if path.is_file() else now
-    for group, values in now.items():
-        for name, value in values.items():
-            if before[group].get(name) != value:
-                raise UserError(
-                    f"{path.parent} holds a ladder with {name} {before[group].get(name)}, now {value}; give the same, or another work_dir"
-                )
-    write_json(path, now)
+    for path, option in ((folder / "ladder.json", "work_dir"), (report, "results_dir")):
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        for group, values in now.items():
+            for name, value in values.items():
+                if before.get(group, values).get(name) != value:
+                    raise UserError(
+                        f"{path.parent} holds a ladder with {name} {before[group].get(name)}, now {value}; give the same, or another {option}"
+                    )
+    kept = {*todo, *((row["rung"], row["seed"]) for row in finished_runs(folder))}
+    lost = [f"{row['rung']} seed {row['seed']}" for row in before.get("runs", []) if (row["rung"], row["seed"]) not in kept]
+    if lost:
+        raise UserError(f"{report} holds {lost[0]}, which {folder} does not; give its work_dir, or another results_dir")
+    write_json(folder / "ladder.json", now)
 
 
 def _majority(labels):
@@ -368,13 +382,19 @@ def _with_spread(pair, digits=1, factor=100):
     return f"{mean * factor:.{digits}f}" + (f" ± {spread * factor:.{digits}f}" if spread is not None else "")
 
 
+def report_path(arguments):
+    """The report's .json; its .md and .png lie beside it."""
+    return Path(arguments.results_dir) / f"ablations_{arguments.scale}.json"
+
+
 def report(arguments, rows, baseline, probe_tests, env):
     """Writes ablations_<scale>.json, .md and .png into the results folder."""
-    table = summarise(rows)
-    out = Path(arguments.results_dir)
-    name = f"ablations_{arguments.scale}"
-    scale = dataclasses.asdict(arguments.sizes)
-    write_json(out / f"{name}.json", {**env, "scale": scale, "probe_majority": baseline, "probe_test_texts": probe_tests, "runs": rows})
+    table, path = summarise(rows), report_path(arguments)
+    ladder = json.loads((Path(arguments.work_dir) / "ladder.json").read_text())
+    scale = ladder["scale"]
+    counts = sorted({sum(row["rung"] == name for row in rows) for name in table})
+    seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    write_json(path, {**env, **ladder, "probe_majority": baseline, "probe_test_texts": probe_tests, "runs": rows})
     header = [
         "model",
         "change",
@@ -412,7 +432,7 @@ def report(arguments, rows, baseline, probe_tests, env):
         f"**Small-scale: models of {table[next(iter(table))]['parameters'][0] / 1e6:.2f}M parameters and up, {scale['steps']:,} steps of "
         f"{scale['tokens']:,} tokens. It shows that every rung runs and is measured alike; it says nothing for or against the "
         f"published numbers, which come from 1,000,000 steps of 131,072 tokens.**\n\n"
-        f"Mean ± standard deviation over {arguments.seeds} seeds. Probe: logistic regression on mean-pooled features, sentiment of movie-review "
+        f"Mean ± standard deviation over {seeds} seeds. Probe: logistic regression on mean-pooled features, sentiment of movie-review "
         f"sentences, {probe_tests:,} test sentences (always the majority class: {100 * baseline:.1f} %). Masked accuracy: 20 % always "
         f"[MASK] on held-out text; M3's other tokenizer predicts other pieces, so compare it by bits per hidden character (lower is better). In place of "
         + ", of ".join(f"{name}: {what}" for name, what in stand_ins.items())
@@ -423,11 +443,11 @@ def report(arguments, rows, baseline, probe_tests, env):
     text += (
         f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, float32; {versions}.\n"
     )
-    write_text(out / f"{name}.md", text)
-    draw(table, arguments, baseline, out / f"{name}.png")
+    write_text(path.with_suffix(".md"), text)
+    draw(table, seeds, baseline, path.with_suffix(".png"))
 
 
-def draw(table, arguments, baseline, path):
+def draw(table, seeds, baseline, path):
     """Figure 1's chart: published GLUE by rung on top, our two measurements below; rungs that were not kept are pale."""
     import matplotlib
 
@@ -439,8 +459,8 @@ def draw(table, arguments, baseline, path):
     figure, panels = plt.subplots(3, 1, figsize=(9, 8.6), sharex=True, layout="constrained")
     measured = {
         "GLUE dev, published": ([PUBLISHED[name][1] for name in names], None, 1),
-        f"SMALL SCALE, {arguments.seeds} seeds\nprobe accuracy, %": (*_series(table, names, "probe_accuracy", 100), 1),
-        f"SMALL SCALE, {arguments.seeds} seeds\nbits per hidden character\n(lower is better)": (
+        f"SMALL SCALE, {seeds} seeds\nprobe accuracy, %": (*_series(table, names, "probe_accuracy", 100), 1),
+        f"SMALL SCALE, {seeds} seeds\nbits per hidden character\n(lower is better)": (
             *_series(table, names, "masked_bits_per_character", 1), 2,
         ),
     }  # fmt: skip
@@ -479,9 +499,11 @@ def main(argv=None):
     (arguments,) = read_recipe((AblationArguments,), sys.argv[1:] if argv is None else argv, prog="neobert ablations")
     rows, baseline, probe_tests = run_ladder(arguments)
     report(arguments, rows, baseline, probe_tests, environment())
-    print(f"{arguments.results_dir}/ablations_{arguments.scale}.md")
+    print(report_path(arguments).with_suffix(".md"))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from ..cli import main as command
+
+    sys.exit(command(["ablations", *sys.argv[1:]]))
