@@ -145,7 +145,7 @@ def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
         return capsys.readouterr().err.strip().splitlines()[-1].replace(str(out), "OUT")
 
     assert error(tmp_path / "loss") == (
-        "neobert pretrain: the run has diverged: the loss of step 4 is not finite; start again from the beginning (there is no checkpoint) "
+        "neobert pretrain: the run has diverged: the loss at step 4 is not finite; start again from the beginning (there is no checkpoint) "
         "with a lower learning_rate and another output_dir"
     )
     assert error(tmp_path / "weights", save_steps=1) == (

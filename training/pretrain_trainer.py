@@ -196,8 +196,6 @@ class PretrainingTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        if not torch.isfinite(loss).all():
-            raise self._diverged(f"the loss of step {self.state.global_step + 1} is not finite")
         correct, masked = masked_correct(outputs.logits, labels)
         self._counts["correct"] += correct
         self._counts["masked"] += masked
@@ -226,6 +224,9 @@ class PretrainingTrainer(Trainer):
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
+            # Here all processes have the same number, and no step waits for the device.
+            if not math.isfinite(logs["loss"]):
+                raise self._diverged(f"the loss at step {self.state.global_step} is not finite")
             counts = self._reduced_counts()
             now = time.perf_counter()
             seconds = now - (self._window_start or now)
