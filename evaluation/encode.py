@@ -110,7 +110,12 @@ def build_encoder(arguments, device, encoder=None):
 
 
 def write_part(path, rows, vectors, arguments, keep):
-    """Writes one part whole or not at all; `vectors` is (N, width)."""
+    """Writes one part whole or not at all.
+
+    Args:
+        vectors: (N, width).
+        keep: {column to copy: its Arrow type}, the same for all parts.
+    """
     if arguments.normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     vectors = vectors.astype(arguments.output_dtype, copy=False)
@@ -124,7 +129,7 @@ def write_part(path, rows, vectors, arguments, keep):
         import pyarrow.parquet
 
         values = pyarrow.array(vectors.reshape(-1))
-        columns = {name: pyarrow.array([row[name] for row in rows]) for name in keep}
+        columns = {name: pyarrow.array([row[name] for row in rows], kind) for name, kind in keep.items()}
         columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(values, vectors.shape[1])
         # Vectors of floats do not compress.
         pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="none", use_dictionary=False)
@@ -251,7 +256,7 @@ def _merge_safetensors(parts, target):
 
 
 def _prepare(source, output, arguments):
-    """Checks everything that can be checked before work begins; returns the parts' folder and format, the kept columns, the rows."""
+    """Checks everything that can be checked before work begins; returns the parts' folder, {kept column: type}, the columns to read, the rows."""
     single = output.suffix[1:] in FORMATS
     if single:
         arguments.format = output.suffix[1:]
@@ -267,7 +272,8 @@ def _prepare(source, output, arguments):
     if "embedding" in keep:
         raise UserError("the output's own column is called 'embedding'; leave it out of --keep")
     columns = [arguments.text_column, *(name for name in keep if name != arguments.text_column)]
-    rows = check_corpus(source, columns, [arguments.text_column])
+    by_itself = {"id"} if arguments.keep is None and arguments.format == "parquet" else set()
+    rows, keep = check_corpus(source, columns, [arguments.text_column], keep, by_itself.__contains__)
     folder = output.with_name(f"{output.name}.parts") if single else output
     if arguments.overwrite:
         for path in (folder, output):

@@ -150,7 +150,7 @@ class PackedEncoder:
         self.tokens_per_batch = tokens_per_batch or (65536 if self.device.type == "cuda" else 3072)
         if self.tokens_per_batch < 1:
             raise UserError(f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given")
-        self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
+        self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}  # those that change a vector
         self._tokenizer = model.tokenizer
         modules = list(model.children())
         self._packed_pooling = _packed_pooling(modules)
@@ -185,17 +185,17 @@ class PackedEncoder:
         return self.sentence_transformer.max_seq_length
 
     def prompt(self, name=None):
-        """Text of the prompt called `name`, "" for None.
+        """Text of the prompt called `name`, "" for None and for a prompt without text (most models' "document").
 
         Raises:
             UserError: the model has no such prompt.
         """
         if name is None:
             return ""
-        if name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
-            raise UserError(f"the model has no prompt called {name!r}; it has: {known}")
-        return self.prompts[name]
+        prompts = self.sentence_transformer.prompts or {}
+        if name not in prompts:
+            raise UserError(f"the model has no prompt called {name!r}; it has: {', '.join(prompts) or 'none'}")
+        return prompts[name] or ""
 
     def tokenize(self, texts, prompt=""):
         """Token ids of each text with `prompt` before it, a list of int32 arrays, at most `max_length` tokens each."""

@@ -4,6 +4,7 @@ the fixes of the published recipe, an output that loads in a fresh process, exac
 import collections
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,30 @@ def test_no_text_is_its_own_negative():
         assert len(set(anchors)) == 8, "an anchor occurs twice in a batch"
 
 
+def test_a_batch_is_no_larger_than_the_rows_that_differ():
+    def rows(positives):
+        return Dataset.from_dict({"anchor": [f"question {i}" for i in range(len(positives))], "positive": positives})
+
+    assert TextsBatchSampler(rows([f"answer {max(i, 1)}" for i in range(10)]), batch_size=64).batch_size == 9, "two rows share an answer"
+    assert TextsBatchSampler(rows([f"answer {i}" for i in range(500)]), batch_size=64).batch_size == 64
+    generator = random.Random(0)
+    # A chain of rows that share texts: how many go together depends on their order, and every epoch must find a batch.
+    knotted = Dataset.from_dict({name: [f"{name} {generator.randrange(12)}" for _ in range(40)] for name in ("anchor", "positive")})
+    sampler = SizeAlphaBatchSampler(ConcatDataset([knotted]), batch_samplers=[TextsBatchSampler(knotted, batch_size=64)])
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert len(batches) == len(sampler) > 0 and all(len(set(knotted[batch]["anchor"])) == len(batch) > 4 for batch in batches)
+
+
+def test_a_data_set_without_a_batch_is_named():
+    data = Dataset.from_dict({"anchor": ["a", "b"], "positive": ["c", "c"]})
+    batches = TextsBatchSampler(data, batch_size=2)
+    batches.batch_size = 2
+    with pytest.raises(UserError, match="the data set faq has too few different rows for a batch of 2"):
+        next(iter(SizeAlphaBatchSampler(ConcatDataset([data]), batch_samplers=[batches], names=["faq"])))
+
+
 ROWS = {
     "set.0": ({"set": ["a", "b"]}, "a"),
     "set.query": ({"set": {"query": "q", "neg": ["x"]}}, "q"),
@@ -338,7 +363,9 @@ def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_
     name, pooling, prompt, difference = json.loads(run.stdout.splitlines()[-1])
     assert (name, pooling, prompt) == ("NeoBERTModel", "mean", "Instruction: Find it. Query: ")
     assert difference < 1e-5, "encode_query does not put the saved instruction before the query"
-    assert main(argv) == 0, "a finished run is left alone"
+    assert main([*argv, "--logging_steps", "3", "--save_total_limit", "1"]) == 0, "a finished run is left alone"
+    with pytest.raises(UserError, match=r"other settings \(optim, adam_epsilon differ\)"):
+        main([*argv, "--adam_epsilon", "0.1", "--optim", "sgd"])
     with pytest.raises(UserError, match="learning_rate differ"):
         main([*argv, "--learning_rate", "1e-3"])
     with open(pairs, "a") as file:
@@ -395,10 +422,30 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, t
         assert torch.equal(whole["encoder.weight"], start["model.encoder.weight"]), "LoRA left the embedding as it was"
 
 
+def test_a_small_data_set_with_shared_answers_trains(model_folder, tmp_path):
+    path = write_jsonl(tmp_path / "faq.jsonl", [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)])
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--per_device_train_batch_size", "64")
+    assert main([*argv, "--max_steps", "-1", "--num_train_epochs", "2"]) == 0
+    training = json.loads((tmp_path / "out" / "contrastive.json").read_text())["training"]
+    assert training["rows_per_batch"] == {"faq": 9} and training["steps"] == 2
+
+
+@pytest.mark.parametrize("steps", ["1", "4"])
+def test_a_run_that_diverges_stops_and_saves_no_encoder(model_folder, pairs, tmp_path, steps):
+    """Of one step only the weights show it, of more the loss."""
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", steps, "--warmup_steps", "0")
+    with pytest.raises(UserError, match=r"training diverged after step 1 with learning_rate 1e\+38"):
+        main([*argv, "--learning_rate", "1e38"])
+    assert not list((tmp_path / "out").glob("*.*")), "a folder that loads was written"
+
+
 def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_path):
     bad_row = write_jsonl(tmp_path / "bad.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "a"}])
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
+    some = write_jsonl(tmp_path / "some.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "c", "positive": "d", "negative": "e"}])
+    alike = write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
+    half = write_jsonl(tmp_path / "half.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "\ud83d", "positive": "c"}])
     single = write_jsonl(tmp_path / "single.jsonl", [{"anchor": "a", "positive": "b"}])
     unknown = tmp_path / "unknown.yaml"
     unknown.write_text(yaml.safe_dump({"datasets": [{"name": "x", "path": triplets, "positives": "p"}]}))
@@ -416,6 +463,16 @@ def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_p
         ([], ["--pairs", triplets, "--instruction_template", "Query: "], "must contain {instruction}"),
         ([], ["--pairs", triplets, "--lora", "true", "--lora_targets", "nothing"], "LoRA target 'nothing'"),
         ([], ["--pairs", single], "in-batch negatives need at least 2"),
+        ([], ["--pairs", alike], "alike .*in-batch negatives need at least 2 rows .* its 5 usable rows share theirs"),
+        ([], ["--pairs", some], "line 2 has 'negative', unlike the first row"),
+        ([], ["--pairs", half], "line 2: 'anchor' has half a surrogate pair"),
+        ([], ["--pairs", triplets, "--fp16", "true"], "fp16 needs a GPU"),
+        ([], ["--pairs", triplets, "--seed", "-1"], "seed must be between 0 and 4294967295, but -1 was given"),
+        ([], ["--pairs", triplets, "--num_train_epochs", "1"], "num_train_epochs does not apply here, but 1.0 was given; give max_steps"),
+        ([], ["--pairs", triplets, "--eval_strategy", "steps"], "eval_strategy does not apply here, but 'steps' was given"),
+        ([], ["--pairs", triplets, "--resume_from_checkpoint", "x"], "the same command continues by itself"),
+        ([], ["--pairs", triplets, "--batch_sampler", "no_duplicates"], "batch_sampler does not apply here"),
+        ([], ["--pairs", triplets, "--warmup_ratio", "0.1"], "warmup_ratio does not apply here"),
         ([str(unknown)], [], "unknown key 'positives'"),
     ]
     for front, back, message in cases:

@@ -4,6 +4,7 @@ without repeating work, and one sentence for bad input before anything is writte
 import json
 import random
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -120,6 +121,24 @@ def test_windows_never_hold_more_than_one_in_memory():
     assert len(drawn) == 5, "reading ran ahead of the window: memory would grow with the corpus"
 
 
+def test_memory_does_not_grow_with_the_corpus(model_folder, tmp_path, monkeypatch):
+    """What Python and numpy hold after each of 60 windows; the noise of the C allocator is not in it."""
+    path, held, write = tmp_path / "corpus.jsonl", [], encode_module.write_part
+    path.write_text("".join(json.dumps({"id": i, "text": f"{i} {'word ' * 200}"}) + "\n" for i in range(1200)))
+
+    def write_and_measure(*part):
+        write(*part)
+        held.append(tracemalloc.get_traced_memory()[0] / 2**10)
+
+    monkeypatch.setattr(encode_module, "write_part", write_and_measure)
+    encoder = PackedEncoder(str(model_folder), device="cpu")
+    tracemalloc.start()
+    encode(path, tmp_path / "out.parquet", EncodeArguments(model=str(model_folder), shard_rows=20), progress_bar=False, encoder=encoder)
+    tracemalloc.stop()
+    growth = max(held[50:]) - max(held[5:15])
+    assert len(held) == 60 and growth < 150, f"900 texts of 1 KiB each, long written, cost {growth:.0f} KiB"
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
 def test_one_output_file_in_the_order_of_the_input(corpus, model_folder, reference, tmp_path, suffix):
     output = tmp_path / f"vectors.{suffix}"
@@ -206,6 +225,44 @@ def test_parquet_input_kept_columns_normalized_half_precision_and_prompt(corpus,
     np.testing.assert_allclose(vectors, expected, atol=2e-3)
 
 
+def test_a_kept_column_has_one_type_in_all_parts(model_folder, tmp_path):
+    """Numbers in the first part, nothing in the second, fractions far behind: each part alone would get another type."""
+    ids = [1, 2, None, None, *range(3000), 0.5]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": value, "text": "a"}) + "\n" for value in ids))
+    _, types = check_corpus(path, ["id", "text"], ["text"], ["id"])
+    assert types == {"id": pyarrow.float64()}
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    encode(path, tmp_path / "parts", EncodeArguments(model=str(model_folder), shard_rows=2), progress_bar=False)
+    parts = sorted((tmp_path / "parts").glob("part-*"))
+    assert [read_parquet(part)[0].schema.field("id").type for part in parts] == [pyarrow.int64()] * 4
+    encode(path, tmp_path / "out.parquet", EncodeArguments(model=str(model_folder), shard_rows=2), progress_bar=False)
+    assert read_parquet(tmp_path / "out.parquet")[0]["id"].to_pylist() == ids[:7]
+
+
+def test_columns_of_a_parquet_file_keep_their_types(model_folder, tmp_path):
+    columns = {
+        "text": pyarrow.array(["a", "b", "c"], pyarrow.large_string()),
+        "id": pyarrow.array([1, None, 3], pyarrow.uint8()),
+        "when": pyarrow.array([1, 2, 3], pyarrow.timestamp("ns")),
+        "kind": pyarrow.array(["x", "y", "x"]).dictionary_encode(),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "corpus.parquet")
+    arguments = EncodeArguments(model=str(model_folder), shard_rows=2, keep="id,when,kind,text")
+    encode(tmp_path / "corpus.parquet", tmp_path / "out.parquet", arguments, progress_bar=False)
+    table = read_parquet(tmp_path / "out.parquet")[0]
+    for name, values in columns.items():
+        assert table.schema.field(name).type == values.type and table[name].to_pylist() == values.to_pylist(), f"{name} has changed"
+
+
+@pytest.mark.parametrize("query", ["", "query: "])
+def test_prompts_without_text_have_a_name(model_folder, query):
+    """A model that puts nothing before a document is asked for its document prompt all the same."""
+    encoder = PackedEncoder(str(model_folder), device="cpu")
+    encoder.sentence_transformer.prompts = {"query": query, "document": ""}
+    assert (encoder.prompt("query"), encoder.prompt("document"), encoder.prompt()) == (query, "", "")
+
+
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(corpus, model_folder, tmp_path):
     arguments = [str(corpus), "--model", str(model_folder), "--shard_rows", "16"]
@@ -235,6 +292,13 @@ def test_merged_safetensors_is_what_the_library_reads(tmp_path):
         ('{"text": "a"}\n\n["a"]\n', "line 3 must be an object"),
         ('{"text": "a"}\n{"body": "b"}\n', "line 2 has no 'text'; it has: 'body'"),
         ('{"text": "a"}\n{"text": null}\n', "line 2: 'text' must be text, but is null"),
+        ('{"text": "\\ud83d\\ude00"}\n{"text": "b\\ud83d"}\n', "line 2: 'text' has half a surrogate pair, '.ud83d'"),
+        ('{"text": "a"}\n{"text": "b", "id": 1}\n', "line 2 has 'id', unlike the first row"),
+        ('{"text": "a", "id": 1}\n\n{"text": "b", "id": "x"}\n', "line 3: 'id' is 'x' after values of type int64"),
+        ('{"text": "a", "id": "x"}\n{"text": "b", "id": "\\ud83d"}\n', "line 2: 'id' has half a surrogate pair"),
+        ('{"text": "a", "id": 1180591620717411303424}\n', "line 1: 'id' is 1180591620717411303424; .*integers: 64 bits"),
+        ('{"text": "a", "id": {}}\n', "parquet cannot hold 'id'"),
+        ('{"text": "a", "id": 1}\n' * 1500 + '{"text": "b", "id": "x"}\n', "line 1,501: 'id' is 'x' after values of type int64"),
     ],
 )
 def test_a_broken_row_is_named_before_any_work(tmp_path, model_folder, content, message):
@@ -253,7 +317,7 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
         (["nothing.jsonl", "out"], [], "there is no file"),
         ([str(corpus), "out.csv"], [], "OUT must end in"),
         ([str(corpus), "out"], ["--max_length", "1"], "max_length must be at least 3"),
-        ([str(corpus), "out"], ["--prompt_name", "query"], "no prompt called 'query'"),
+        ([str(corpus), "out"], ["--prompt_name", "nothing"], "no prompt called 'nothing'; it has: .*document"),
         ([str(corpus), "out"], ["--text_column", "body"], "has no 'body'"),
         ([str(corpus), "corpus.jsonl/vectors.parquet"], [], "OUT must be a folder or a new name, but .*corpus.jsonl is a file"),
         ([str(corpus), "out"], ["--device", "nonsense"], "the device 'nonsense' cannot be used here"),

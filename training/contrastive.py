@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..extras import require
@@ -46,6 +46,33 @@ from .trackers import check_trackers
 
 INSTRUCTION_TEMPLATE = "Instruction: {instruction} Query: "
 RECIPE_FILE = "contrastive.json"
+# Arguments of the library's trainer that this command decides otherwise: setting one would change nothing, or break continuing.
+_NOT_OURS = {
+    "num_train_epochs": "give max_steps, or --max_steps -1 with it",
+    "warmup_ratio": "give warmup_steps, below 1 a share of all steps",
+    "data_seed": "give seed",
+    "batch_sampler": "no text occurs twice in a batch",
+    "multi_dataset_batch_sampler": "give alpha",
+    "train_sampling_strategy": "give alpha",
+    "group_by_length": "give alpha",
+    "prompts": "give instruction",
+    "router_mapping": "the encoder has one way for all texts",
+    "label_smoothing_factor": "the loss is InfoNCE; give temperature",
+    "auto_find_batch_size": "give mini_batch_size, for batches that do not fit",
+    "save_only_model": "a checkpoint must hold all that continuing needs",
+    "resume_from_checkpoint": "the same command continues by itself",
+    "ignore_data_skip": "a continued run goes on where its data stood",
+    **dict.fromkeys(
+        ("do_eval", "eval_strategy", "eval_steps", "eval_on_start", "per_device_eval_batch_size", "load_best_model_at_end"),
+        "evaluate the finished folder with neobert mteb",
+    ),
+}
+# What arguments may start with that a continued run may change: they touch neither the numbers nor the order of the data.
+_FREE = (
+    "output_dir", "overwrite", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name",
+    "project", "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
+    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_",
+)  # fmt: skip
 
 
 @dataclass
@@ -126,6 +153,34 @@ class ContrastiveTrainingArguments(SentenceTransformerTrainingArguments):
     save_steps: float = 500
     save_total_limit: int | None = 2
     report_to: str = "none"
+    logging_nan_inf_filter: bool = False
+
+    def __post_init__(self):
+        for known in fields(self):
+            if known.name not in _NOT_OURS or (known.name == "num_train_epochs" and self.max_steps < 0):
+                continue
+            value, default = getattr(self, known.name), known.default_factory() if known.default is MISSING else known.default
+            if getattr(value, "value", value) != getattr(default, "value", default):
+                raise UserError(f"{known.name} does not apply here, but {value!r} was given; {_NOT_OURS[known.name]}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must be between 0 and {2**32 - 1}, but {self.seed} was given")
+        super().__post_init__()
+
+
+class ContrastiveTrainer(SentenceTransformerTrainer):
+    """The library's trainer; it stops as soon as the loss or, at the end, a weight is no finite number."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.check_finite(loss)
+        return loss
+
+    def check_finite(self, *tensors):
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise UserError(
+                f"training diverged after step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and nothing was "
+                "saved; give a lower learning_rate, and --overwrite or another output_dir"
+            )
 
 
 def check(arguments, training):
@@ -138,6 +193,8 @@ def check(arguments, training):
         raise UserError("give --output_dir, the folder for the sentence encoder")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise UserError(f"max_steps must be at least 1, but {training.max_steps} was given")
+    if training.fp16 and training.device.type == "cpu":
+        raise UserError("fp16 needs a GPU; leave it out, or give bf16")
     check_folder(training.output_dir, "output_dir")
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
@@ -156,8 +213,11 @@ def build_datasets(arguments, training, sources):
     data, prompts = DatasetDict(), {}
     for source in sources:
         data[source.name] = load_source(source, seed=training.seed)
-        if len(data[source.name]) < 2:
-            raise UserError(f"{source.name} has {len(data[source.name])} usable row; in-batch negatives need at least 2")
+        if rows_per_batch(data[source.name], 2, None) < 2:
+            raise UserError(
+                f"{source.name} ({source.path}): in-batch negatives need at least 2 rows without a common text, but its "
+                f"{len(data[source.name])} usable rows share theirs"
+            )
         if prompt := arguments.prompt(source.instruction):
             prompts[source.name] = {"anchor": prompt}
     return data, prompts
@@ -176,8 +236,10 @@ def build_trainer(model, data, prompts, arguments, training):
     # A nested dictionary must not be empty, or the trainer would not know the data sets apart.
     training.prompts = prompts or None
     training.batch_sampler = functools.partial(TextsBatchSampler, texts_per_batch=arguments.texts_per_batch)
-    training.multi_dataset_batch_sampler = functools.partial(SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size)
-    return SentenceTransformerTrainer(model=model, args=training, train_dataset=data, loss=build_loss(model, arguments))
+    training.multi_dataset_batch_sampler = functools.partial(
+        SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size, names=list(data)
+    )
+    return ContrastiveTrainer(model=model, args=training, train_dataset=data, loss=build_loss(model, arguments))
 
 
 def save_encoder(model, folder, prompts, arguments, extra):
@@ -225,22 +287,13 @@ def _loading(arguments):
 
 def _recipe(arguments, training):
     """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
-    trained = (
-        "max_steps",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "weight_decay",
-    )
-    trained += ("lr_scheduler_type", "warmup_steps", "adam_beta1", "adam_beta2", "max_grad_norm", "seed", "bf16", "fp16")
-    recipe = {name: value for name, value in asdict(arguments).items() if name != "overwrite"}
-    recipe.update({name: getattr(training, name) for name in trained})
+    given = {**training.to_dict(), **asdict(arguments)}
+    recipe = {name: value for name, value in given.items() if not name.startswith(_FREE)}
+    recipe["processes"] = training.world_size
     recipe["weights"] = weights_digest(arguments.model)
     files = [source.path for source in arguments.sources() if source.is_local and Path(source.path).is_file()]
     recipe["files"] = {path: files_digest([path]) for path in files}
-    recipe["lr_scheduler_type"] = str(getattr(recipe["lr_scheduler_type"], "value", recipe["lr_scheduler_type"]))
-    return json.loads(json.dumps(recipe))
+    return json.loads(json.dumps(recipe, default=str))
 
 
 def _is_finished(folder, recipe, overwrite):
@@ -253,7 +306,7 @@ def _is_finished(folder, recipe, overwrite):
     begun = next((p for p in (path, folder / "checkpoints" / RECIPE_FILE) if p.is_file()), None)
     if begun is not None:
         old = json.loads(begun.read_text())["recipe"]
-        changed = [name for name in recipe if old.get(name) != recipe[name]]
+        changed = [name for name in recipe if name in old and old[name] != recipe[name]]
         if changed:
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(changed)} differ); choose another output_dir, or give --overwrite"
@@ -300,6 +353,7 @@ def train(arguments, training):
             print(f"{name}: {size:,} rows, {rows[name]} a batch, drawn with probability {drawn[name]:.3f}")
     checkpoint = last_whole_checkpoint(training.output_dir)
     outcome = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    trainer.check_finite(*trainer.model.parameters())
     trainable, total = trainable_parameters(trainer.model)
     summary = {
         "rows": sizes,

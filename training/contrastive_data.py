@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 
@@ -124,18 +125,22 @@ def check_source(source):
     """Checks a local data set, row by row, before any work; finds its negative columns.
 
     Raises:
-        UserError: no such file, a broken row, a column that is missing.
+        UserError: no such file, a broken row, a column that is missing, negatives in some rows only.
     """
     if not source.is_local:
         return
     columns = corpus_columns(source.path) if Path(source.path).is_file() else []
+    uniform = None
     if not source.negatives:
-        source.negatives = sorted(
-            (name for name in columns if name == "negative" or name.startswith("negative_")), key=lambda name: (len(name), name)
-        )
+        source.negatives = sorted(filter(_is_negative, columns), key=lambda name: (len(name), name))
+        uniform = _is_negative
     texts = [path for path in (source.anchor, source.positive) if "." not in path]
     wanted = [path.split(".")[0] for path in (source.anchor, source.positive, *source.negatives, *source.above)]
-    check_corpus(source.path, list(dict.fromkeys(wanted)), texts)
+    check_corpus(source.path, list(dict.fromkeys(wanted)), texts, uniform=uniform)
+
+
+def _is_negative(column):
+    return column == "negative" or column.startswith("negative_")
 
 
 def load_source(source, seed=0):
@@ -218,11 +223,13 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         batch_samplers: one sampler a data set.
         alpha: 0 draws all alike, 1 in proportion to their size.
         group: number of processes.
+        names: of the data sets, for the message about one without a batch.
     """
 
-    def __init__(self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1):
+    def __init__(self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1, names=None):
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
         self.group = group
+        self.names = names or range(len(batch_samplers))
         self.probabilities = probabilities([len(part) for part in dataset.datasets], alpha)
 
     def __iter__(self):
@@ -238,12 +245,15 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
             for _ in range(self.group):
                 if drawn not in iterators:
                     iterators[drawn] = self._restarted(drawn, rounds)
-                batch = next(iterators[drawn], None)
-                if batch is None:
+                tries = 0
+                while (batch := next(iterators[drawn], None)) is None:
+                    # Where most rows share a text with another, a batch may be found in few orders.
+                    if (tries := tries + 1) > 100:
+                        size = self.batch_samplers[drawn].batch_size
+                        raise UserError(
+                            f"the data set {self.names[drawn]} has too few different rows for a batch of {size}; lower the batch size"
+                        )
                     iterators[drawn] = self._restarted(drawn, rounds)
-                    batch = next(iterators[drawn], None)
-                if batch is None:
-                    raise ValueError(f"data set {drawn} of the mixture has too few different rows for one batch; lower the batch size.")
                 yield [index + offsets[drawn] for index in batch]
 
     def _restarted(self, number, rounds):
@@ -258,7 +268,7 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
 
 
 class TextsBatchSampler(NoDuplicatesBatchSampler):
-    """Batches without a text that occurs twice (it would be its own negative), cut to a number of encoded texts.
+    """Batches without a text that occurs twice (it would be its own negative), cut to a number of encoded texts and of different rows.
 
     Args:
         texts_per_batch: texts of one batch over all its columns (the paper's code: 128), or None for `batch_size` rows.
@@ -270,7 +280,21 @@ class TextsBatchSampler(NoDuplicatesBatchSampler):
 
 
 def rows_per_batch(dataset, batch_size, texts_per_batch):
-    """Rows in a batch of `dataset`: at least 2, at most the data set."""
-    columns = [name for name in dataset.column_names if name in ("anchor", "positive") or name.startswith("negative_")]
+    """Rows in a batch of `dataset`: as many as were asked for (at least 2), or as many as have no text in common."""
+    columns = [name for name in dataset.column_names if name in ("anchor", "positive") or _is_negative(name)]
     rows = batch_size if texts_per_batch is None else max(2, texts_per_batch // len(columns))
-    return min(rows, len(dataset))
+    # How many an order gives depends on it; the least of a few is what nearly all give.
+    return min(_different_rows(dataset.select_columns(columns), rows, seed) for seed in range(3))
+
+
+def _different_rows(dataset, most, seed):
+    """Rows without a common text, at most `most`, that one pass finds; of a large data set over a random part."""
+    texts, found = set(), 0
+    for index in np.random.default_rng(seed).choice(len(dataset), min(len(dataset), max(10_000, 50 * most)), replace=False):
+        row = set(dataset[int(index)].values())
+        if texts.isdisjoint(row):
+            texts |= row
+            found += 1
+            if found == most:
+                break
+    return found
