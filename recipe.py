@@ -18,6 +18,23 @@ def one_line(error, at_most=200):
     return " ".join(str(error).split())[:at_most]
 
 
+def refuse_options(arguments, reasons, defaults=None):
+    """Raises UserError for an option of another library's dataclass that does not apply here but was set.
+
+    Args:
+        arguments: the dataclass instance.
+        reasons: {option: what to do instead}; names that this version of the library does not have are passed over.
+        defaults: the dataclass whose defaults mean "not set"; by default that of `arguments`.
+    """
+    for option in dataclasses.fields(defaults or arguments):
+        if option.name not in reasons:
+            continue
+        default = option.default_factory() if option.default is dataclasses.MISSING else option.default
+        value = getattr(arguments, option.name)
+        if getattr(value, "value", value) != getattr(default, "value", default):
+            raise UserError(f"{option.name} does not apply here, but {value!r} was given; {reasons[option.name]}")
+
+
 class _Parser(HfArgumentParser):
     def error(self, message):
         raise UserError(message)

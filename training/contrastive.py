@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..extras import require
@@ -28,7 +28,7 @@ from transformers import set_seed
 from ..evaluation.identity import files_digest, weights_digest
 from ..evaluation.packed_encoder import load_sentence_transformer
 from ..evaluation.results import check_folder, environment, write_json
-from ..recipe import UserError, read_recipe
+from ..recipe import UserError, read_recipe, refuse_options
 from .contrastive_data import (
     FORMATS,
     DataSource,
@@ -156,29 +156,24 @@ class ContrastiveTrainingArguments(SentenceTransformerTrainingArguments):
     logging_nan_inf_filter: bool = False
 
     def __post_init__(self):
-        for known in fields(self):
-            if known.name not in _NOT_OURS or (known.name == "num_train_epochs" and self.max_steps < 0):
-                continue
-            value, default = getattr(self, known.name), known.default_factory() if known.default is MISSING else known.default
-            if getattr(value, "value", value) != getattr(default, "value", default):
-                raise UserError(f"{known.name} does not apply here, but {value!r} was given; {_NOT_OURS[known.name]}")
+        refuse_options(self, {name: reason for name, reason in _NOT_OURS.items() if name != "num_train_epochs" or self.max_steps >= 0})
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be between 0 and {2**32 - 1}, but {self.seed} was given")
         super().__post_init__()
 
 
 class ContrastiveTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops as soon as the loss or, at the end, a weight is no finite number."""
+    """The library's trainer; it stops where the logged loss or, at the end, a weight is no finite number."""
 
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.check_finite(loss)
-        return loss
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            self.check_finite(torch.tensor(logs["loss"]))
+        super().log(logs, *args, **kwargs)
 
     def check_finite(self, *tensors):
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise UserError(
-                f"training diverged after step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and nothing was "
+                f"training diverged after step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and no encoder was "
                 "saved; give a lower learning_rate, and --overwrite or another output_dir"
             )
 

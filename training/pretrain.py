@@ -25,7 +25,7 @@ from .. import cli  # noqa: E402
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
 from ..evaluation.results import environment, write_json  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
-from ..recipe import UserError, one_line, read_recipe  # noqa: E402
+from ..recipe import UserError, one_line, read_recipe, refuse_options  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .glue_run import load_tokenizer  # noqa: E402
@@ -234,11 +234,7 @@ class PretrainingArguments(TrainingArguments):
             raise UserError(f"save_strategy must be steps or 'no' (in a recipe with its quotes), but {self.save_strategy} was given")
         if self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
-        defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
-        for name, instead in _NOT_OURS.items():
-            value = getattr(self, name, None)
-            if name in defaults and getattr(value, "value", value) != getattr(defaults[name], "value", defaults[name]):
-                raise UserError(f"{name} does not apply here, but {value!r} was given; {instead}")
+        refuse_options(self, _NOT_OURS, TrainingArguments)
         for name in ("logging_steps", "save_steps"):
             value = getattr(self, name)
             if value < 1 or value != int(value):
