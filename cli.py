@@ -27,6 +27,13 @@ def usage():
     return "\n".join(["usage: neobert <command> [arguments]; neobert <command> --help", "", *lines])
 
 
+def _leave_process_group():
+    """Processes of torchrun leave their group before the interpreter ends, which threads of the group could abort."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def main(argv=None):
     """Runs one command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -39,7 +46,9 @@ def main(argv=None):
         return 2
     try:
         module = importlib.import_module(f".{COMMANDS[command][0]}", __package__)
-        return module.main(arguments) or 0
+        code = module.main(arguments) or 0
+        _leave_process_group()
+        return code
     except (UserError, ImportError) as error:
         print(f"neobert {command}: {error}", file=sys.stderr)
         return 2
