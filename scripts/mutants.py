@@ -87,8 +87,8 @@ MUTANTS = {
     "last of hidden_states not normed": (
         (
             (
-                "        hidden = self.layer_norm(hidden)\n        if output_hidden_states:\n            all_hidden.append(hidden)\n",
-                "        if output_hidden_states:\n            all_hidden.append(hidden)\n        hidden = self.layer_norm(hidden)\n",
+                "        hidden = self.layer_norm(hidden)\n        if all_hidden is not None:\n            all_hidden.append(hidden)\n",
+                "        if all_hidden is not None:\n            all_hidden.append(hidden)\n        hidden = self.layer_norm(hidden)\n",
             ),
         ),
         CORE,
@@ -157,11 +157,20 @@ MUTANTS = {
     ),
     "mean pooling over padding": (
         (
-            ("(hidden * mask[..., None]).sum(dim=1) / mask.sum", "hidden.sum(dim=1) / mask.sum"),
+            ("(hidden * mask[..., None]).sum(dim=1,", "hidden.sum(dim=1,"),
             ("/ mask.sum(dim=-1, keepdim=True)", "/ torch.ones_like(mask).sum(dim=-1, keepdim=True)"),
         ),
         ("heads",),
     ),  # fmt: skip
+    "parts of a large batch take a text too many": ((("            if length > room:\n", "            if room <= 0:\n"),), ("packing",)),
+    "compiled texts that start again see each other": (
+        (("starts = torch.where(fits, starts, tokens == 0)", "starts = tokens == 0"),),
+        ("compile_export",),
+    ),
+    "an answer may be padding": (
+        (("attention_mask[..., None] == 0, torch.finfo", "attention_mask[..., None] < 0, torch.finfo"),),
+        ("heads",),
+    ),
     "first column pooled in place of the first real token": (
         (("return mask.to(torch.int32).argmax(dim=-1)", "return mask.to(torch.int32).argmax(dim=-1) * 0"),),
         ("heads",),

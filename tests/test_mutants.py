@@ -1,0 +1,21 @@
+"""Pins that the mutants of scripts/mutants.py can be made: each text that one replaces is in the model, and its tests are there."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+mutants = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(mutants)
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_a_mutant_follows_the_code(name):
+    changes, tests = mutants.MUTANTS[name]
+    code = (ROOT / mutants.MODEL).read_text(encoding="utf-8")
+    for text, replacement in changes:
+        assert text in code and text != replacement, f"{mutants.MODEL} does not contain {text!r}; the mutant must follow the code"
+    assert all((ROOT / "tests" / f"test_{test}.py").is_file() for test in tests)
