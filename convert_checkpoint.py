@@ -157,18 +157,11 @@ def work_out_config(tensors, given, head):
 
 def choose_head(tensors, wanted):
     """The head to write, and the tensors without those of other heads; and what was left out."""
-    has_decoder = any(name.startswith("decoder.") for name in tensors)
-    has_classifier = any(name.startswith(("dense.", "classifier.")) for name in tensors)
+    has_decoder, has_dense, has_output, answers = (any(name.startswith(prefix) for name in tensors) for prefix in _HEAD_TENSORS)
+    has_classifier = has_dense or has_output
     if wanted is None:
-        of_tokens = has_classifier and not any(name.startswith("dense.") for name in tensors)
-        other = (
-            "question answering"
-            if any(name.startswith("qa_outputs.") for name in tensors)
-            else "token classification"
-            if of_tokens
-            else None
-        )
-        if other:
+        if answers or (has_output and not has_dense):
+            other = "question answering" if answers else "token classification"
             raise UserError(
                 f"the checkpoint's head is one of {other}, which is not converted: load a folder of save_pretrained as it is, or give --head base "
                 "for the backbone alone."

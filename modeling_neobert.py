@@ -668,7 +668,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         Raises:
             ValueError: inputs that do not fit together.
         """
-        _check_tensors(attention_mask=attention_mask, position_ids=position_ids)
+        _check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids)
         shape = self._checked_tokens(input_ids, inputs_embeds)
         device = (inputs_embeds if input_ids is None else input_ids).device
         mask = _checked_mask(attention_mask, shape)
@@ -770,7 +770,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     def _checked_tokens(self, input_ids, inputs_embeds):
         """(B, L) of the tokens given."""
-        _check_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds)
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
             raise ValueError(f"Give either input_ids or inputs_embeds; {given} was given.")

@@ -20,6 +20,7 @@ import torch
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput_sets import draw_lengths, make_batch
+from neobert.recipe import one_line
 
 
 def torch_dynamic(model, batch):
@@ -117,7 +118,7 @@ def main():
                 embeddings[name] = embed(run, batch)
                 runs[name] = run
             except Exception as error:  # one method's failure is a row of the table
-                failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                failed[name] = f"{type(error).__name__}: {one_line(error, 120)}"
             print(name, failed.get(name, "ready"), flush=True)
         for _ in range(arguments.repeats):
             for name, run in runs.items():

@@ -25,7 +25,7 @@ from ..extras import require
 from ..recipe import UserError, read_recipe
 from .corpus import check_corpus, corpus_columns, read_corpus
 from .identity import weights_digest
-from .packed_encoder import PackedEncoder, choose_device, choose_dtype
+from .packed_encoder import TOKENS_HELP, PackedEncoder, choose_device, choose_dtype
 from .results import check_folder, environment, write_json
 
 
@@ -57,7 +57,7 @@ class EncodeArguments:
     dtype: str = field(default="auto", metadata={"help": "auto, float32, float16 or bfloat16 for the model"})
     output_dtype: str = field(default="float32", metadata={"help": "float32 or float16 in the output"})
     attn_implementation: str | None = field(default=None, metadata={"help": "attention implementation of transformers"})
-    tokens_per_batch: int | None = field(default=None, metadata={"help": "tokens in a batch; 65,536 on CUDA, 3,072 on the CPU"})
+    tokens_per_batch: int | None = field(default=None, metadata={"help": TOKENS_HELP})
     shard_rows: int = field(default=8192, metadata={"help": "most rows in a part"})
     shard_characters: int = field(default=32_000_000, metadata={"help": "most characters in a part (a longer text is a part of its own)"})
     processes: int | None = field(default=None, metadata={"help": "worker processes; one a GPU, or one"})

@@ -23,7 +23,7 @@ from mteb.types import PromptType
 from ..recipe import UserError, one_line, read_recipe
 from ..training.contrastive import INSTRUCTION_TEMPLATE
 from .local_tasks import LOCAL_TASKS
-from .packed_encoder import PackedEncoder, choose_device, choose_dtype
+from .packed_encoder import TOKENS_HELP, PackedEncoder, choose_device, choose_dtype
 from .published import MTEB, MTEB_NOTE, MTEB_TYPES
 from .results import check_folder, environment, markdown_table, write_json, write_text
 
@@ -49,7 +49,7 @@ class MtebArguments:
     max_length: int | None = field(default=None, metadata={"help": "tokens per text"})
     pooling: str = field(default="mean", metadata={"help": "mean or cls, for a bare encoder"})
     tokenizer: str | None = field(default=None, metadata={"help": "tokenizer, where the model's folder has none"})
-    tokens_per_batch: int | None = field(default=None, metadata={"help": "tokens in a batch; 65,536 on CUDA, 3,072 on the CPU"})
+    tokens_per_batch: int | None = field(default=None, metadata={"help": TOKENS_HELP})
     device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1, ..."})
     attn_implementation: str | None = field(default=None, metadata={"help": "attention implementation of transformers"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run the model repository's own code"})

@@ -14,6 +14,9 @@ from ..extras import require
 from ..recipe import UserError, one_line
 
 
+# Tokens of a batch where none are given; on the CPU more leave the caches.
+CUDA_TOKENS, CPU_TOKENS = 65536, 3072
+TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 POOLINGS = ("mean", "cls")
 TOKENIZER_FOLDER = Path(__file__).resolve().parent.parent / "tokenizer"
@@ -137,7 +140,7 @@ class PackedEncoder:
     Args:
         model: folder, Hub name, or a SentenceTransformer.
         dtype: "auto", "float32", "float16" or "bfloat16".
-        tokens_per_batch: by default 65,536 on CUDA, and 3,072 elsewhere (more leaves the caches).
+        tokens_per_batch: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
         settings: see `load_sentence_transformer`.
     """
 
@@ -147,7 +150,7 @@ class PackedEncoder:
             model = load_sentence_transformer(str(model), self.device, choose_dtype(dtype, self.device), **settings)
         self.sentence_transformer = model.to(self.device).eval()
         self.dtype = model[0].auto_model.dtype
-        self.tokens_per_batch = tokens_per_batch or (65536 if self.device.type == "cuda" else 3072)
+        self.tokens_per_batch = tokens_per_batch or (CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
         if self.tokens_per_batch < 1:
             raise UserError(f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given")
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}  # those that change a vector

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from .. import cli
 from ..recipe import UserError, one_line, read_recipe
 from .memory import PeakMemory
 from .results import check_folder, environment, markdown_table, write_json, write_text
@@ -546,6 +547,4 @@ def _build(pair, arguments, small, built):
 
 
 if __name__ == "__main__":
-    from ..cli import main as command
-
-    sys.exit(command(["throughput", *sys.argv[1:]]))
+    sys.exit(cli.main(["throughput", *sys.argv[1:]]))

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tqdm import tqdm  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+from .. import cli  # noqa: E402
 from ..evaluation.corpus import check_corpus, read_corpus  # noqa: E402
 from ..evaluation.results import check_folder, environment, markdown_table, write_json, write_text  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
@@ -504,6 +505,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from ..cli import main as command
-
-    sys.exit(command(["ablations", *sys.argv[1:]]))
+    sys.exit(cli.main(["ablations", *sys.argv[1:]]))
