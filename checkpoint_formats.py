@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .recipe import UserError
+from .common.errors import UserError, listed
 
 
 @dataclass
@@ -32,13 +32,6 @@ class StoredTensor:
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     storage: Hashable = None
-
-
-def listed(names, limit=20):
-    """`a, b, c and 4 more`."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(str, names[:limit])) + more
 
 
 # ------------------------------------------------------------------------------------------------------ restricted unpickling

@@ -17,14 +17,13 @@ from .checkpoint_formats import (
     MODEL_STATES,
     OPTIM_STATES,
     StoredTensor,
-    listed,
     read_deepspeed,
     read_distributed,
     safetensors_tensors,
     sharded_tensors,
     torch_tensors,
 )
-from .recipe import UserError
+from .common.errors import UserError, listed
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from .recipe import UserError
+from .common.errors import UserError
 
 
 # command: (module, what it does)

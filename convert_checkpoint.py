@@ -27,17 +27,18 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from .checkpoint_formats import listed
 from .checkpoint_readers import find_config, open_checkpoint, read_config
+from .common.errors import UserError, listed
+from .common.files import check_apart, check_replaceable, new_folder, recover
 from .configuration_neobert import NeoBERTConfig
 from .hub_folder import (
     HERE,
     TOKENIZER_FILES,
-    clean_up_after_killed_runs,
+    check_tokenizer_files,
     reference_outputs,
     usage_lines,
     verify,
-    whole_folder,
+    verify_tokenizer,
     write_config,
     write_model_card,
     write_sentence_transformers,
@@ -45,7 +46,6 @@ from .hub_folder import (
     write_weights,
 )
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
-from .recipe import UserError
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -234,10 +234,10 @@ def check_values(tensors, dtype):
 
 
 def find_tokenizer(argument, folders, rows):
-    """The folder with tokenizer files that goes with `rows` of embedding, or None for "none".
+    """The tokenizer that goes with `rows` of embedding, loaded without remote code; or None for "none".
 
     Raises:
-        UserError: not loadable; or its size is neither `rows` nor comes to `rows` when rounded up to a multiple of 8 ... 512.
+        UserError: links among its files; not loadable; or its size is neither `rows` nor comes to `rows` when rounded up to a multiple of 8 ... 512.
     """
     if argument == "none":
         return None
@@ -247,6 +247,7 @@ def find_tokenizer(argument, folders, rows):
             raise UserError(f"--tokenizer takes a folder with {listed(TOKENIZER_FILES[:2])} ..., or none, but {argument} was given.")
     else:
         folder = next((f for f in folders if any((f / name).is_file() for name in ("tokenizer.json", "vocab.txt"))), HERE / "tokenizer")
+    check_tokenizer_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         size = max(tokenizer.get_vocab().values()) + 1
@@ -258,14 +259,16 @@ def find_tokenizer(argument, folders, rows):
             f"the checkpoint has {rows} vocabulary rows, but the tokenizer in {folder} has {size} tokens (which allows {listed(allowed)} "
             "rows): give the right one with --tokenizer DIR, or --tokenizer none."
         )
-    return folder
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer in {folder} has no fast form (tokenizer.json), which the Hub folder needs; give another with --tokenizer DIR."
+        )
+    return tokenizer
 
 
 def check_output(output, checkpoint, force):
-    """Refuses an output that exists (without --force), that is no converted model, or that would overwrite the checkpoint."""
-    real, source = Path(os.path.realpath(output)), Path(os.path.realpath(checkpoint))
-    if real == source or real in source.parents:
-        raise UserError(f"the output {output} would overwrite the checkpoint; choose another folder.")
+    """Refuses an output that exists (without --force), that another program wrote or the user changed, or that touches the checkpoint."""
+    check_apart(output, checkpoint)
     if not output.exists():
         return
     if not output.is_dir():
@@ -273,8 +276,7 @@ def check_output(output, checkpoint, force):
     if any(output.iterdir()):
         if not force:
             raise UserError(f"the output folder {output} exists; choose another one, or replace it with --force.")
-        if not (output / "config.json").is_file():
-            raise UserError(f"--force replaces converted models only, and {output} holds no config.json; remove it yourself.")
+        check_replaceable(output, "convert")
 
 
 def check_space(parent, needed):
@@ -377,11 +379,12 @@ def convert(arguments):
         UserError: anything refused, one sentence; nothing was written then.
     """
     output = Path(os.path.abspath(arguments.output))
-    clean_up_after_killed_runs(output)
+    recover(output)
     check_output(output, arguments.checkpoint, arguments.force)
     if arguments.push_to_hub:
         check_push(arguments.push_to_hub)
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.step)
+    check_apart(output, checkpoint.path)
     print(f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.tensors)} tensors")
     if arguments.config:
         config_path, given = arguments.config, read_config(arguments.config, CONFIG_FIELDS)
@@ -434,7 +437,7 @@ def convert(arguments):
     pooled = arguments.sentence_transformers
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole_folder(output) as folder:
+        with new_folder(output, "convert", replace=arguments.force) as folder:
             write_config(folder, config, architecture, dtype)
             if tokenizer is not None:
                 write_tokenizer(folder, tokenizer, config.max_position_embeddings)
@@ -447,6 +450,8 @@ def convert(arguments):
             # Unmaps the checkpoint before a second process loads the result.
             tensors.clear()
             checkpoint.tensors.clear()
+            if tokenizer is not None:
+                verify_tokenizer(folder, tokenizer)
             outputs = verify(folder, head, expected_rounded, config)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -1,11 +1,9 @@
 """Writes a folder ready for the Hugging Face Hub, whole or not at all, and proves it by loading it as a user would."""
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,79 +11,22 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import BertTokenizerFast
 
-from .recipe import UserError
+from .common.errors import UserError, printable
 
 
 HERE = Path(__file__).resolve().parent
 CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
+# Where transformers looks for a tokenizer.
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-# ------------------------------------------------------------------------------------------------------------- whole or absent
-
-
-def _backup(output):
-    return output.with_name(f".{output.name}.replaced")
-
-
-def _is_alive(pid):
-    if os.name == "nt":
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def clean_up_after_killed_runs(output):
-    """Removes what a killed conversion to `output` left beside it, and puts back a folder that it was about to replace."""
-    backup = _backup(output)
-    if backup.is_dir():
-        if output.exists():
-            shutil.rmtree(backup, ignore_errors=True)
-        else:
-            os.replace(backup, output)
-    prefix = f".{output.name}.converting-{socket.gethostname()}-"
-    for path in output.parent.glob(f".{output.name}.converting-*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not _is_alive(int(pid))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def whole_folder(output):
-    """A temporary sibling of `output` that takes its name when the block ends well, and is removed when it does not."""
-    folder = output.with_name(f".{output.name}.converting-{socket.gethostname()}-{os.getpid()}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        for path in folder.rglob("*"):
-            if path.is_file():
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
-        if output.exists():
-            os.replace(output, _backup(output))
-        os.replace(folder, output)
-        shutil.rmtree(_backup(output), ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------- weights
@@ -167,17 +108,54 @@ def write_config(folder, config, architecture, dtype):
         shutil.copyfile(HERE / name, folder / name)
 
 
-def write_tokenizer(folder, tokenizer, max_length):
-    """Copies the tokenizer's files to the top of the folder; it truncates at the model's context length at the latest."""
+# What a tokenizer_config.json may say. Everything else of a stranger's file stays out: `auto_map` names code to run, `name_or_path` a path.
+_TOKENIZER_SETTINGS = (
+    "add_prefix_space",
+    "clean_up_tokenization_spaces",
+    "do_lower_case",
+    "model_input_names",
+    "padding_side",
+    "strip_accents",
+    "tokenize_chinese_chars",
+    "truncation_side",
+)
+
+
+def check_tokenizer_files(folder):
+    """Raises UserError for a tokenizer file that is a link, which could lead anywhere; those of the Hub's cache lead to its `blobs`."""
     for name in TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            shutil.copyfile(tokenizer / name, folder / name)
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if settings.get("model_max_length", float("inf")) > max_length:
-            settings["model_max_length"] = max_length
-            path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+        path = folder / name
+        if path.is_symlink() and path.resolve().parent != (folder.resolve().parent.parent / "blobs"):
+            raise UserError(
+                f"{path} is a link to {path.resolve()}, and links are not followed into what may be published; put the file there."
+            )
+
+
+def write_tokenizer(folder, tokenizer, max_length):
+    """Writes a loaded tokenizer to the top of the folder, from what was parsed and not by copying: no foreign key or file comes along.
+
+    Args:
+        tokenizer: a fast tokenizer, loaded without remote code.
+        max_length: tokens that it truncates at, at the latest.
+    """
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    is_bert = isinstance(tokenizer, BertTokenizerFast) and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"
+    if is_bert:
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.get))
+        (folder / "vocab.txt").write_text(lines, encoding="utf-8")
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, (str, AddedToken))}
+    own = tokenizer.model_max_length
+    settings = {name: tokenizer.init_kwargs[name] for name in _TOKENIZER_SETTINGS if name in tokenizer.init_kwargs}
+    settings |= special | {
+        "tokenizer_class": "BertTokenizer" if is_bert else "PreTrainedTokenizerFast",
+        "model_max_length": min(own, max_length) if isinstance(own, int) and own > 0 else max_length,
+    }
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_sentence_transformers(folder, config):
@@ -251,6 +229,7 @@ def write_model_card(folder, config, head, dtype, rows, name, parameters, has_to
 _RELOAD = """
 import sys, torch, transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
 folder, auto, inputs, outputs = sys.argv[1:]
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -269,6 +248,14 @@ with torch.no_grad():
     result = model.eval()(**load_file(inputs))
 save_file({"output": (result.last_hidden_state if auto == "AutoModel" else result.logits).contiguous()}, outputs)
 """
+
+# The same for the tokenizer, in a folder without a model: no code of anybody is allowed to run.
+_RELOAD_TOKENIZER = """
+import json, sys, transformers
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
+print(json.dumps(tokenizer(json.loads(sys.argv[2]))["input_ids"]))
+"""
+_PROBES = ["The owl's nest, 42 metres up: caf\u00e9!", "[MASK] unaffable \u4f60\u597d", ""]
 
 
 def _random_tokens(config):
@@ -332,6 +319,38 @@ def _compared(head, inputs):
     return slice(None) if head == "sequence-classification" else inputs["attention_mask"].bool()
 
 
+def _run_fresh(code, *arguments, scratch):
+    """Output of Python code in a new process that knows neither this package nor the network; UserError with its last line if it fails."""
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+    )
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        raise UserError(f"the converted folder does not load, so it was not kept: {printable(reason)}")
+    return process.stdout
+
+
+def verify_tokenizer(folder, tokenizer):
+    """Loads the tokenizer that was written as a plain one, in a fresh process, and compares its ids with those of `tokenizer`.
+
+    Raises:
+        UserError: it does not load without remote code, or splits text otherwise.
+    """
+    with tempfile.TemporaryDirectory(prefix="neobert-verify-") as scratch:
+        alone = Path(scratch) / "tokenizer"
+        alone.mkdir()
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, alone / name)
+        written = json.loads(_run_fresh(_RELOAD_TOKENIZER, alone, json.dumps(_PROBES), scratch=scratch))
+    if written != tokenizer(_PROBES)["input_ids"]:
+        raise UserError("the converted folder's tokenizer splits text otherwise than its source, so it was not kept.")
+
+
 def verify(folder, head, expected, config):
     """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh process and compares its outputs.
 
@@ -348,17 +367,7 @@ def verify(folder, head, expected, config):
     with tempfile.TemporaryDirectory(prefix="neobert-verify-") as scratch:
         given, answered = Path(scratch) / "inputs.safetensors", Path(scratch) / "outputs.safetensors"
         save_file(inputs, given)
-        environment = {**os.environ, "HF_MODULES_CACHE": f"{scratch}/modules", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        process = subprocess.run(
-            [sys.executable, "-c", _RELOAD, str(folder.resolve()), _TASKS[head][1], str(given), str(answered)],
-            env=environment,
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-        )
-        if process.returncode:
-            reason = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-            raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
+        _run_fresh(_RELOAD, folder.resolve(), _TASKS[head][1], given, answered, scratch=scratch)
         output = load_file(answered)["output"][_compared(head, inputs)]
     difference = (output - expected).abs().max().item()
     if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):

@@ -8,14 +8,7 @@ from pathlib import Path
 import yaml
 from transformers import HfArgumentParser
 
-
-class UserError(ValueError):
-    """Bad input: one sentence for the user. `cli.py` prints it without a traceback and exits with 2."""
-
-
-def one_line(error, at_most=200):
-    """Another program's error message on one line of at most `at_most` characters, to stand in a sentence of ours."""
-    return " ".join(str(error).split())[:at_most]
+from .common.errors import UserError, one_line
 
 
 def refuse_options(arguments, reasons, defaults=None):

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 from neobert import NeoBERTConfig, NeoBERTModel
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.throughput_models import compile_blocks
 from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 

@@ -10,11 +10,12 @@ import math
 import statistics
 from pathlib import Path
 
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.identity import weights_digest
 from neobert.evaluation.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
 from neobert.evaluation.mteb_evaluation import MtebArguments, evaluate
 from neobert.evaluation.packed_encoder import PackedEncoder
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.training import contrastive
 
 

@@ -123,7 +123,8 @@ def main(argv=None):
     options = parser.parse_args(argv)
     import_package()
     from neobert import NeoBERTConfig
-    from neobert.evaluation.results import environment, write_json
+    from neobert.common.files import write_json
+    from neobert.common.results import environment
 
     config = NeoBERTConfig(num_hidden_layers=options.layers)
     size, rows = None, []

@@ -20,10 +20,11 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.encode import EncodeArguments, encode
 from neobert.evaluation.memory import PeakMemory
 from neobert.evaluation.packed_encoder import TOKENIZER_FOLDER, PackedEncoder
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.training.local_text import wordnet_entries
 
 

@@ -17,9 +17,9 @@ import shlex
 import shutil
 from pathlib import Path
 
+from neobert.common.errors import UserError
+from neobert.common.files import write_text
 from neobert.evaluation.local_tasks import similarity_pairs
-from neobert.evaluation.results import write_text
-from neobert.recipe import UserError
 from neobert.training import glue
 from neobert.training.local_text import sentiment_sentences
 

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.memory import PeakMemory
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.evaluation.throughput_models import build
 from neobert.evaluation.throughput_sets import make_batch
 

@@ -19,9 +19,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.evaluation.memory import PeakMemory
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.training.batching import MicroBatches, Windows, pad, real_tokens, squared_lengths
 from neobert.training.local_text import wordnet_entries

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.throughput import GEMM_SECONDS, MatrixProduct
 from neobert.evaluation.throughput_models import build
 from neobert.evaluation.throughput_sets import draw_lengths, make_batch

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
 from neobert.evaluation.identity import weights_digest
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
 from neobert.training.local_text import sentiment_sentences
 from neobert.training.lora import NEOBERT_TARGETS
 

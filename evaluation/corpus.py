@@ -4,7 +4,7 @@ import io
 import json
 from pathlib import Path
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 FORMATS = (".jsonl", ".parquet")

@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..extras import require
-from ..recipe import UserError, read_recipe
+from ..common.errors import UserError, require
+from ..common.files import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_json
+from ..common.results import environment
+from ..recipe import read_recipe
 from .corpus import check_corpus, corpus_columns, read_corpus
 from .identity import weights_digest
 from .packed_encoder import TOKENS_HELP, PackedEncoder, choose_device, choose_dtype
-from .results import check_folder, environment, write_json
 
 
 USAGE = """usage: neobert encode IN OUT --model MODEL [--key value ...]
@@ -36,6 +37,10 @@ OUT  a file (.parquet or .safetensors), or a folder of parts
 """
 FORMATS = ("parquet", "safetensors")
 MANIFEST = "encode.json"
+# Names of a folder's parts, finished and on the way.
+PARTS = tuple(f"{dot}part-*.{format}{end}" for format in FORMATS for dot, end in (("", ""), (".", ".*")))
+# In a single file's own metadata, so that it can be told from a file of somebody else.
+MARK = {"neobert": "encode"}
 
 
 @dataclass
@@ -63,7 +68,7 @@ class EncodeArguments:
     processes: int | None = field(default=None, metadata={"help": "worker processes; one a GPU, or one"})
     device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run the model repository's own code"})
-    overwrite: bool = field(default=False, metadata={"help": "remove what OUT holds and start again"})
+    overwrite: bool = field(default=False, metadata={"help": "make OUT anew where neobert encode wrote it; any other file is left alone"})
 
     def __post_init__(self):
         for name in ("shard_rows", "shard_characters"):
@@ -123,7 +128,7 @@ def write_part(path, rows, vectors, arguments, keep):
     if path.suffix == ".safetensors":
         from safetensors.numpy import save_file
 
-        save_file({"embeddings": np.ascontiguousarray(vectors)}, temporary)
+        save_file({"embeddings": np.ascontiguousarray(vectors)}, temporary, metadata=MARK)
     else:
         import pyarrow
         import pyarrow.parquet
@@ -132,7 +137,7 @@ def write_part(path, rows, vectors, arguments, keep):
         columns = {name: pyarrow.array([row[name] for row in rows], kind) for name, kind in keep.items()}
         columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(values, vectors.shape[1])
         # Vectors of floats do not compress.
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="none", use_dictionary=False)
+        pyarrow.parquet.write_table(pyarrow.table(columns, metadata=MARK), temporary, compression="none", use_dictionary=False)
     os.replace(temporary, path)
 
 
@@ -247,7 +252,8 @@ def _merge_safetensors(parts, target):
     dtype = load(parts[0]).dtype
     size = rows * width * dtype.itemsize
     name = {"float32": "F32", "float16": "F16"}[dtype.name]
-    header = json.dumps({"embeddings": {"dtype": name, "shape": [rows, width], "data_offsets": [0, size]}}).encode()
+    header = {"__metadata__": MARK, "embeddings": {"dtype": name, "shape": [rows, width], "data_offsets": [0, size]}}
+    header = json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
     with open(target, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
@@ -257,6 +263,7 @@ def _merge_safetensors(parts, target):
 
 def _prepare(source, output, arguments):
     """Checks everything that can be checked before work begins; returns the parts' folder, {kept column: type}, the columns to read, the rows."""
+    check_apart(output, source)
     single = output.suffix[1:] in FORMATS
     if single:
         arguments.format = output.suffix[1:]
@@ -275,17 +282,37 @@ def _prepare(source, output, arguments):
     by_itself = {"id"} if arguments.keep is None and arguments.format == "parquet" else set()
     rows, keep = check_corpus(source, columns, [arguments.text_column], keep, by_itself.__contains__)
     folder = output.with_name(f"{output.name}.parts") if single else output
-    if arguments.overwrite:
-        for path in (folder, output):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if single and output.exists():
-        raise UserError(f"{output} exists already; choose another name, or give --overwrite")
+        if not arguments.overwrite:
+            raise UserError(f"{output} exists already; choose another name, or give --overwrite")
+        if not _is_ours(output):
+            raise UserError(
+                f"{output} was not written by neobert encode, so it is not replaced; choose another name, or remove it yourself"
+            )
+    if arguments.overwrite and folder.is_dir() and any(folder.iterdir()):
+        check_replaceable(folder, "encode", PARTS)
     return folder, keep, columns, rows
+
+
+def _is_ours(path):
+    """Whether a single file carries the mark of `neobert encode`."""
+    import pyarrow.parquet
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".parquet":
+            metadata = pyarrow.parquet.read_schema(path).metadata or {}
+            return all(metadata.get(name.encode()) == value.encode() for name, value in MARK.items())
+        with safe_open(path, framework="numpy") as file:
+            return MARK.items() <= (file.metadata() or {}).items()
+    except (OSError, ValueError, SafetensorError):
+        return False
 
 
 def _manifest(source, arguments, rows):
     stat = source.stat()
     return {
+        "command": "encode",
         "input": {"name": source.name, "bytes": stat.st_size, "modified": stat.st_mtime_ns, "rows": rows},
         "settings": {name: asdict(arguments)[name] for name in _FIXED} | {"weights": weights_digest(arguments.model)},
     }
@@ -301,7 +328,7 @@ def _open_folder(folder, manifest):
             if changed:
                 raise UserError(f"{folder} was begun with {what} ({', '.join(changed)} differ); choose another OUT, or give --overwrite")
     elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds other files; choose another OUT, or give --overwrite to remove them")
+        raise UserError(f"{folder} holds other files; choose another OUT")
     else:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, manifest)
@@ -320,7 +347,7 @@ def encode(source, output, arguments, progress_bar=True, encoder=None):
     Raises:
         UserError: bad input, before any work; or OUT holds something else.
     """
-    source, output = Path(source), Path(output)
+    source, output = Path(source), Path(os.path.realpath(output))
     folder, keep, columns, total = _prepare(source, output, arguments)
     processes = arguments.processes
     if processes is None:
@@ -328,6 +355,8 @@ def encode(source, output, arguments, progress_bar=True, encoder=None):
     single_encoder = build_encoder(arguments, arguments.device, encoder) if processes == 1 else None
     if single_encoder is None:
         build_encoder(arguments, "cpu")  # a model that cannot be loaded is found before any process starts
+    if arguments.overwrite and folder.is_dir() and any(folder.iterdir()):
+        set_aside(folder, "encode", PARTS)
     _open_folder(folder, manifest := _manifest(source, arguments, total))
     for left in (*folder.glob(".part-*"), *output.parent.glob(f".{output.name}.[0-9]*")):  # of a killed run
         left.unlink(missing_ok=True)
@@ -362,6 +391,7 @@ def encode(source, output, arguments, progress_bar=True, encoder=None):
         shutil.rmtree(folder)
     else:
         write_json(folder / MANIFEST, {**manifest, "finished": summary, "environment": environment(dtype=arguments.dtype)})
+    remove_set_aside(folder, "encode", PARTS)
     return summary
 
 

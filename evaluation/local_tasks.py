@@ -13,7 +13,7 @@ come from the synsets that `training.local_text` keeps out of training; `wordnet
 import functools
 import hashlib
 
-from ..extras import require
+from ..common.errors import require
 
 
 # ruff: noqa: E402  (a missing extra is named before the imports that need it)

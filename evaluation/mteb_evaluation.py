@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..extras import require
+from ..common.errors import require
 
 
 require("eval", "sentence_transformers", "mteb")
@@ -20,12 +20,14 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
-from ..recipe import UserError, one_line, read_recipe
+from ..common.errors import UserError, one_line
+from ..common.files import check_folder, write_json, write_text
+from ..common.results import environment, markdown_table
+from ..recipe import read_recipe
 from ..training.contrastive import INSTRUCTION_TEMPLATE
 from .local_tasks import LOCAL_TASKS
 from .packed_encoder import TOKENS_HELP, PackedEncoder, choose_device, choose_dtype
 from .published import MTEB, MTEB_NOTE, MTEB_TYPES
-from .results import check_folder, environment, markdown_table, write_json, write_text
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..extras import require
-from ..recipe import UserError, one_line
+from ..common.errors import UserError, one_line, require
 
 
 # Tokens of a batch where none are given; on the CPU more leave the caches.

@@ -27,11 +27,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..extras import require
-from ..recipe import UserError, one_line, read_recipe
+from ..common.errors import UserError, one_line, require
+from ..common.files import check_folder, write_json, write_text
+from ..common.results import environment, markdown_table
+from ..recipe import read_recipe
 from .identity import weights_digest
 from .pseudo_perplexity_texts import make_units
-from .results import check_folder, environment, markdown_table, write_json, write_text
 
 
 logger = logging.getLogger("neobert.pseudo_perplexity")

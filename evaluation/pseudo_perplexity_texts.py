@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..extras import require
-from ..recipe import UserError, one_line
+from ..common.errors import UserError, one_line, require
 
 
 logger = logging.getLogger("neobert.pseudo_perplexity")

@@ -11,11 +11,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..recipe import UserError, read_recipe
+from ..common.errors import UserError
+from ..common.files import check_folder, write_text
+from ..common.results import markdown_table
+from ..recipe import read_recipe
 from ..training.glue_tasks import PUBLISHED as GLUE
 from ..training.glue_tasks import PUBLISHED_NOTE as GLUE_NOTE
 from . import published
-from .results import check_folder, markdown_table, write_text
 
 
 IMAGES = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}

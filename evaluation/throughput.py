@@ -19,9 +19,11 @@ import torch
 from tqdm import tqdm
 
 from .. import cli
-from ..recipe import UserError, one_line, read_recipe
+from ..common.errors import UserError, one_line
+from ..common.files import check_folder, write_json, write_text
+from ..common.results import environment, markdown_table
+from ..recipe import read_recipe
 from .memory import PeakMemory
-from .results import check_folder, environment, markdown_table, write_json, write_text
 from .throughput_models import IMPLEMENTATIONS, MODELS, NEOBERT_ONLY, build, check_runs
 from .throughput_sets import check_set, draw_lengths, lengths_of_file, make_batch
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, RobertaConfig, RobertaModel
 
+from ..common.errors import UserError
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel, prepare_rotary, rotary_table
-from ..recipe import UserError
 
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from ..extras import require
+from ..common.errors import require
 
 
 _COLOURS = {

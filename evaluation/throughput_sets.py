@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 def check_set(name, texts=None):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.evaluation.results import environment, write_json, write_text
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.recipe import read_recipe
 from neobert.training import pretrain

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.checkpoint_formats import load_torch_file
 from neobert.checkpoint_readers import find_config, find_step, open_checkpoint, read_config
+from neobert.common.errors import UserError
 from neobert.convert_checkpoint import CONFIG_FIELDS
-from neobert.recipe import UserError
 
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

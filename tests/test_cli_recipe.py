@@ -6,9 +6,10 @@ import json
 import pytest
 
 from neobert import cli
-from neobert.evaluation.results import environment, markdown_table, write_json, write_text
-from neobert.extras import require
-from neobert.recipe import UserError, read_recipe
+from neobert.common.errors import UserError, require
+from neobert.common.files import write_json, write_text
+from neobert.common.results import environment, markdown_table
+from neobert.recipe import read_recipe
 
 
 @dataclasses.dataclass

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,8 @@ from neobert import (
     hub_folder,
 )
 from neobert import convert_checkpoint as converter
-from neobert.recipe import UserError
+from neobert.common import files
+from neobert.common.errors import UserError
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +43,7 @@ SCRIPT = ROOT / "convert_checkpoint.py"
 def without_proof(monkeypatch):
     """Leaves out the reload in a fresh process, which takes seconds; test_the_command and its neighbours have it."""
     monkeypatch.setattr(converter, "verify", lambda folder, head, expected, config: expected)
+    monkeypatch.setattr(converter, "verify_tokenizer", lambda folder, tokenizer: None)
 
 
 def convert(*arguments):
@@ -178,7 +181,7 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
     assert names == {
         *("config.json", "model.safetensors", "configuration_neobert.py", "modeling_neobert.py", "README.md"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
-        *("modules.json", "1_Pooling", "sentence_bert_config.json"),
+        *("modules.json", "1_Pooling", "sentence_bert_config.json", "convert.json"),
     }
     for name in hub_folder.CODE_FILES:
         assert (output / name).read_bytes() == (ROOT / name).read_bytes(), f"{name} is not the code of the checkout"
@@ -425,7 +428,7 @@ def test_missing_head_is_refused(tmp_path, checkpoint):
 def test_vocabulary_rows_against_the_tokenizer(tokenizer_dir, rows, fits):
     """Exactly 30,522, or rounded up to a multiple of 8 ... 512."""
     if fits:
-        assert converter.find_tokenizer(None, [], rows) == tokenizer_dir
+        assert converter.find_tokenizer(None, [], rows).name_or_path == str(tokenizer_dir)
     else:
         with pytest.raises(UserError, match=f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, 30528, 30592, 30720"):
             converter.find_tokenizer(None, [], rows)
@@ -433,7 +436,7 @@ def test_vocabulary_rows_against_the_tokenizer(tokenizer_dir, rows, fits):
 
 def test_tokenizer_beside_the_checkpoint(tmp_path, tokenizer_dir):
     shutil.copytree(tokenizer_dir, tmp_path / "run")
-    assert converter.find_tokenizer(None, [tmp_path / "run" / "none", tmp_path / "run"], 30522) == tmp_path / "run"
+    assert converter.find_tokenizer(None, [tmp_path / "run" / "none", tmp_path / "run"], 30522).name_or_path == str(tmp_path / "run")
     assert converter.find_tokenizer("none", [tmp_path / "run"], 7) is None
     (tmp_path / "run" / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -447,21 +450,134 @@ def test_output_that_exists(tmp_path, checkpoint, without_proof):
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     with pytest.raises(UserError, match="exists; choose another one, or replace it with --force"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
-    (tmp_path / "out" / "old").write_text("")
+    before = (tmp_path / "out" / "config.json").stat().st_ino
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--force")
-    assert not (tmp_path / "out" / "old").exists() and (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "config.json").stat().st_ino != before and (tmp_path / "out" / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"], "the replaced folder was left"
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="--force replaces converted models only"):
+    with pytest.raises(UserError, match="was not written by neobert convert"):
         convert(checkpoint, tmp_path / "mine", "--tokenizer", "none", "--force")
-    for output in (checkpoint, tmp_path):
-        with pytest.raises(UserError, match="would overwrite the checkpoint"):
-            convert(checkpoint, output, "--tokenizer", "none", "--force")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         convert(checkpoint, tmp_path / "file", "--force")
+
+
+def _digests(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "checkpoint_name, output",
+    [
+        ("run", "run"),
+        ("run", "."),
+        ("run", "run/checkpoint-3"),  # the step that is found inside of the run
+        ("run", "to_step"),
+        ("to_run", "run/checkpoint-3"),
+        ("run/checkpoint-3", "run"),
+        ("run/checkpoint-3/model.safetensors", "run/checkpoint-3"),
+        ("run", "run/new"),
+        ("run", "run/checkpoint-1"),  # another step: a config.json alone is no mark of ours
+        ("run", "other"),
+    ],
+)
+def test_force_never_touches_what_it_did_not_write(tmp_path, model, tiny_config, without_proof, checkpoint_name, output):
+    for name in ("run/checkpoint-1", "run/checkpoint-3", "other"):
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "other" / ".git").mkdir()
+    (tmp_path / "other" / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (tmp_path / "to_run").symlink_to("run")
+    (tmp_path / "to_step").symlink_to("run/checkpoint-3")
+    before = _digests(tmp_path)
+    with pytest.raises(UserError, match="holds the input|is the input|lies inside the input|was not written by neobert convert"):
+        convert(tmp_path / checkpoint_name, tmp_path / output, "--tokenizer", "none", "--force")
+    assert _digests(tmp_path) == before
+
+
+def test_two_conversions_to_one_new_output(tmp_path, checkpoint, monkeypatch, without_proof):
+    """The second one finds the first one's output when it comes to its last rename, and says so."""
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(converter, "write_model_card", lambda *arguments: None)
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+
+    monkeypatch.setattr(converter, "recover", lambda output: None)
+    monkeypatch.setattr(files, "recover", lambda output: None)
+    numbers = iter(range(9))
+    monkeypatch.setattr(files, "_sibling", lambda folder, purpose: folder.with_name(f".{purpose}-{next(numbers)}"))
+    monkeypatch.setattr(converter, "write_model_card", meanwhile)
+    with pytest.raises(UserError, match="written by another process meanwhile"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert (tmp_path / "out" / "convert.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+# ------------------------------------------------------------------------------------------------------- a stranger's tokenizer
+
+
+@pytest.fixture
+def with_vocabulary(tmp_path, tiny_config, tokenizer_dir):
+    """A checkpoint of the bundled tokenizer's size, with that tokenizer beside it."""
+    fields = {**tiny_config, "vocab_size": 30522}
+    folder = save(tmp_path / "run", NeoBERTForMaskedLM(NeoBERTConfig(**fields)).state_dict(), **fields)
+    for path in tokenizer_dir.iterdir():
+        shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+def test_no_code_or_path_of_a_tokenizer_comes_along(tmp_path, with_vocabulary, tokenizer_dir):
+    """auto_map would run OTHER/REPO's code at loading; the proof loads the result without remote code and compares ids."""
+    path = with_vocabulary / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["other/repo--file.Class", "other/repo--file.Class"]}, "name_or_path": "/home/me/secret"}
+    settings |= {"custom": {"nested": "/home/me"}, "chat_template": "{{ x }}", "model_max_length": None}
+    path.write_text(json.dumps(settings))
+    (with_vocabulary / "file.py").write_text("raise SystemExit('ran')")
+    assert convert(with_vocabulary, tmp_path / "out") == 0
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    expected = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
+    assert written == {**expected, "model_max_length": 128}, "a foreign key was copied, or one of ours lost"
+    for name in ("tokenizer.json", "vocab.txt", "special_tokens_map.json"):
+        ours, theirs = ((folder / name).read_text() for folder in (tmp_path / "out", tokenizer_dir))
+        assert ours == theirs or json.loads(ours) == json.loads(theirs), f"{name} is not what was read"
+    assert "home/me" not in "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "vocab.txt", "tokenizer_config.json"])
+def test_links_are_not_followed_into_what_is_published(tmp_path, with_vocabulary, without_proof, name):
+    (tmp_path / "secret").write_text("{}" if name.endswith("json") else "password")
+    (with_vocabulary / name).unlink(missing_ok=True)
+    (with_vocabulary / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=f"{name} is a link to .*secret"):
+        convert(with_vocabulary, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_in_the_cache_of_the_hub_is_read(tmp_path, tokenizer_dir):
+    """Its snapshots are links into the `blobs` of the same repository."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in tokenizer_dir.iterdir():
+        shutil.copyfile(path, blobs / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert converter.find_tokenizer(str(snapshot), [], 30522).vocab_size == 30522
+
+
+def test_proof_catches_another_tokenizer(tmp_path, with_vocabulary, monkeypatch):
+    write = converter.write_tokenizer
+
+    def spoiled(folder, tokenizer, max_length):
+        write(folder, tokenizer, max_length)
+        path = folder / "tokenizer_config.json"
+        path.write_text(path.read_text().replace('"do_lower_case": true', '"do_lower_case": false'))
+
+    monkeypatch.setattr(converter, "write_tokenizer", spoiled)
+    with pytest.raises(UserError, match="splits text otherwise"):
+        convert(with_vocabulary, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_failed_replacement_keeps_the_old_folder(tmp_path, checkpoint, monkeypatch, without_proof):
@@ -505,8 +621,8 @@ def test_kill_9(tmp_path, checkpoint, without_proof):
     process.send_signal(signal.SIGKILL)
     process.wait()
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert "out" not in left and any(name.startswith(".out.converting-") for name in left), f"not killed while writing: {left}"
-    other = tmp_path / ".out.converting-another_host-1"
+    assert "out" not in left and any(name.startswith(".out.writing-") for name in left), f"not killed while writing: {left}"
+    other = tmp_path / ".out.writing-another_host-1"
     other.mkdir()
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out", "run"], "what the killed run left is still there"
@@ -515,7 +631,7 @@ def test_kill_9(tmp_path, checkpoint, without_proof):
 def test_killed_while_replacing(tmp_path, checkpoint, without_proof):
     """Between the two renames of --force: the old folder comes back first."""
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
-    os.rename(tmp_path / "out", tmp_path / ".out.replaced")
+    os.rename(tmp_path / "out", tmp_path / f".out.replaced-{socket.gethostname()}-{2**22 + 1}")
     with pytest.raises(UserError, match="exists"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -543,8 +659,9 @@ def test_bad_options(tmp_path, checkpoint, options, message):
 def test_exit_code_and_one_sentence(tmp_path, golden):
     """Through the real command line: a truncated file."""
     data = (golden / "neobert_tiny" / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(data[:-100])
-    process = run_script(tmp_path, tmp_path / "out")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_bytes(data[:-100])
+    process = run_script(tmp_path / "run", tmp_path / "out")
     assert process.returncode == 2
     assert re.fullmatch(r"convert_checkpoint.py: .*model.safetensors cannot be read, it is truncated .*\n", process.stderr), process.stderr
 

@@ -16,17 +16,17 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 import neobert.evaluation.encode as encode_module
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common.errors import UserError
 from neobert.evaluation.corpus import check_corpus
 from neobert.evaluation.encode import EncodeArguments, encode, main, merge_parts, windows
 from neobert.evaluation.packed_encoder import PackedEncoder, position_limit
-from neobert.recipe import UserError
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()
@@ -334,3 +334,59 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
         assert not list(tmp_path.glob("out*")), f"{message}: something was written"
     with pytest.raises(UserError, match="there is no model in"):
         main([str(corpus), str(tmp_path / "out"), "--model", str(tmp_path)])
+
+
+# ---------------------------------------------------------------------------------------------------------------- --overwrite
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("output", ["corpus.jsonl", ".", "link", "to_corpus.jsonl", "mine", "mine.parquet", "mine.safetensors"])
+def test_overwrite_removes_nothing_that_encode_did_not_write(tmp_path, corpus, model_folder, output):
+    (tmp_path / "link").symlink_to(".")
+    (tmp_path / "to_corpus.jsonl").symlink_to("corpus.jsonl")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "mine.parquet")
+    save_file({"a": np.zeros(1)}, tmp_path / "mine.safetensors")
+    before = files_of(tmp_path)
+    with pytest.raises(UserError, match="the input|was not written by neobert encode"):
+        main([str(corpus), str(tmp_path / output), "--model", str(model_folder), "--overwrite", "true"])
+    assert files_of(tmp_path) == before
+
+
+def test_overwrite_of_a_folder_with_a_foreign_file(tmp_path, corpus, model_folder):
+    arguments = [str(corpus), str(tmp_path / "out"), "--model", str(model_folder), "--shard_rows", "40"]
+    assert main(arguments) == 0
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    before = files_of(tmp_path)
+    with pytest.raises(UserError, match="did not write, or that were changed since: notes.txt"):
+        main([*arguments, "--overwrite", "true"])
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["out", "out.parquet", "out.safetensors"])
+def test_overwrite_of_its_own_output(tmp_path, corpus, model_folder, name, monkeypatch):
+    """The old output is complete until the new one is, also when the new run is interrupted and continued."""
+    output = tmp_path / name
+    arguments = [str(corpus), str(output), "--model", str(model_folder), "--shard_rows", "40"]
+    assert main(arguments) == 0
+    old = files_of(output) if output.is_dir() else output.read_bytes()
+    write = encode_module.write_part
+
+    def fail_at_the_second(path, *rest):
+        if "000001" in path.name:
+            raise KeyboardInterrupt
+        write(path, *rest)
+
+    monkeypatch.setattr(encode_module, "write_part", fail_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--normalize", "true", "--overwrite", "true"])
+    kept = tmp_path / "out.replaced" if name == "out" else output
+    assert (files_of(kept) if kept.is_dir() else kept.read_bytes()) == old, "the old output went before the new one was complete"
+    monkeypatch.setattr(encode_module, "write_part", write)
+    assert main([*arguments, "--normalize", "true", "--overwrite", "true"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", name], "something stayed beside the output"
+    assert (files_of(output) if output.is_dir() else output.read_bytes()) != old

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.recipe import UserError
+from neobert.common.errors import UserError
 
 
 for _name in ("accelerate", "datasets", "sklearn", "scipy"):

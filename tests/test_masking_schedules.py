@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from neobert.common.errors import UserError
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.recipe import UserError
 from neobert.training.masking import TokenMasking
 from neobert.training.schedules import check_schedule, learning_rate_factor, make_optimizer, make_schedule
 

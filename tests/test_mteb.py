@@ -20,6 +20,7 @@ from mteb.types import PromptType
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common.errors import UserError
 from neobert.evaluation import local_tasks, mteb_evaluation
 from neobert.evaluation.mteb_evaluation import (
     MtebArguments,
@@ -38,7 +39,6 @@ from neobert.evaluation.mteb_evaluation import (
 )
 from neobert.evaluation.packed_encoder import PackedEncoder
 from neobert.evaluation.published import MTEB
-from neobert.recipe import UserError
 from neobert.training.local_text import is_held_out
 
 

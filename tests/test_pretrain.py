@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from neobert import cli, modeling_neobert
+from neobert.common.errors import UserError
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
-from neobert.recipe import UserError, read_recipe
+from neobert.recipe import read_recipe
 from neobert.training import pretrain, trackers
 from neobert.training.pretrain_trainer import (
     flops_per_batch,

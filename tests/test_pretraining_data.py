@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, DatasetDict, Features, Value
 from transformers import AutoTokenizer
 
-from neobert.recipe import UserError
+from neobert.common.errors import UserError
 from neobert.training import batching, local_text
 from neobert.training.batching import MicroBatches, Windows
 from neobert.training.masking import TokenMasking

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.common.errors import UserError
 from neobert.evaluation import pseudo_perplexity as module
-from neobert.recipe import UserError
 
 
 pytest.importorskip("matplotlib")

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neobert.common.errors import UserError
 from neobert.evaluation import memory, throughput
 from neobert.evaluation.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
 from neobert.evaluation.throughput_models import IMPLEMENTATIONS, MODELS, build, packed_inputs
 from neobert.evaluation.throughput_sets import draw_lengths
-from neobert.recipe import UserError
 
 from .reference import install_flash
 

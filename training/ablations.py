@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from ..extras import require
+from ..common.errors import require
 
 
 require("train", "accelerate", "datasets")
@@ -28,10 +28,12 @@ from tqdm import tqdm  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from .. import cli  # noqa: E402
+from ..common.errors import UserError  # noqa: E402
+from ..common.files import check_folder, write_json, write_text  # noqa: E402
+from ..common.results import environment, markdown_table  # noqa: E402
 from ..evaluation.corpus import check_corpus, read_corpus  # noqa: E402
-from ..evaluation.results import check_folder, environment, markdown_table, write_json, write_text  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
-from ..recipe import UserError, read_recipe  # noqa: E402
+from ..recipe import read_recipe  # noqa: E402
 from . import local_text, pretrain  # noqa: E402
 from .batching import MicroBatches, Windows, pad  # noqa: E402
 from .masking import TokenMasking  # noqa: E402

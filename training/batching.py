@@ -7,7 +7,7 @@ Shapes: T tokens of a packed batch, N texts in it, B rows, L row length.
 import numpy as np
 import torch
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 LAYOUTS = ("packed", "padded", "packed_without_boundaries")

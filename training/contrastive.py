@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..extras import require
+from ..common.errors import require
 
 
 require("eval", "sentence_transformers", "datasets", "accelerate")
@@ -25,10 +25,12 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from transformers import set_seed
 
+from ..common.errors import UserError
+from ..common.files import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_json, write_manifest
+from ..common.results import environment
 from ..evaluation.identity import files_digest, weights_digest
 from ..evaluation.packed_encoder import load_sentence_transformer
-from ..evaluation.results import check_folder, environment, write_json
-from ..recipe import UserError, read_recipe, refuse_options
+from ..recipe import read_recipe, refuse_options
 from .contrastive_data import (
     FORMATS,
     DataSource,
@@ -46,6 +48,8 @@ from .trackers import check_trackers
 
 INSTRUCTION_TEMPLATE = "Instruction: {instruction} Query: "
 RECIPE_FILE = "contrastive.json"
+# What a run writes before its manifest has the digests of the finished encoder.
+WORKING_FILES = ("checkpoints/**", ".saving-*/**", "adapter/**")
 # Arguments of the library's trainer that this command decides otherwise: setting one would change nothing, or break continuing.
 _NOT_OURS = {
     "num_train_epochs": "give max_steps, or --max_steps -1 with it",
@@ -99,7 +103,9 @@ class ContrastiveArguments:
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     lora_targets: str = field(default="auto", metadata={"help": "auto, all-linear, or module names separated by commas"})
-    overwrite: bool = field(default=False, metadata={"help": "remove what output_dir holds and start again"})
+    overwrite: bool = field(
+        default=False, metadata={"help": "train anew where output_dir holds an encoder of this command; any other file is left alone"}
+    )
 
     def __post_init__(self):
         if not self.datasets and not self.pairs:
@@ -196,6 +202,8 @@ def check(arguments, training):
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
     check_trackers(training.report_to)
     sources = arguments.sources()
+    local = [arguments.model, *(source.path for source in sources if source.is_local)]
+    check_apart(training.output_dir, *(path for path in local if Path(path).exists()))
     for source in sources:
         check_source(source)
     return sources
@@ -238,7 +246,7 @@ def build_trainer(model, data, prompts, arguments, training):
 
 
 def save_encoder(model, folder, prompts, arguments, extra):
-    """Writes the SentenceTransformer folder beside what `folder` holds; modules.json, which makes it loadable, comes last.
+    """Writes the SentenceTransformer folder beside what `folder` holds: first the manifest that owns the files, last modules.json.
 
     Args:
         prompts: {data set: prompt}; with "query" and "document" they become the model's prompts.
@@ -252,8 +260,8 @@ def save_encoder(model, folder, prompts, arguments, extra):
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
     try:
         model.save_pretrained(str(temporary))
-        write_json(temporary / RECIPE_FILE, extra)
-        entries = sorted(temporary.iterdir(), key=lambda path: path.name == "modules.json")
+        write_manifest(temporary, "contrastive", extra)
+        entries = sorted(temporary.iterdir(), key=lambda path: (path.name == "modules.json") - (path.name == RECIPE_FILE))
         for path in entries:
             target = folder / path.name
             if target.is_dir():
@@ -294,21 +302,22 @@ def _recipe(arguments, training):
 def _is_finished(folder, recipe, overwrite):
     """True if the folder holds the finished result of this very recipe; UserError if it holds another. Left-overs of a killed run go."""
     if overwrite:
+        if folder.is_dir() and any(folder.iterdir()):
+            check_replaceable(folder, "contrastive", WORKING_FILES)
         return False
     for path in folder.glob(".saving-*"):
         shutil.rmtree(path, ignore_errors=True)
     path = folder / RECIPE_FILE
-    begun = next((p for p in (path, folder / "checkpoints" / RECIPE_FILE) if p.is_file()), None)
-    if begun is not None:
-        old = json.loads(begun.read_text())["recipe"]
+    if path.is_file():
+        old = json.loads(path.read_text())["recipe"]
         changed = [name for name in recipe if name in old and old[name] != recipe[name]]
         if changed:
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(changed)} differ); choose another output_dir, or give --overwrite"
             )
     elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds other files; choose another output_dir, or give --overwrite to remove them")
-    finished = (folder / "modules.json").is_file() and path.is_file()
+        raise UserError(f"{folder} holds other files; choose another output_dir")
+    finished = (folder / "modules.json").is_file()
     if finished:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return finished
@@ -335,9 +344,9 @@ def train(arguments, training):
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
     if training.process_index == 0:
-        if arguments.overwrite:
-            shutil.rmtree(folder, ignore_errors=True)
-        write_json(folder / "checkpoints" / RECIPE_FILE, {"recipe": recipe})
+        if arguments.overwrite and folder.is_dir() and any(folder.iterdir()):
+            set_aside(folder, "contrastive", WORKING_FILES)
+        write_json(folder / RECIPE_FILE, {"command": "contrastive", "recipe": recipe})
     training.output_dir = str(folder / "checkpoints")
     trainer = build_trainer(model, data, prompts, arguments, training)
     sizes = {name: len(part) for name, part in data.items()}
@@ -368,6 +377,7 @@ def train(arguments, training):
         extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
         save_encoder(trained, folder, prompts, arguments, extra)
         shutil.rmtree(folder / "checkpoints")
+        remove_set_aside(folder, "contrastive", WORKING_FILES)
     return summary
 
 

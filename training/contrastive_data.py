@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 
+from ..common.errors import UserError, one_line
 from ..evaluation.corpus import FORMATS, check_corpus, corpus_columns
-from ..recipe import UserError, one_line
 
 
 @dataclass

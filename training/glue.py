@@ -20,10 +20,11 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from ..common.errors import UserError, require
+from ..common.files import check_folder, write_json, write_text
+from ..common.results import environment, markdown_table
 from ..evaluation.identity import weights_digest
-from ..evaluation.results import check_folder, environment, markdown_table, write_json, write_text
-from ..extras import require
-from ..recipe import UserError, read_recipe
+from ..recipe import read_recipe
 from .glue_tasks import HUB_DATA, PUBLISHED, PUBLISHED_NOTE, TASKS, load_task, metric_function, parse_tasks, rows_digest
 
 

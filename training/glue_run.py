@@ -22,10 +22,11 @@ from transformers import (
     set_seed,
 )
 
+from ..common.errors import UserError, one_line
+from ..common.files import write_json
+from ..common.results import environment
 from ..evaluation.memory import PeakMemory, mebibytes
 from ..evaluation.packed_encoder import position_limit
-from ..evaluation.results import environment, write_json
-from ..recipe import UserError, one_line
 from .glue_tasks import TASKS, scores
 from .lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 

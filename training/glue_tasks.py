@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..recipe import UserError, one_line
+from ..common.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _table_rows(path, text):
 
 
 def _hub_rows(name, task, split):
-    from ..extras import require
+    from ..common.errors import require
 
     require("train", "datasets")
     from datasets import load_dataset

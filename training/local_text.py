@@ -21,8 +21,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from ..evaluation.results import write_text
-from ..recipe import UserError
+from ..common.errors import UserError
+from ..common.files import write_text
 
 
 WORDNET = "/usr/share/wordnet"

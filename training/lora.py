@@ -2,8 +2,7 @@
 
 from torch import nn
 
-from ..extras import require
-from ..recipe import UserError
+from ..common.errors import UserError, require
 
 
 # All linear layers of a block: Q, K and V lie in one matrix, and so do the SwiGLU's two inputs.

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 class TokenMasking:

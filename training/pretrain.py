@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..extras import require
+from ..common.errors import require
 
 
 require("train", "accelerate", "datasets")
@@ -22,10 +22,12 @@ from transformers import TrainingArguments, set_seed  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from .. import cli  # noqa: E402
+from ..common.errors import UserError, one_line  # noqa: E402
+from ..common.files import write_json  # noqa: E402
+from ..common.results import environment  # noqa: E402
 from ..configuration_neobert import NeoBERTConfig  # noqa: E402
-from ..evaluation.results import environment, write_json  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
-from ..recipe import UserError, one_line, read_recipe, refuse_options  # noqa: E402
+from ..recipe import read_recipe, refuse_options  # noqa: E402
 from . import pretrain_trainer, schedules  # noqa: E402
 from .batching import MicroBatches, Windows, check_batch  # noqa: E402
 from .glue_run import load_tokenizer  # noqa: E402

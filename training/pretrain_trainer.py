@@ -13,8 +13,8 @@ import yaml
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
-from ..evaluation.results import write_json, write_text
-from ..recipe import UserError
+from ..common.errors import UserError
+from ..common.files import write_json, write_text
 from . import schedules
 from .batching import real_tokens, squared_lengths
 from .streaming import COUNTS, STATE

@@ -18,8 +18,8 @@ from datasets import Dataset, Features, IterableDataset, Sequence, Value, concat
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 from tqdm import tqdm
 
-from ..evaluation.results import write_json
-from ..recipe import UserError, one_line
+from ..common.errors import UserError, one_line
+from ..common.files import write_json
 
 
 # What a row became: a token count, or one of these.

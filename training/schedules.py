@@ -5,7 +5,7 @@ import math
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 SCHEDULES = ("cosine", "linear", "constant")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
 
-from ..recipe import UserError
+from ..common.errors import UserError
 from .batching import check_batch, generator_for, pack, pad
 from .pretraining_data import BROKEN, EMPTY, Tokenise
 

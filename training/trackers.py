@@ -3,7 +3,7 @@
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..recipe import UserError
+from ..common.errors import UserError
 
 
 def check_trackers(report_to):

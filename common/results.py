@@ -2,18 +2,16 @@
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
-from ..recipe import UserError
+from .files import redacted_arguments
 
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "sentence-transformers", "mteb", "flash-attn", "numpy")
@@ -55,12 +53,12 @@ def _command():
     elif program.endswith(".py"):
         folder = Path(sys.argv[0]).resolve().parent.name
         program = f"python {folder}/{program}" if folder in ("benchmarks", "scripts", "examples") else f"python {program}"
-    return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    return " ".join([program, *map(shlex.quote, redacted_arguments(sys.argv[1:]))])
 
 
 def _commit():
     def git(*arguments):
-        run = subprocess.run(["git", *arguments], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, timeout=10)
+        run = subprocess.run(["git", *arguments], cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True, timeout=10)
         return run.stdout.strip()
 
     try:
@@ -76,35 +74,6 @@ def _version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def check_folder(path, name):
-    """Raises UserError when the folder `path`, the value of argument `name`, cannot be made because it or one above it is a file."""
-    for place in (Path(path), *Path(path).parents):
-        if place.exists() and not place.is_dir():
-            raise UserError(f"{name} must be a folder or a new name, but {place} is a file")
-
-
-def write_text(path, text):
-    """Writes a file whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path, data):
-    """Writes `data` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def markdown_table(header, rows):

@@ -1,0 +1,1 @@
+"""Ground floor: what several rooms need. Imports no other room, only the configuration and the model."""
