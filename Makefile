@@ -31,8 +31,8 @@ LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.
 
 # transformers' own common model tests, fetched from its source archive for the version at hand.
 test-upstream: $(VENV)/.test $(OLDEST)/.ready
-	$(BIN)/python scripts/upstream_tests.py
-	$(OLDEST)/bin/python scripts/upstream_tests.py
+	$(BIN)/python tests/tools/upstream_tests.py
+	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume true

@@ -27,12 +27,11 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from .checkpoint_readers import find_config, open_checkpoint, read_config
 from .common.errors import UserError, listed
 from .common.files import check_apart, check_replaceable, new_folder, recover
+from .common.loading import TOKENIZER
 from .configuration_neobert import NeoBERTConfig
-from .hub_folder import (
-    HERE,
+from .conversion.hub_folder import (
     TOKENIZER_FILES,
     check_tokenizer_files,
     reference_outputs,
@@ -45,6 +44,7 @@ from .hub_folder import (
     write_tokenizer,
     write_weights,
 )
+from .conversion.locate import find_config, open_checkpoint, read_config
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
 
 
@@ -246,7 +246,7 @@ def find_tokenizer(argument, folders, rows):
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(f"--tokenizer takes a folder with {listed(TOKENIZER_FILES[:2])} ..., or none, but {argument} was given.")
     else:
-        folder = next((f for f in folders if any((f / name).is_file() for name in ("tokenizer.json", "vocab.txt"))), HERE / "tokenizer")
+        folder = next((f for f in folders if any((f / name).is_file() for name in ("tokenizer.json", "vocab.txt"))), TOKENIZER)
     check_tokenizer_files(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)

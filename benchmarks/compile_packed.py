@@ -16,10 +16,10 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.benchmarks.throughput_models import compile_blocks
+from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common.files import write_json, write_text
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.throughput_models import compile_blocks
-from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 
 
 def build(arguments, unpad, compiled):

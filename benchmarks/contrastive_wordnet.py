@@ -11,12 +11,12 @@ import statistics
 from pathlib import Path
 
 from neobert.common.files import write_json, write_text
+from neobert.common.identity import weights_digest
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.identity import weights_digest
-from neobert.evaluation.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
-from neobert.evaluation.mteb_evaluation import MtebArguments, evaluate
-from neobert.evaluation.packed_encoder import PackedEncoder
-from neobert.training import contrastive
+from neobert.embeddings import contrastive
+from neobert.embeddings.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
+from neobert.embeddings.mteb_evaluation import MtebArguments, evaluate
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 PROMPT = WordNetRetrieval.metadata.prompt["query"]

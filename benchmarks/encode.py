@@ -21,11 +21,12 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.files import write_json, write_text
+from neobert.common.loading import TOKENIZER
+from neobert.common.local_text import wordnet_entries
+from neobert.common.memory import PeakMemory
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.encode import EncodeArguments, encode
-from neobert.evaluation.memory import PeakMemory
-from neobert.evaluation.packed_encoder import TOKENIZER_FOLDER, PackedEncoder
-from neobert.training.local_text import wordnet_entries
+from neobert.embeddings.encode import EncodeArguments, encode
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 def mixed_texts(count, median_words, most_words, seed=0):
@@ -48,7 +49,7 @@ def random_model(folder, layers, hidden):
         max_position_embeddings=1024,
     )
     NeoBERTModel(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER_FOLDER).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
     return folder
 
 

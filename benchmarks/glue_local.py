@@ -19,9 +19,9 @@ from pathlib import Path
 
 from neobert.common.errors import UserError
 from neobert.common.files import write_text
-from neobert.evaluation.local_tasks import similarity_pairs
-from neobert.training import glue
-from neobert.training.local_text import sentiment_sentences
+from neobert.common.local_text import sentiment_sentences
+from neobert.embeddings.local_tasks import similarity_pairs
+from neobert.finetuning import glue
 
 
 def sst2_rows(archive, train_rows, dev_rows):

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common.errors import one_line
 from neobert.common.files import write_json, write_text
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 
 
 def torch_dynamic(model, batch):

@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from neobert.benchmarks.throughput_models import build
+from neobert.benchmarks.throughput_sets import make_batch
 from neobert.common.files import write_json, write_text
+from neobert.common.memory import PeakMemory
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.memory import PeakMemory
-from neobert.evaluation.throughput_models import build
-from neobert.evaluation.throughput_sets import make_batch
 
 
 def flash_contract(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **kwargs):

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.benchmarks.throughput_sets import make_batch
 from neobert.common.files import write_json, write_text
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.throughput_sets import make_batch
 
 
 def main():

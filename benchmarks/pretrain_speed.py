@@ -20,17 +20,17 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from neobert.common.files import write_json, write_text
+from neobert.common.loading import TOKENIZER
+from neobert.common.local_text import wordnet_entries
+from neobert.common.memory import PeakMemory
+from neobert.common.optimisation import make_optimizer
 from neobert.common.results import environment, markdown_table
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.evaluation.memory import PeakMemory
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.training.batching import MicroBatches, Windows, pad, real_tokens, squared_lengths
-from neobert.training.local_text import wordnet_entries
-from neobert.training.masking import TokenMasking
-from neobert.training.pretrain import TOKENIZER
-from neobert.training.pretrain_trainer import flops_per_batch, matrix_product_rate
-from neobert.training.pretraining_data import tokens_from_texts
-from neobert.training.schedules import make_optimizer
+from neobert.pretraining.batching import MicroBatches, Windows, pad, real_tokens, squared_lengths
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.pretrain_trainer import flops_per_batch, matrix_product_rate
+from neobert.pretraining.pretraining_data import tokens_from_texts
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "plain": "padded, all logits"}

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from neobert.benchmarks.throughput import GEMM_SECONDS, MatrixProduct
+from neobert.benchmarks.throughput_models import build
+from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common.files import write_json, write_text
 from neobert.common.results import environment, markdown_table
-from neobert.evaluation.throughput import GEMM_SECONDS, MatrixProduct
-from neobert.evaluation.throughput_models import build
-from neobert.evaluation.throughput_sets import draw_lengths, make_batch
 
 
 # What an operation is for, by its name; the first match counts. Matrix products are told apart by their weight.

@@ -1,18 +1,16 @@
 """Pins the ladder's recipes to the paper's Table 2: what each rung changes and nothing else; and the small-scale ladder's machinery."""
 
 import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from neobert import cli
+from neobert import __main__ as cli
+from neobert.common.recipe import read_recipe
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.recipe import read_recipe
-from neobert.training import ablations, pretrain
+from neobert.pretraining import ablations, pretrain
 
 
 # rung: (the rung that it changes, the keys that PAPER's Table 2 and section 4 let it change)
@@ -194,18 +192,6 @@ def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monk
         assert [(row["rung"], row["seed"]) for row in runs] == [("m0", 0), ("m6", 0), ("m6", 1)]
         text = (tmp_path / "results" / "ablations_tiny.md").read_text()
         assert "| M0 |" in text and "| M6 |" in text and "over 1 to 2 seeds" in text
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("command", ["training.ablations", "evaluation.throughput"])
-def test_the_module_itself_is_the_command(command, monkeypatch, capsys):
-    """`python -m neobert.<module>` says what is wrong in one sentence, as `neobert` does."""
-    monkeypatch.setattr(sys, "argv", [command, "--output", "out", "--bogus", "1"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(f"neobert.{command}", run_name="__main__")
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"neobert {command.partition('.')[2]}: unknown argument") and error.count("\n") == 1, error
 
 
 def test_the_spread_is_over_seeds():

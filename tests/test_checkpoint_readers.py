@@ -21,9 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.checkpoint_formats import load_torch_file
-from neobert.checkpoint_readers import find_config, find_step, open_checkpoint, read_config
 from neobert.common.errors import UserError
+from neobert.conversion.formats import load_torch_file
+from neobert.conversion.locate import find_config, find_step, open_checkpoint, read_config
 from neobert.convert_checkpoint import CONFIG_FIELDS
 
 

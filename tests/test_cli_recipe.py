@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from neobert import cli
+from neobert import __main__ as cli
 from neobert.common.errors import UserError, require
 from neobert.common.files import write_json, write_text
+from neobert.common.recipe import read_recipe
 from neobert.common.results import environment, markdown_table
-from neobert.recipe import read_recipe
 
 
 @dataclasses.dataclass
@@ -94,7 +94,7 @@ def test_command_line_prints_one_sentence(capsys, monkeypatch):
 
 
 def test_every_command_has_its_module():
-    for command, (module, _) in cli.COMMANDS.items():
+    for command, (module, _, _) in cli.COMMANDS.items():
         assert callable(getattr(cli.importlib.import_module(f"neobert.{module}"), "main", None)), f"{command} has no main"
 
 

@@ -23,14 +23,21 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.evaluation.packed_encoder import load_sentence_transformer
-from neobert.recipe import read_recipe
-from neobert.training import contrastive
-from neobert.training.contrastive import ContrastiveArguments, ContrastiveTrainingArguments, build_datasets, build_loss, build_trainer, main
-from neobert.training.contrastive_data import DataSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
+from neobert.common.recipe import read_recipe
+from neobert.embeddings import contrastive
+from neobert.embeddings.contrastive import (
+    ContrastiveArguments,
+    ContrastiveTrainingArguments,
+    build_datasets,
+    build_loss,
+    build_trainer,
+    main,
+)
+from neobert.embeddings.contrastive_data import DataSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
+from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 
-RECIPE = Path(__file__).resolve().parent.parent / "training" / "configs" / "contrastive.yaml"
+RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "contrastive.yaml"
 COLOURS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 

@@ -28,11 +28,11 @@ from neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
     NeoBERTModel,
-    hub_folder,
 )
 from neobert import convert_checkpoint as converter
 from neobert.common import files
 from neobert.common.errors import UserError
+from neobert.conversion import hub_folder
 
 
 ROOT = Path(__file__).resolve().parent.parent

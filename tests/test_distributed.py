@@ -23,7 +23,7 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIGS = ROOT / "training" / "configs" / "accelerate"
+CONFIGS = ROOT / "recipes" / "accelerate"
 MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
 WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
@@ -63,7 +63,7 @@ def _train(folder, name, launcher, accumulation):
         "CUDA_VISIBLE_DEVICES": "",
     }
     run = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "neobert.training.pretrain", *arguments],
+        [sys.executable, "-m", *launcher, "-m", "neobert", "pretrain", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -152,7 +152,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.training.schedules import make_optimizer
+from neobert.common.optimisation import make_optimizer
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -20,7 +20,7 @@ for _name in ("accelerate", "datasets", "sklearn", "sentence_transformers"):
     pytest.importorskip(_name)
 from safetensors.torch import load_file  # noqa: E402
 
-from neobert import cli  # noqa: E402
+from neobert import __main__ as cli  # noqa: E402
 
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def both_ways(folder, name, arguments, single, double):
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     environment = {**os.environ, "PYTHONPATH": str(folder / "path"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m", "neobert.cli"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port, "-m", "neobert"]
     run = subprocess.run([*launcher, *arguments, *double, str(outputs[1])], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, f"neobert {name} failed in two processes:\n{run.stderr[-3000:]}"
     return outputs

@@ -21,12 +21,13 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
 
-import neobert.evaluation.encode as encode_module
+import neobert.embeddings.encode as encode_module
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.evaluation.corpus import check_corpus
-from neobert.evaluation.encode import EncodeArguments, encode, main, merge_parts, windows
-from neobert.evaluation.packed_encoder import PackedEncoder, position_limit
+from neobert.common.loading import position_limit
+from neobert.common.rows import check_corpus
+from neobert.embeddings.encode import EncodeArguments, encode, main, merge_parts, windows
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()

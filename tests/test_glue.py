@@ -27,8 +27,9 @@ from neobert.common.errors import UserError
 
 for _name in ("accelerate", "datasets", "sklearn", "scipy"):
     pytest.importorskip(_name)
-from neobert.training import glue, glue_run, glue_tasks  # noqa: E402
-from neobert.training.glue_tasks import PUBLISHED, TASKS  # noqa: E402
+from neobert.common import loading  # noqa: E402
+from neobert.finetuning import glue, glue_run, glue_tasks  # noqa: E402
+from neobert.finetuning.glue_tasks import PUBLISHED, TASKS  # noqa: E402
 
 
 # ------------------------------------------------------------------------------------------------------------- tiny world
@@ -209,7 +210,7 @@ def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
 
 def test_held_out_rows_are_not_trained_on(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
-    tokenizer = glue_run.load_tokenizer(str(world / "model"))
+    tokenizer = loading.load_tokenizer(str(world / "model"))
     recipe = glue.read_arguments(["--task", "sst2", "--model", "m"])
     settings = glue._settings(recipe, TASKS["sst2"], "", 1, {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}, None)
     train, evaluation, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
@@ -523,11 +524,11 @@ def test_roberta_takes_texts_to_its_last_position_only(world, tmp_path):
     """Its positions start at padding_idx + 1: a table of 34 is for 32 tokens, which its tokenizer does not say."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 34}
     RobertaForSequenceClassification(RobertaConfig(vocab_size=30522, pad_token_id=1, **sizes)).save_pretrained(tmp_path)
-    tokenizer = glue_run.load_tokenizer(str(world / "bert"))
+    tokenizer = loading.load_tokenizer(str(world / "bert"))
     tokenizer.model_max_length = int(1e30)
     tokenizer.save_pretrained(tmp_path)
     model, _ = glue_run.load_classifier(str(tmp_path), TASKS["sst2"])
-    limit = glue_run.text_limit(model, glue_run.load_tokenizer(str(tmp_path)))
+    limit = glue_run.text_limit(model, loading.load_tokenizer(str(tmp_path)))
     assert limit == 32
     ids = torch.full((1, limit), 9)
     assert model(input_ids=ids).logits.isfinite().all()

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoTokenizer
 
 from neobert.common.errors import UserError
+from neobert.common.optimisation import check_schedule, learning_rate_factor, make_optimizer, make_schedule
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.training.masking import TokenMasking
-from neobert.training.schedules import check_schedule, learning_rate_factor, make_optimizer, make_schedule
+from neobert.pretraining.masking import TokenMasking
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 import torch
 
-from neobert.evaluation import memory
-from neobert.evaluation.memory import PeakMemory, mebibytes
+from neobert.common import memory
+from neobert.common.memory import PeakMemory, mebibytes
 
 
 MIB = 2**20

@@ -21,8 +21,10 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.evaluation import local_tasks, mteb_evaluation
-from neobert.evaluation.mteb_evaluation import (
+from neobert.common.local_text import is_held_out
+from neobert.common.published import MTEB
+from neobert.embeddings import local_tasks, mteb_evaluation
+from neobert.embeddings.mteb_evaluation import (
     MtebArguments,
     PackedModel,
     averages,
@@ -37,9 +39,7 @@ from neobert.evaluation.mteb_evaluation import (
     task_table,
     write_tables,
 )
-from neobert.evaluation.packed_encoder import PackedEncoder
-from neobert.evaluation.published import MTEB
-from neobert.training.local_text import is_held_out
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 WORDS = "red green blue black cat dog bird fish runs sleeps eats swims".split()
@@ -330,7 +330,7 @@ def test_path_similarity_counts_the_edges_of_the_taxonomy(tmp_path):
 
 
 def test_wordnet_tasks_ask_only_for_held_out_synsets():
-    from neobert.training.local_text import WORDNET as folder
+    from neobert.common.local_text import WORDNET as folder
 
     try:
         definitions = local_tasks.wordnet_definitions(folder)

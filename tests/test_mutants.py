@@ -1,4 +1,4 @@
-"""Pins that the mutants of scripts/mutants.py can be made: each text that one replaces is in the model, and its tests are there."""
+"""Pins that the mutants of tests/tools/mutants.py can be made: each text that one replaces is in the model, and its tests are there."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 ROOT = Path(__file__).resolve().parent.parent
-SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
+SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "tools" / "mutants.py")
 mutants = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(mutants)
 

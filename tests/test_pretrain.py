@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neobert import cli, modeling_neobert
+from neobert import __main__ as cli
+from neobert import modeling_neobert
+from neobert.common import trackers
 from neobert.common.errors import UserError
+from neobert.common.loading import RECIPES
+from neobert.common.recipe import read_recipe
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
-from neobert.recipe import read_recipe
-from neobert.training import pretrain, trackers
-from neobert.training.pretrain_trainer import (
+from neobert.pretraining import pretrain
+from neobert.pretraining.pretrain_trainer import (
     flops_per_batch,
     last_whole_checkpoint,
     masked_correct,
@@ -159,7 +161,7 @@ def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
 def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):
     """The paper's recipes leave it open; the kind of data is fixed when the run begins."""
     for stage in (1, 2):
-        recipe = Path(pretrain.__file__).parent / "configs" / f"neobert_stage{stage}.yaml"
+        recipe = RECIPES / f"neobert_stage{stage}.yaml"
         data = read_recipe(
             (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments),
             [str(recipe), "--bf16", "false", "--report_to", "none"],
@@ -177,15 +179,6 @@ def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, m
     with pytest.raises(UserError, match="was started with streaming=True, now False"):
         _run(arguments)
     _run([*arguments, "--streaming", "true"])
-
-
-def test_the_module_is_the_command(capsys, monkeypatch):
-    """`accelerate launch -m neobert.training.pretrain`, the form of docs/pretraining.md."""
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--bogus", "1"])
-    monkeypatch.delitem(sys.modules, "neobert.training.pretrain")
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("neobert.training.pretrain", run_name="__main__")
-    assert end.value.code == 2 and capsys.readouterr().err == "neobert pretrain: unknown argument '--bogus'\n"
 
 
 def test_trackers_are_checked_by_name(monkeypatch):
@@ -206,7 +199,7 @@ def test_kill_9_and_the_same_command_again(corpus, tmp_path):
     (package / "neobert").symlink_to(root)
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "neobert.cli", "pretrain", *_arguments(corpus, out, max_steps=60, save_steps=5)]
+    command = [sys.executable, "-m", "neobert", "pretrain", *_arguments(corpus, out, max_steps=60, save_steps=5)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 240
     while not list(out.glob("checkpoint-??/whole.json")) and time.time() < deadline and process.poll() is None:
@@ -516,7 +509,7 @@ def test_the_accelerate_configurations_load():
     """accelerate itself reads them (an unknown key is an error there); FSDP wraps the block by its class name; two machines have 16 processes."""
     from accelerate.commands.config.config_args import load_config_from_file
 
-    folder = Path(pretrain.__file__).resolve().parent / "configs" / "accelerate"
+    folder = RECIPES / "accelerate"
     configs = {path.stem: load_config_from_file(str(path)) for path in folder.glob("*.yaml")}
     assert set(configs) == {"single", "ddp", "fsdp2", "zero2", "zero3", "multinode_zero2"}
     kinds = {name: str(getattr(config.distributed_type, "value", config.distributed_type)) for name, config in configs.items()}
@@ -526,5 +519,5 @@ def test_the_accelerate_configurations_load():
     assert configs["fsdp2"].fsdp_config["fsdp_version"] == 2
     assert hasattr(modeling_neobert, configs["fsdp2"].fsdp_config["fsdp_transformer_layer_cls_to_wrap"]), "the wrapped class must exist"
     assert (configs["multinode_zero2"].num_machines, configs["multinode_zero2"].num_processes) == (2, 16)
-    guide = (folder.parents[2] / "docs" / "pretraining.md").read_text()
+    guide = (folder.parents[1] / "docs" / "pretraining.md").read_text()
     assert all(f"{name}.yaml" in guide for name in configs), "the guide must name every configuration"

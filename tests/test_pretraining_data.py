@@ -9,11 +9,12 @@ import torch
 from datasets import Dataset, DatasetDict, Features, Value
 from transformers import AutoTokenizer
 
+from neobert.common import local_text
 from neobert.common.errors import UserError
-from neobert.training import batching, local_text
-from neobert.training.batching import MicroBatches, Windows
-from neobert.training.masking import TokenMasking
-from neobert.training.pretraining_data import (
+from neobert.pretraining import batching
+from neobert.pretraining.batching import MicroBatches, Windows
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.pretraining_data import (
     BROKEN,
     EMPTY,
     Tokenise,
@@ -23,7 +24,7 @@ from neobert.training.pretraining_data import (
     source_digest,
     tokens_from_texts,
 )
-from neobert.training.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
+from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
 
 
 WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
@@ -121,7 +122,7 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
 
 
 def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
-    from neobert.training import pretraining_data
+    from neobert.pretraining import pretraining_data
 
     asked = []
 
@@ -175,7 +176,7 @@ def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkey
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"content": text}) + "\n" for text in _texts(30)))
     whole = prepare(str(source), tmp_path / "one", tokenizer)
-    from neobert.training import pretraining_data
+    from neobert.pretraining import pretraining_data
 
     real, done = pretraining_data._prepare_shard, []
 

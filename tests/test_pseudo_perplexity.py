@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConf
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.evaluation import pseudo_perplexity as module
+from neobert.pretraining import pseudo_perplexity as module
 
 
 pytest.importorskip("matplotlib")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neobert.cli import COMMANDS
+from neobert.__main__ import COMMANDS
 
 
 ROOT = Path(__file__).resolve().parent.parent

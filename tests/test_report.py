@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from neobert.benchmarks.report import assign, collect, environment_line, main, read_environment, to_html
 from neobert.common.errors import UserError
 from neobert.common.results import markdown_table
-from neobert.evaluation.report import assign, collect, environment_line, main, read_environment, to_html
 
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")

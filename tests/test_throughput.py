@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neobert.benchmarks import throughput
+from neobert.benchmarks.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
+from neobert.benchmarks.throughput_models import IMPLEMENTATIONS, MODELS, build, packed_inputs
+from neobert.benchmarks.throughput_sets import draw_lengths
+from neobert.common import memory
 from neobert.common.errors import UserError
-from neobert.evaluation import memory, throughput
-from neobert.evaluation.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
-from neobert.evaluation.throughput_models import IMPLEMENTATIONS, MODELS, build, packed_inputs
-from neobert.evaluation.throughput_sets import draw_lengths
 
 from .reference import install_flash
 
@@ -148,7 +149,7 @@ def test_operation_count(name):
 
 @torch.no_grad()
 def test_the_published_construction_computes_the_same():
-    from neobert.evaluation.throughput_sets import make_batch
+    from neobert.benchmarks.throughput_sets import make_batch
 
     ids, mask = make_batch([9, 4, 1], "cpu")
     ours = build("neobert", "sdpa", "cpu", torch.float32, SMALL)

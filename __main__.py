@@ -1,0 +1,94 @@
+"""`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and runs its `main(argv)`."""
+
+import importlib
+import os
+import sys
+import traceback
+
+from .common.errors import UserError, one_line, printable, require
+
+
+# command: (module, (extra of setup.cfg, modules that it brings), what the command does)
+COMMANDS = {
+    "convert": ("convert_checkpoint", (), "raw training checkpoint to a Hub repository"),
+    "pretrain": ("pretraining.pretrain", ("train", "accelerate", "datasets"), "masked-LM pre-training from a YAML recipe"),
+    "ablations": ("pretraining.ablations", ("train", "accelerate", "datasets"), "the ladder M0 to M9 at a reduced size"),
+    "pseudo-perplexity": ("pretraining.pseudo_perplexity", (), "pseudo-perplexity against length"),
+    "glue": ("finetuning.glue", ("eval", "accelerate", "sklearn"), "GLUE fine-tuning and its table"),
+    "contrastive": (
+        "embeddings.contrastive",
+        ("eval", "sentence_transformers", "datasets", "accelerate"),
+        "contrastive fine-tuning to a sentence encoder",
+    ),
+    "mteb": ("embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb"), "MTEB evaluation and its table"),
+    "encode": ("embeddings.encode", ("eval", "sentence_transformers", "pyarrow"), "embeddings of a large corpus"),
+    "throughput": ("benchmarks.throughput", (), "tokens per second against other encoders"),
+    "report": ("benchmarks.report", (), "one page from results/"),
+}
+
+
+def usage():
+    """The text of `neobert --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, _, what) in COMMANDS.items()]
+    return "\n".join(["usage: neobert <command> [arguments]; neobert <command> --help; neobert --version", "", *lines])
+
+
+def _leave_process_group():
+    """Processes of torchrun leave their group before the interpreter ends, which threads of the group could abort."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def guarded(name, run):
+    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
+
+    Args:
+        name: the command as messages name it.
+        run: function without arguments; returns an exit code, or None for 0.
+    """
+    try:
+        return run() or 0
+    except (UserError, ImportError) as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    except Exception as error:
+        message = f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
+    if os.environ.get("NEOBERT_DEBUG"):
+        traceback.print_exc()
+    print(f"{name}: {printable(message)}", file=sys.stderr)
+    return 2
+
+
+def main(argv=None):
+    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from . import __version__
+
+        print(f"neobert {__version__}")
+        return 0
+    command, *arguments = argv
+    if command not in COMMANDS:
+        print(f"neobert: there is no command {printable(command)!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, needs, _ = COMMANDS[command]
+
+    def run():
+        if needs:
+            require(*needs)
+        code = importlib.import_module(f".{module}", __package__).main(arguments)
+        _leave_process_group()
+        return code
+
+    return guarded(f"neobert {command}", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

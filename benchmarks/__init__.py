@@ -1,0 +1,1 @@
+"""What measures speed and memory, and the report (docs/performance.md)."""

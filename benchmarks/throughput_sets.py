@@ -1,0 +1,71 @@
+"""How long the texts of a throughput batch are: fixed, drawn, of a given fill, or as in a text file."""
+
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from ..common.errors import UserError
+from ..common.loading import TOKENIZER
+
+
+def check_set(name, texts=None):
+    """Raises UserError unless `name` is a set; "texts" needs a file."""
+    if name == "texts":
+        if texts is None or not Path(texts).is_file():
+            raise UserError(f"the set 'texts' needs --texts with a text file, but {texts!r} was given")
+    elif not (name in ("normal-256", "normal-4096", "short") or re.fullmatch(r"[1-9]\d*", name) or re.fullmatch(r"fill-[1-9]\d?", name)):
+        raise UserError(f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, short, fill-30, texts")
+
+
+def draw_lengths(name, count, seed=0, file_lengths=None):
+    """Lengths in tokens of `count` texts.
+
+    Args:
+        name: "512" (fixed), "normal-256", "normal-4096", "short" (log-normal, median 48, sigma 0.7, 4 to 512: about 0.3 of a batch of 32 is
+            real), "fill-30" (one text of 512 and others of which the batch has 30 % real tokens), "texts".
+        file_lengths: of the texts of a file; drawn from without order, with repetition where it has fewer than `count`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if name.isdigit():
+        return [int(name)] * count
+    if name.startswith("normal-"):
+        mean = int(name.removeprefix("normal-"))
+        lengths = (torch.randn(count, generator=generator) * mean / 4 + mean).round().clamp(16, 2 * mean)
+    elif name == "short":
+        lengths = torch.exp(torch.randn(count, generator=generator) * 0.7 + math.log(48)).round().clamp(4, 512)
+    elif name == "texts":
+        lengths = torch.tensor(file_lengths)[torch.randint(len(file_lengths), (count,), generator=generator)]
+    else:
+        return _lengths_of_fill(int(name.removeprefix("fill-")) / 100, count, generator)
+    return [int(n) for n in lengths]
+
+
+def _lengths_of_fill(fill, count, generator, longest=512):
+    """One text of `longest` tokens, the others spread evenly by up to a half around the length that makes the mean fill * longest."""
+    rest = max((fill * count - 1) / max(count - 1, 1), 1 / longest) * longest
+    spread = min(rest, longest - rest) / 2
+    lengths = rest + spread * torch.linspace(-1, 1, max(count - 1, 1)) if count > 1 else torch.empty(0)
+    lengths = lengths[torch.randperm(len(lengths), generator=generator)].round().clamp(1, longest)
+    return [longest, *(int(n) for n in lengths)]
+
+
+def lengths_of_file(path, tokenizer=None):
+    """Lengths in tokens of the non-empty lines of a text file."""
+    from transformers import AutoTokenizer
+
+    folder = tokenizer or TOKENIZER
+    lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"{path} holds no text")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [len(ids) for ids in tokenizer(lines, truncation=True, max_length=8192)["input_ids"]]
+
+
+def make_batch(lengths, device, seed=0):
+    """input_ids and attention_mask, (B, longest), padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(1000, 30000, mask.shape, generator=generator) * mask
+    return ids.to(device), mask.to(device)

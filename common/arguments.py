@@ -1,0 +1,271 @@
+"""Options of the commands: dataclasses filled from YAML recipes and the command line, with the allowed range of each in its field.
+
+A recipe is a YAML file of `name: value` lines. What the command line gives wins. Options of transformers' Trainer go through as they are: under
+`trainer:` in a recipe, by their names on the command line.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+
+from .errors import UserError, listed
+from .yaml_files import read_mapping, read_scalar, read_yaml
+
+
+def option(default=MISSING, help="", *, default_factory=MISSING, positional=False, **bounds):
+    """A dataclass field with its help and its range.
+
+    Args:
+        default, default_factory: as of `dataclasses.field`.
+        positional: given without a name, before all options.
+        bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item where the value is a list.
+    """
+    unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
+    assert not unknown, f"option() has no {unknown}"
+    metadata = {"help": help, "positional": positional, "bounds": bounds}
+    return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+@dataclass
+class Arguments:
+    """Base of the options of every command: the ranges in the fields are checked when an object is made."""
+
+    def __post_init__(self):
+        check_ranges(self)
+
+
+def check_ranges(arguments):
+    """Raises UserError for the first field whose value is not finite or outside of the range in the field's metadata. None passes."""
+    for described in dataclasses.fields(arguments):
+        value = getattr(arguments, described.name)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            problem = _problem(item, described.metadata.get("bounds", {}))
+            if problem:
+                raise UserError(f"{described.name} must be {problem}, but {item!r} was given")
+
+
+def _problem(value, bounds):
+    """What `value` should be and is not, or None."""
+    if value is None:
+        return None
+    if "choices" in bounds and value not in bounds["choices"]:
+        return f"one of {', '.join(map(str, bounds['choices']))}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    for name, words, holds in (
+        ("least", "at least", lambda a, b: a >= b),
+        ("most", "at most", lambda a, b: a <= b),
+        ("above", "above", lambda a, b: a > b),
+        ("below", "below", lambda a, b: a < b),
+    ):
+        if name in bounds and not holds(value, bounds[name]):
+            return f"{words} {bounds[name]}"
+    return None
+
+
+def _kinds(hint):
+    """The types that a hint allows, None apart."""
+    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return [kind for kind in alternatives if kind is not types.NoneType]
+
+
+def _convert(hint, value):
+    """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError if it cannot be."""
+    kinds = _kinds(hint)
+    plain = [typing.get_origin(kind) or kind for kind in kinds]
+    if value is None or (isinstance(value, str) and value in ("None", "null") and len(kinds) < len(typing.get_args(hint))):
+        return None
+    if list in plain and isinstance(value, list):
+        inner = typing.get_args(kinds[plain.index(list)]) or (typing.Any,)
+        return [_convert(inner[0], item) for item in value]
+    if dict in plain and (isinstance(value, dict) or (isinstance(value, str) and value.lstrip().startswith("{"))):
+        return read_mapping(value) if isinstance(value, str) else value
+    if len(plain) > 1 or plain[0] not in (bool, int, float, str):
+        if plain == [dict] or isinstance(value, (list, dict)):
+            raise ValueError
+        return read_scalar(value) if isinstance(value, str) else value
+    (kind,) = plain
+    if isinstance(value, (list, dict)):
+        raise ValueError
+    if kind is str:
+        return str(value)
+    value = read_scalar(value) if isinstance(value, str) else value
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (bool, int, float)):
+        raise ValueError
+    if kind is int and value != int(value):
+        raise ValueError
+    return kind(value)
+
+
+def _words(hint):
+    """The type hint for a message."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return " or ".join(names.get(typing.get_origin(kind) or kind, "text") for kind in _kinds(hint))
+
+
+def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=None):
+    """Fills dataclasses from `argv`.
+
+    Args:
+        dataclass_types: every option belongs to exactly one of them.
+        argv: positional values and YAML recipes (later ones win), then `--name value`.
+        prog, description: for --help.
+        trainer: {option: default} of transformers' TrainingArguments, where the command trains. Adds a dict to what is returned: these
+            defaults, then `trainer:` of the recipes, then what the command line gives under Trainer's own names.
+    Returns:
+        list with one object for each type, and the dict of Trainer's options.
+    Raises:
+        UserError: an unknown option, a value of a wrong type or out of its range, a recipe that cannot be read.
+    """
+    fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
+    hints = {name: hint for type_ in dataclass_types for name, hint in typing.get_type_hints(type_).items() if name in fields}
+    trainer_hints = _trainer_hints() if trainer is not None else {}
+    if {"-h", "--help"} & set(argv):
+        _print_help(prog, description, fields, trainer)
+        raise SystemExit(0)
+    values, recipes, rest = _positional(argv, [name for name, f in fields.items() if f.metadata.get("positional")])
+    for_trainer = dict(trainer or {})
+    for path in recipes:
+        recipe = read_yaml(path)
+        if recipe is not None and not isinstance(recipe, dict):
+            raise UserError(f"{path} must hold 'name: value' lines, but holds a {type(recipe).__name__}")
+        recipe = dict(recipe or {})
+        section = recipe.pop("trainer", None) or {}
+        if section and trainer is None:
+            raise UserError(f"the recipe {path} has a section trainer, but this command has no Trainer")
+        values |= _typed(recipe, hints, f"in the recipe {path}")
+        for_trainer |= _typed(section, trainer_hints, f"under trainer: in the recipe {path}")
+    given = _typed(_options(rest, {**trainer_hints, **hints}), {**trainer_hints, **hints}, "on the command line")
+    values |= {name: value for name, value in given.items() if name in hints}
+    for_trainer |= {name: value for name, value in given.items() if name not in hints}
+    lacking = [name for name, f in fields.items() if f.default is MISSING and f.default_factory is MISSING and name not in values]
+    if lacking:
+        raise UserError(f"give {listed(_spelled(name, fields) for name in lacking)}; --help lists the options")
+    try:
+        objects = [
+            type_(**{f.name: values[f.name] for f in dataclasses.fields(type_) if f.init and f.name in values}) for type_ in dataclass_types
+        ]
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from error
+    return objects if trainer is None else [*objects, for_trainer]
+
+
+def training_arguments(output_dir, given, fixed, base=None):
+    """transformers' TrainingArguments from a recipe's section and what the command sets itself.
+
+    Args:
+        output_dir: where checkpoints go.
+        given: Trainer's options as `read_arguments` returns them.
+        fixed: {option: value} that the command needs as they are.
+        base: the class, by default TrainingArguments.
+    Raises:
+        UserError: one of `fixed` was given otherwise; values that transformers refuses.
+    """
+    if base is None:
+        from transformers import TrainingArguments as base
+    for name, value in fixed.items():
+        if name in given and given[name] != value:
+            raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")
+    try:
+        return base(output_dir=str(output_dir), **{**given, **fixed})
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(str(error)) from error
+
+
+def _trainer_hints():
+    from transformers import TrainingArguments
+
+    hints = typing.get_type_hints(TrainingArguments)
+    return {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}
+
+
+def _spelled(name, fields):
+    """An option as the command line has it."""
+    described = fields.get(name)
+    return name.upper() if described is not None and described.metadata.get("positional") else f"--{name.replace('_', '-')}"
+
+
+def _positional(argv, names):
+    """({positional name: value}, recipes, the rest) of a command line."""
+    argv, values, recipes = list(argv), {}, []
+    names = list(names)
+    while argv and not argv[0].startswith("-"):
+        value = argv.pop(0)
+        if names and Path(value).suffix not in (".yaml", ".yml"):
+            values[names.pop(0)] = value
+        else:
+            recipes.append(value)
+    return values, recipes, argv
+
+
+def _options(argv, hints):
+    """{option: text, list of texts, or True} of `--name value`, `--name=value`, `--name a b` for lists, and `--name` for switches."""
+    values, name = {}, None
+    for argument in argv:
+        if argument.startswith("--") and len(argument) > 2:
+            spelled, equals, value = argument[2:].partition("=")
+            name = spelled.replace("-", "_")
+            if name not in hints:
+                raise UserError(f"unknown argument {argument!r}{_nearest(name, hints, '--')}")
+            values[name] = [value] if equals else []
+        elif name is None:
+            raise UserError(f"{argument!r} was given where an option, --name, was expected; --help lists them")
+        else:
+            values[name].append(argument)
+    for name, given in values.items():
+        kinds = [typing.get_origin(kind) or kind for kind in _kinds(hints[name])]
+        if not given and bool not in kinds:
+            raise UserError(f"--{name.replace('_', '-')} needs a value, {_words(hints[name])}")
+        if len(given) > 1 and list not in kinds:
+            raise UserError(f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given")
+        if not given:
+            values[name] = True
+        elif list not in kinds or (len(given) == 1 and str in kinds):
+            values[name] = given[0]
+    return values
+
+
+def _nearest(name, names, dashes=""):
+    close = difflib.get_close_matches(str(name), names, n=1)
+    if not close:
+        return "; --help lists the options"
+    return f"; did you mean {dashes}{close[0].replace('_', '-') if dashes else close[0]}?"
+
+
+def _typed(section, hints, where):
+    """The values of a recipe's section or of the command line in the types of their options."""
+    values = {}
+    for name, value in section.items():
+        if name not in hints:
+            raise UserError(f"unknown key {name!r} {where}{_nearest(name, hints)}")
+        try:
+            values[name] = _convert(hints[name], value)
+        except (ValueError, TypeError, OverflowError):
+            raise UserError(f"{name} {where} must be {_words(hints[name])}, but {value!r} was given") from None
+    return values
+
+
+def _print_help(prog, description, fields, trainer):
+    """The options with their ranges and defaults."""
+    positional = [_spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")]
+    print(" ".join(["usage:", prog or "", *positional, "[RECIPE.yaml]", "[--option value ...]"]))
+    if description:
+        print(f"\n{description}")
+    words = {"least": "at least", "most": "at most", "choices": "one of"}
+    print()
+    for name, described in fields.items():
+        default = described.default if described.default_factory is MISSING else described.default_factory()
+        parts = [described.metadata.get("help", "")] if described.metadata.get("help") else []
+        for bound, limit in described.metadata.get("bounds", {}).items():
+            parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
+        shown = "" if default is MISSING else f" (default: {default})"
+        print(f"  {_spelled(name, fields)}\n      {'; '.join(parts)}{shown}")
+    if trainer is not None:
+        print("\nand every option of transformers.TrainingArguments; those with other defaults here:\n")
+        print("\n".join(f"  --{name.replace('_', '-')} (default: {value})" for name, value in trainer.items()))

@@ -1,0 +1,94 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: what to adapt, how to keep new heads trainable, adapter to plain model."""
+
+from torch import nn
+
+from .errors import UserError, require
+
+
+# All linear layers of a block: Q, K and V lie in one matrix, and so do the SwiGLU's two inputs.
+NEOBERT_TARGETS = ("qkv", "wo", "w12", "w3")
+# Feed-forward of ablation M0 (hidden_act "gelu").
+NEOBERT_GELU_TARGETS = ("qkv", "wo", "ffn.0", "ffn.2")
+
+
+def default_targets(config):
+    """Names of the layers to adapt: every linear layer of NeoBERT's blocks; PEFT's "all-linear" for other encoders."""
+    if config.model_type != "neobert":
+        return "all-linear"
+    return list(NEOBERT_TARGETS if config.hidden_act == "swiglu" else NEOBERT_GELU_TARGETS)
+
+
+def head_modules(model, missing_keys=()):
+    """Names of the modules that are not the backbone and so must be trained in full beside an adapter.
+
+    Args:
+        model: a transformers model with a task head.
+        missing_keys: parameters that its checkpoint did not have (a new pooler inside of the backbone, for example).
+    """
+    backbone = model.base_model_prefix
+    heads = {name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())}
+    inside = {key.rpartition(".")[0] for key in missing_keys if key.startswith(f"{backbone}.")}
+    return sorted(heads | inside)
+
+
+def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type=None, modules_to_save=None):
+    """Checked `peft.LoraConfig`.
+
+    Args:
+        model: the model to adapt.
+        rank: columns r of the low-rank factors.
+        alpha: the update is scaled by alpha / rank.
+        dropout: probability on the adapter's input.
+        targets: module names (matched at the end of the full name), "all-linear", or "auto" for `default_targets`.
+        task_type: PEFT task type, "SEQ_CLS" or None.
+        modules_to_save: modules trained and saved in full.
+    Raises:
+        UserError: a value out of range, or a target that the model does not have.
+    """
+    require("peft", "peft")
+    from peft import LoraConfig
+
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise UserError(f"the LoRA rank must be a whole number of at least 1, but {rank!r} was given")
+    if alpha <= 0:
+        raise UserError(f"the LoRA alpha must be above 0, but {alpha!r} was given")
+    if not 0 <= dropout < 1:
+        raise UserError(f"the LoRA dropout must be a probability from 0 to below 1, but {dropout!r} was given")
+    if targets == "auto":
+        targets = default_targets(model.config)
+    elif isinstance(targets, str) and targets != "all-linear":
+        targets = [name.strip() for name in targets.split(",") if name.strip()]
+    if targets != "all-linear":
+        _check_targets(model, targets)
+    return LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=task_type, modules_to_save=modules_to_save
+    )
+
+
+def _check_targets(model, targets):
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    known = sorted({name.rpartition(".")[2] for name in layers})
+    if not targets:
+        raise UserError(f"no LoRA target was given; this model has {', '.join(known)}")
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            raise UserError(f"LoRA target {target!r} is no linear layer or embedding of this model; it has {', '.join(known)}")
+
+
+def trainable_parameters(model):
+    """(trainable, all) numbers of parameters."""
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
+def save_adapter_and_merge(model, adapter_folder):
+    """Saves the adapter alone, then folds it into the weights: W + alpha / rank * B A.
+
+    Args:
+        model: the `PeftModel`; not usable afterwards.
+        adapter_folder: gets adapter_config.json and adapter_model.safetensors, with the modules trained in full.
+    Returns:
+        the plain transformers model.
+    """
+    model.save_pretrained(str(adapter_folder))
+    return model.merge_and_unload()

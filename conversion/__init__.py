@@ -1,0 +1,1 @@
+"""Raw training checkpoint to a Hub folder (docs/conversion.md)."""

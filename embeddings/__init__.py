@@ -1,0 +1,1 @@
+"""Sentence encoders: training, evaluation, encoding (docs/embeddings.md)."""

@@ -1,0 +1,257 @@
+"""Sentence embeddings of any sentence encoder, batched by a token budget; NeoBERT without a single padding token.
+
+`neobert encode` and `neobert mteb` both embed through `PackedEncoder`. It loads what `SentenceTransformer(...)` loads and returns the same
+vectors as its `encode`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..common.errors import UserError, one_line, require
+from ..common.loading import TOKENIZER, choose_device, choose_dtype, position_limit
+
+
+# Tokens of a batch where none are given; on the CPU more leave the caches.
+CUDA_TOKENS, CPU_TOKENS = 65536, 3072
+TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
+POOLINGS = ("mean", "cls")
+_PROBE = "A short text."
+
+
+def load_sentence_transformer(
+    model,
+    device="cpu",
+    dtype=torch.float32,
+    max_length=None,
+    pooling="mean",
+    tokenizer=None,
+    attn_implementation=None,
+    trust_remote_code=False,
+):
+    """A SentenceTransformer from its folder or Hub name, or built with `pooling` from a bare encoder (pre-trained or fine-tuned).
+
+    Args:
+        model: folder or Hub name. Weights of task heads are left out.
+        max_length: tokens per text; longer texts are truncated. By default the model's own limit, and never more than its positions.
+        pooling: "mean" or "cls" for a bare encoder; a sentence encoder keeps its own.
+        tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the packaged one.
+    Raises:
+        UserError: there is no such model, or it cannot be read.
+    """
+    require("eval", "sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import models as modules
+
+    if pooling not in POOLINGS:
+        raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, but {pooling!r} was given")
+    if max_length is not None and max_length < 3:
+        raise UserError(f"max_length must be at least 3 tokens, but {max_length} was given")
+    folder = Path(model)
+    looks_local = folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_local and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
+        raise UserError(
+            f"there is no model in {model}: it needs a config.json or modules.json (a raw checkpoint goes through neobert convert)"
+        )
+    model_kwargs = {"dtype": dtype}
+    if attn_implementation:
+        model_kwargs["attn_implementation"] = attn_implementation
+    try:
+        if _is_sentence_transformer(model):
+            encoder = SentenceTransformer(model, device=str(device), model_kwargs=model_kwargs, trust_remote_code=trust_remote_code)
+        else:
+            remote = {"trust_remote_code": trust_remote_code}
+            transformer = modules.Transformer(
+                model,
+                model_kwargs={**model_kwargs, **remote},
+                config_kwargs=dict(remote),
+                tokenizer_name_or_path=tokenizer or _tokenizer_of(folder),
+            )
+            width = transformer.auto_model.config.hidden_size
+            encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
+    except (OSError, ValueError) as error:
+        raise UserError(f"the model {model} cannot be loaded: {one_line(error)}") from error
+    limit = position_limit(encoder[0].auto_model)
+    encoder.max_seq_length = min(max_length or encoder.max_seq_length or limit, limit)
+    return encoder.eval()
+
+
+def _is_sentence_transformer(model):
+    if Path(model).exists():
+        return (Path(model) / "modules.json").is_file()
+    from sentence_transformers.util import is_sentence_transformer_model
+
+    return is_sentence_transformer_model(model)
+
+
+def _tokenizer_of(folder):
+    """The packaged tokenizer for a local NeoBERT folder without one, else None (the model's own)."""
+    if not folder.exists() or any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")):
+        return None
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type == "neobert" and config.vocab_size == 30522 and (TOKENIZER / "tokenizer.json").is_file():
+        return str(TOKENIZER)
+    raise UserError(f"{folder} has no tokenizer; name one with --tokenizer")
+
+
+class PackedEncoder:
+    """Texts to vectors in batches of `tokens_per_batch` tokens, whatever the number of texts.
+
+    NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled per text in float32. Any other model or
+    pooling runs through SentenceTransformer's own modules on padded batches, texts of similar length together; the budget then counts
+    padding too.
+
+    Args:
+        model: folder, Hub name, or a SentenceTransformer.
+        dtype: "auto", "float32", "float16" or "bfloat16".
+        tokens_per_batch: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
+        settings: see `load_sentence_transformer`.
+    """
+
+    def __init__(self, model, dtype="auto", device=None, tokens_per_batch=None, **settings):
+        self.device = choose_device(device)
+        if isinstance(model, (str, Path)):
+            model = load_sentence_transformer(str(model), self.device, choose_dtype(dtype, self.device), **settings)
+        self.sentence_transformer = model.to(self.device).eval()
+        self.dtype = model[0].auto_model.dtype
+        self.tokens_per_batch = tokens_per_batch or (CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
+        if self.tokens_per_batch < 1:
+            raise UserError(f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given")
+        self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}  # those that change a vector
+        self._tokenizer = model.tokenizer
+        modules = list(model.children())
+        self._packed_pooling = _packed_pooling(modules)
+        self._rest = modules[2:]
+        probe = self._tokenizer([_PROBE], return_attention_mask=False)["input_ids"][0]
+        with torch.inference_mode():
+            vector = (self._embed_packed if self.packs else self._embed_padded)([np.asarray(probe, dtype=np.int32)])
+        self.width = vector.shape[1]
+
+    @classmethod
+    def from_arguments(cls, arguments, device):
+        """The encoder that a command's arguments describe (fields named as the settings above), on `device`."""
+        return cls(
+            arguments.model,
+            dtype=arguments.dtype,
+            device=device,
+            tokens_per_batch=arguments.tokens_per_batch,
+            max_length=arguments.max_length,
+            pooling=arguments.pooling,
+            tokenizer=arguments.tokenizer,
+            attn_implementation=arguments.attn_implementation,
+            trust_remote_code=arguments.trust_remote_code,
+        )
+
+    @property
+    def packs(self):
+        """Whether this model runs without padding."""
+        return self._packed_pooling is not None
+
+    @property
+    def max_length(self):
+        return self.sentence_transformer.max_seq_length
+
+    def prompt(self, name=None):
+        """Text of the prompt called `name`, "" for None and for a prompt without text (most models' "document").
+
+        Raises:
+            UserError: the model has no such prompt.
+        """
+        if name is None:
+            return ""
+        prompts = self.sentence_transformer.prompts or {}
+        if name not in prompts:
+            raise UserError(f"the model has no prompt called {name!r}; it has: {', '.join(prompts) or 'none'}")
+        return prompts[name] or ""
+
+    def tokenize(self, texts, prompt=""):
+        """Token ids of each text with `prompt` before it, a list of int32 arrays, at most `max_length` tokens each."""
+        tokens = []
+        for start in range(0, len(texts), 1024):
+            # Like SentenceTransformer.encode, which strips the text with its prompt.
+            batch = [(prompt + text).strip() for text in texts[start : start + 1024]]
+            ids = self._tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)["input_ids"]
+            tokens.extend(np.asarray(row, dtype=np.int32) for row in ids)
+        return tokens
+
+    def batches(self, lengths):
+        """Index arrays that cover all texts, shortest first; each batch holds at most `tokens_per_batch` tokens, or one text.
+
+        Args:
+            lengths: tokens of each text.
+        """
+        order = np.argsort(lengths, kind="stable")
+        batch, total = [], 0
+        for index in order:
+            length = int(lengths[index])
+            cost = total + length if self.packs else (len(batch) + 1) * length
+            if batch and cost > self.tokens_per_batch:
+                yield np.array(batch)
+                batch, total = [], 0
+            batch.append(index)
+            total += length
+        if batch:
+            yield np.array(batch)
+
+    @torch.inference_mode()
+    def embed(self, tokens, progress=None):
+        """Vectors of tokenized texts, (N, width) float32, in the order given.
+
+        Args:
+            tokens: list of N integer arrays.
+            progress: called with the number of texts of each finished batch.
+        """
+        output = torch.empty(len(tokens), self.width, device=self.device)
+        for index in self.batches(np.array([len(ids) for ids in tokens])):
+            batch = [tokens[i] for i in index]
+            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch)
+            output[torch.from_numpy(index).to(self.device)] = vectors.float()
+            if progress is not None:
+                progress(len(index))
+        return output.cpu().numpy()
+
+    def encode(self, texts, prompt="", show_progress_bar=False):
+        """Vectors of `texts`, (N, width) float32."""
+        with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
+            return self.embed(self.tokenize(texts, prompt), bar.update)
+
+    def _embed_packed(self, batch):
+        lengths = torch.tensor([len(ids) for ids in batch], device=self.device)
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        input_ids = torch.from_numpy(np.concatenate(batch)).to(self.device)[None]
+        longest = max(len(ids) for ids in batch)
+        model = self.sentence_transformer[0].auto_model
+        hidden = model(
+            input_ids=input_ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest
+        ).last_hidden_state[0]
+        if self._packed_pooling == "cls":
+            pooled = hidden[bounds[:-1].long()]
+        else:
+            texts = torch.repeat_interleave(torch.arange(len(batch), device=self.device), lengths)
+            sums = torch.zeros(len(batch), hidden.shape[-1], device=self.device).index_add_(0, texts, hidden.float())
+            pooled = (sums / lengths[:, None]).to(hidden.dtype)
+        features = {"sentence_embedding": pooled}
+        for module in self._rest:
+            features = module(features)
+        return features["sentence_embedding"]
+
+    def _embed_padded(self, batch):
+        padded = self._tokenizer.pad({"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt")
+        features = {name: value.to(self.device) for name, value in padded.items()}
+        return self.sentence_transformer(features)["sentence_embedding"]
+
+
+def _packed_pooling(modules):
+    """ "mean" or "cls" if this pipeline can run packed, else None."""
+    from sentence_transformers import models
+
+    if len(modules) < 2 or not isinstance(modules[0], models.Transformer) or not isinstance(modules[1], models.Pooling):
+        return None
+    pooling = modules[1]
+    mode = pooling.pooling_mode if isinstance(getattr(pooling, "pooling_mode", None), str) else None
+    packs = modules[0].auto_model.config.model_type == "neobert" and mode in POOLINGS and pooling.include_prompt
+    return mode if packs else None

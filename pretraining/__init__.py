@@ -1,0 +1,1 @@
+"""Masked-LM pre-training, its ablations, and pseudo-perplexity (docs/pretraining.md)."""

@@ -1,1 +1,0 @@
-"""Recipes: pre-training, its ablation ladder, GLUE and contrastive fine-tuning."""
