@@ -7,6 +7,7 @@
 Colours are those of Okabe and Ito, which colour-blind readers tell apart. No display is needed: pyplot is not used.
 """
 
+import math
 import os
 import tempfile
 import textwrap
@@ -18,7 +19,7 @@ from .errors import require
 # The model of this repository is always green, what it is compared with is not.
 OWN, PALE, GREY = "#009e73", "#9fd8c6", "#7f7f7f"
 COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#4d4d4d")
-MARKERS = ("s", "D", "^", "v", "P", "X", "*")
+MARKERS = ("s", "D", "^", "v", "P", "X", "p")
 
 _STYLE = {
     "figure.dpi": 100,
@@ -132,6 +133,16 @@ def length_axis(axes, lengths):
     axes.set_xscale("log", base=2)
     lengths = sorted(set(lengths))
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+
+
+def ratio_axis(axes, low, high):
+    """A logarithmic y axis with ticks at 1/4, 1/2, 1, 2, 4 and so on: twice as fast is as far from 1 as half as fast."""
+    axes.set_yscale("log", base=2)
+    first, last = math.floor(math.log2(low) - 0.05), math.ceil(math.log2(high) + 0.05)
+    ticks = [2.0**i for i in range(first, last + 1)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(ticks[0], ticks[-1])
     axes.minorticks_off()
 
 
