@@ -4,13 +4,18 @@ A machine that is shared gets faster and slower. What takes turns in every repea
 measurements holds; the matrix product says how fast the machine was then.
 """
 
+import multiprocessing
+import os
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from ..common.errors import UserError
 from ..common.memory import PeakMemory
 from .throughput_sets import make_batch
 
@@ -207,3 +212,24 @@ def _available_memory():
 
 # "processor" counts the CPU seconds of this process, those of all its threads together: it means something for one thread.
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def in_a_process(function, *arguments, variables=None):
+    """Calls a function of a module in a fresh process, which ends afterwards: its peak memory is its own.
+
+    Args:
+        function, arguments: what pickle takes; the arguments and the result as well.
+        variables: environment variables of that process.
+    Raises:
+        what the function raises; UserError if the process was killed.
+    """
+    before = {name: os.environ.get(name) for name in variables or {}}
+    os.environ.update(variables or {})
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    except BrokenProcessPool:
+        raise UserError("a measurement's process was killed, most often because memory ran out; measure something smaller") from None
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
