@@ -24,16 +24,30 @@ def packed_ids(lengths):
 # --------------------------------------------------------------------------------------------------------------------- vLLM
 
 
+# What the engine's scheduler knows of the batch that is running.
+RUNNING = {"lengths": []}
+
+
+@torch.library.custom_op("neobert_tests::engine", mutates_args=())
+def engine_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(T, H * K) each -> (T, H * K); one opaque operation, as vLLM's."""
+    heads = [x.view(-1, 4, 16).split(RUNNING["lengths"]) for x in (query, key, value)]
+    return torch.cat([FlashReference.attend(*part, 0.25) for part in zip(*heads)]).flatten(1)
+
+
+@engine_attention.register_fake
+def _(query, key, value):
+    return torch.empty_like(query)
+
+
 class Instance:
     """Stands for vLLM's attention layer: it knows from elsewhere where sequences end."""
 
-    def __init__(self, lengths):
-        self.lengths = lengths
-
     def forward(self, query, key, value):
-        """(T, H * K) each -> (T, H * K)."""
-        heads = [x.view(-1, 4, 16).split(self.lengths) for x in (query, key, value)]
-        return torch.cat([FlashReference.attend(*part, 0.25) for part in zip(*heads)]).flatten(1)
+        return engine_attention(query, key, value)
+
+
+INSTANCES = {layer: Instance() for layer in range(3)}
 
 
 def vllm_attention(module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs):
@@ -51,8 +65,8 @@ def vllm():
 
 
 def call_of_vllm(model, ids, positions, lengths):
-    instances = {layer: Instance(lengths) for layer in range(3)}
-    return model(input_ids=ids, position_ids=positions, attention_instances=instances, use_cache=False, return_dict=False)[0]
+    RUNNING["lengths"] = lengths
+    return model(input_ids=ids, position_ids=positions, attention_instances=INSTANCES, use_cache=False, return_dict=False)[0]
 
 
 @pytest.mark.parametrize("compiled", (False, True))
