@@ -219,12 +219,22 @@ def openvino_engine(precision, hint, names):
         properties = {"PERFORMANCE_HINT": "THROUGHPUT", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": hint}
         model = core.compile_model(core.read_model(str(files.find(names, made_by))), "CPU", properties)
 
+        requests = [model.create_infer_request() for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))]
+
         def forward(batches):
-            queue, found = openvino.AsyncInferQueue(model), [None] * len(batches)
-            queue.set_callback(lambda request, place: found.__setitem__(place, np.array(request.get_output_tensor(0).data)))
+            found, running = [None] * len(batches), {}
+
+            def finish(place):
+                running[place].wait()
+                found[place] = np.array(running.pop(place).get_output_tensor(0).data)
+
             for place, (ids, mask) in enumerate(batches):
-                queue.start_async({"input_ids": ids, "attention_mask": mask}, place)
-            queue.wait_all()
+                if len(running) == len(requests):
+                    finish(min(running))
+                running[place] = requests[place % len(requests)]
+                running[place].start_async({"input_ids": ids, "attention_mask": mask})
+            for place in list(running):
+                finish(place)
             return found
 
         return Padded(forward)
