@@ -76,7 +76,7 @@ class Steps:
             num_hidden_layers=self.layers,
             num_attention_heads=max(1, self.hidden // 64),
             intermediate_size=4 * self.hidden,
-            masked_lm_logits="masked" if self.way == "packed" else "all",
+            sparse_prediction=self.way == "packed",
             unpad_inputs=self.way == "packed",
         )
         return NeoBERTForMaskedLM(config).to(self.device).train()

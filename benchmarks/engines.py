@@ -1,0 +1,358 @@
+"""The engines that `precisions` compares: each opens a model in one precision and gives mean-pooled vectors of tokenised texts.
+
+Every engine runs at the best setting that its documentation names for throughput; `Engine.how` says which. Nothing here is imported by an
+engine that does not need it.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..common.errors import UserError, require
+from .throughput_models import compile_blocks
+
+
+BATCH_SIZES = (1, 4, 8, 32)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the models are: a folder with `model/` (a Hub folder of NeoBERT in float32), the peers, and what was exported from `model/`."""
+
+    folder: Path
+
+    def find(self, names, made_by):
+        """The first of `names` that exists.
+
+        Raises:
+            UserError: none does; the sentence says which command makes it.
+        """
+        for name in names:
+            if (self.folder / name).exists():
+                return self.folder / name
+        raise UserError(f"there is no {names[0]}; {made_by}")
+
+    @property
+    def model(self):
+        return self.folder / "model"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row of the table.
+
+    Attributes:
+        name, precision: of the row.
+        kind: "fp32", "16 bit" or "int8": what it is compared with.
+        how: the setting, in words.
+        open: function of (files, threads) -> session: a function of a list of lists of token ids, special tokens included, that returns float
+            vectors (texts, D). A session with an attribute `batch` takes that many texts at once; its best value is found by trying.
+        size: function of files -> bytes of the model on disk.
+        same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
+    """
+
+    name: str
+    precision: str
+    kind: str
+    how: str
+    open: Callable
+    size: Callable
+    same_weights: bool = True
+
+
+# --------------------------------------------------------------------------------------------------------------------- torch
+
+
+class Packed:
+    """NeoBERT in torch, all texts packed into one row."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, texts):
+        lengths = torch.tensor([len(ids) for ids in texts])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
+        longest = int(lengths.max())
+        packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        ids = torch.tensor([token for text in texts for token in text])[None]
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+        with torch.inference_mode():
+            hidden = self.model(input_ids=ids, position_ids=positions, **packing)[0][0].float()
+            return torch.stack([part.mean(0) for part in hidden.split(lengths.tolist())]).numpy()
+
+
+def torch_engine(precision, compiled=False):
+    """NeoBERT packed in a floating-point dtype."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def open_session(files, threads):
+        torch.set_num_threads(threads)
+        model = _neobert(files, dtype)
+        return Packed(compile_blocks(model) if compiled else model)
+
+    how = f"`from_pretrained(..., dtype=torch.{str(dtype).removeprefix('torch.')})`, texts packed" + (
+        ", blocks compiled" if compiled else ""
+    )
+    kind = "fp32" if precision == "fp32" else "16 bit"
+    name = "torch, compiled" if compiled else "torch"
+    return Engine(name, precision, kind, how, open_session, lambda files: _weights(files.model) * dtype.itemsize // 4)
+
+
+def torch_int8_engine(name, how, quantise, compiled=False):
+    """NeoBERT packed, its linear layers quantised by `quantise(model)`, which returns the model."""
+
+    def open_session(files, threads):
+        torch.set_num_threads(threads)
+        model = quantise(_neobert(files, torch.float32))
+        return Packed(compile_blocks(model) if compiled else model)
+
+    def size(files):
+        # One byte a weight of a linear layer, four of everything else; scales are a thousandth of that.
+        model = _neobert(files, torch.float32)
+        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+        return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
+
+    return Engine(name, "int8", "int8", how, open_session, size)
+
+
+def _neobert(files, dtype):
+    from ..modeling_neobert import NeoBERTModel
+
+    model = NeoBERTModel.from_pretrained(files.model, dtype=dtype, attn_implementation="sdpa").eval()
+    model.config.return_dict = False
+    return model
+
+
+def _dynamic(model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def _torchao(model):
+    require("int8", "torchao")
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def _weights(folder):
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
+# ------------------------------------------------------------------------------------------------------------ padded engines
+
+
+class Padded:
+    """Texts sorted by length in padded batches of `batch`.
+
+    Args:
+        forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last hidden states, (B, L, D) each.
+    """
+
+    batch = 8
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, texts):
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        chunks = [order[i : i + self.batch] for i in range(0, len(order), self.batch)]
+        batches = []
+        for chunk in chunks:
+            ids = np.zeros((len(chunk), max(len(texts[i]) for i in chunk)), np.int64)
+            for place, i in enumerate(chunk):
+                ids[place, : len(texts[i])] = texts[i]
+            lengths = np.array([len(texts[i]) for i in chunk])
+            batches.append((ids, (np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64)))
+        vectors = [None] * len(texts)
+        for chunk, (_, mask), hidden in zip(chunks, batches, self.forward(batches)):
+            means = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+            for place, i in enumerate(chunk):
+                vectors[i] = means[place]
+        return np.stack(vectors).astype(np.float32)
+
+
+def onnx_engine(precision, names):
+    made_by = "make it by: neobert export onnx FILES/model FILES --precisions fp32 int8"
+
+    def open_session(files, threads):
+        require("onnx", "onnxruntime")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        session = onnxruntime.InferenceSession(str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"])
+        output = next(
+            (o.name for o in session.get_outputs() if o.name in ("last_hidden_state", "token_embeddings")), session.get_outputs()[0].name
+        )
+
+        def forward(batches):
+            return [session.run([output], {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
+
+        return Padded(forward)
+
+    how = "all graph optimisations, intra_op_num_threads, sorted batches of the best size"
+    return Engine("ONNX Runtime", precision, precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+
+
+def _graph_size(path):
+    """Bytes of a graph file and of the weights beside it that carry its name."""
+    beside = (other for other in path.parent.iterdir() if other.name.startswith(path.stem + ".") and other.suffix != ".py")
+    return sum(other.stat().st_size for other in beside if other.suffix in (path.suffix, ".bin", ".data") or other.name.endswith("_data"))
+
+
+def openvino_engine(precision, hint, names):
+    made_by = "make it by: neobert export openvino FILES/model FILES"
+
+    def open_session(files, threads):
+        require("openvino", "openvino")
+        import openvino
+
+        core = openvino.Core()
+        properties = {"PERFORMANCE_HINT": "THROUGHPUT", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": hint}
+        model = core.compile_model(core.read_model(str(files.find(names, made_by))), "CPU", properties)
+
+        requests = [model.create_infer_request() for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))]
+
+        def forward(batches):
+            found, running = [None] * len(batches), {}
+
+            def finish(place):
+                running[place].wait()
+                found[place] = np.array(running.pop(place).get_output_tensor(0).data)
+
+            for place, (ids, mask) in enumerate(batches):
+                if len(running) == len(requests):
+                    finish(min(running))
+                running[place] = requests[place % len(requests)]
+                running[place].start_async({"input_ids": ids, "attention_mask": mask})
+            for place in list(running):
+                finish(place)
+            return found
+
+        return Padded(forward)
+
+    how = f"throughput hint, {hint} inference precision, asynchronous requests, sorted batches of the best size"
+    kind = {"fp32": "fp32", "int8": "int8"}.get(precision, "16 bit")
+    return Engine("OpenVINO", precision, kind, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+
+
+# ----------------------------------------------------------------------------------------------------------------- llama.cpp
+
+
+class Llama:
+    """llama.cpp in a process of node: one line of JSON in, one out.
+
+    Attributes:
+        extra_bytes: peak memory of that process beyond what it held before the model was loaded.
+    """
+
+    def __init__(self, modules, model, threads):
+        script = Path(__file__).with_name("llama.mjs")
+        self.process = subprocess.Popen(
+            ["node", str(script), str(modules), str(model), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._read()
+
+    def _read(self):
+        # What the engine itself prints is not ours.
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise UserError(f"node ended with exit code {self.process.wait()}, see above")
+
+    def __call__(self, texts):
+        self.process.stdin.write(json.dumps(texts) + "\n")
+        self.process.stdin.flush()
+        answer = self._read()
+        self.extra_bytes = answer["bytes"]
+        return np.array(answer["vectors"], np.float32)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def llama_engine(precision, names):
+    made_by = f"make it by: neobert export gguf FILES/model FILES/{names[0]} --dtype {precision}"
+
+    def open_session(files, threads):
+        if shutil.which("node") is None:
+            raise UserError("node is not installed; llama.cpp runs in it")
+        modules = files.find(["node/node_modules"], "in FILES/node: npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64")
+        return Llama(modules, files.find(names, made_by), threads)
+
+    how = "node-llama-cpp, prebuilt for this CPU; its embedding context takes one text at a time"
+    kind = "int8" if precision == "q8_0" else "16 bit"
+    return Engine("llama.cpp", precision, kind, how, open_session, lambda files: files.find(names, made_by).stat().st_size)
+
+
+# ----------------------------------------------------------------------------------------------------- sentence-transformers
+
+
+class SentenceTransformers:
+    """`SentenceTransformer.encode`, which tokenises, sorts by length and pads."""
+
+    batch = 8
+
+    def __init__(self, folder, precision):
+        from sentence_transformers import SentenceTransformer
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        # A folder without modules.json gets mean pooling.
+        self.model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype, "attn_implementation": "sdpa"})
+        self.tokenizer = self.model.tokenizer
+
+    def __call__(self, texts):
+        words = self.tokenizer.batch_decode([ids[1:-1] for ids in texts])
+        return self.model.encode(words, batch_size=self.batch, show_progress_bar=False)
+
+
+def sentence_transformers_engine(name, folder, precision):
+    made_by = "start precisions with another FILES folder, or remove this one's peers"
+
+    def open_session(files, threads):
+        require("eval", "sentence_transformers")
+        torch.set_num_threads(threads)
+        return SentenceTransformers(files.find([folder], made_by), precision)
+
+    how = "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights of the same depth"
+    share = 1 if precision == "fp32" else 2
+    kind = "fp32" if precision == "fp32" else "16 bit"
+    engine_name = f"sentence-transformers, {name}"
+    return Engine(
+        engine_name, precision, kind, how, open_session, lambda files: _weights(files.folder / folder) // share, same_weights=False
+    )
+
+
+ENGINES = {
+    "torch-fp32": torch_engine("fp32"),
+    "torch-bf16": torch_engine("bf16"),
+    "torch-fp16": torch_engine("fp16"),
+    "torch-bf16-compiled": torch_engine("bf16", compiled=True),
+    "torch-fp16-compiled": torch_engine("fp16", compiled=True),
+    "torch-ao-int8": torch_int8_engine("torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers, texts packed", _dynamic),
+    "torchao-int8": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`, texts packed", _torchao),
+    "torchao-int8-compiled": torch_int8_engine(
+        "torchao, compiled", "`Int8DynamicActivationInt8WeightConfig`, texts packed, blocks compiled", _torchao, compiled=True
+    ),
+    "onnx-fp32": onnx_engine("fp32", ["onnx/model.onnx"]),
+    "onnx-int8": onnx_engine("int8", ["onnx/model_int8.onnx", "onnx/model_quantized.onnx"]),
+    "openvino-fp32": openvino_engine("fp32", "f32", ["openvino/openvino_model.xml"]),
+    "openvino-bf16": openvino_engine("bf16", "bf16", ["openvino/openvino_model.xml"]),
+    "openvino-fp16": openvino_engine("fp16", "f16", ["openvino/openvino_model.xml"]),
+    "openvino-int8": openvino_engine("int8", "f32", ["openvino/openvino_model_int8.xml", "openvino/openvino_model_qint8_quantized.xml"]),
+    "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
+    "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),
+    "st-bert-fp32": sentence_transformers_engine("BERT base", "bert", "fp32"),
+    "st-bert-bf16": sentence_transformers_engine("BERT base", "bert", "bf16"),
+    "st-modernbert-fp32": sentence_transformers_engine("ModernBERT base", "modernbert", "fp32"),
+    "st-modernbert-bf16": sentence_transformers_engine("ModernBERT base", "modernbert", "bf16"),
+}

@@ -1,0 +1,282 @@
+"""One model in every precision and engine: real tokens a second, distance to float32, memory and size, on short, mixed and longer texts.
+
+    python -m neobert.benchmarks.precisions --files runs/precisions --output results/precisions
+
+FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if there is none (published width, 12 layers,
+weights drawn wide enough that attention is not flat). FILES/onnx, FILES/openvino, FILES/*.gguf are what `neobert export` makes of it, and
+FILES/node holds node-llama-cpp; an engine whose file or package is missing has a row that says how to get it. BERT base and ModernBERT
+base have random weights and as many layers.
+
+Every engine is a process of its own and gets the same token ids. It is tried with several batch sizes, and the best counts. A float32
+matrix product beside every timed pass tells how fast the machine was then: the ratios between engines are of speeds divided by that pace.
+"""
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ..common.arguments import Arguments, option, read_arguments
+from ..common.commands import guarded
+from ..common.errors import UserError, one_line
+from ..common.loading import TOKENIZER, load_tokenizer
+from ..common.memory import PeakMemory
+from ..common.results import environment, markdown_table, write_result
+from .engines import BATCH_SIZES, ENGINES, Files
+from .measuring import GEMM_SECONDS, MatrixProduct, in_a_process, quartiles
+from .throughput_sets import check_set, draw_lengths
+
+
+PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
+# Texts of each set.
+TEXTS = {"short": 32, "128": 8, "512": 4}
+
+
+@dataclass
+class PrecisionsArguments(Arguments):
+    """Options of `python -m neobert.benchmarks.precisions`."""
+
+    files: str = option("runs/precisions", "folder with the models, see above")
+    output: str = option("results/precisions", "path of the result without its ending")
+    engines: list[str] = option(help="rows", default_factory=lambda: list(ENGINES), choices=tuple(ENGINES))
+    sets: list[str] = option(help="text lengths, as in neobert throughput", default_factory=lambda: list(TEXTS))
+    threads: list[int] = option(help="one column each", default_factory=lambda: [1, 2], least=1)
+    layers: int = option(12, "of the models that are made", least=1)
+    repeats: int = option(3, "timed passes of an engine in a round", least=1)
+    rounds: int = option(1, "how often all engines are visited, each time in a new process", least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in self.sets:
+            check_set(name)
+
+
+# -------------------------------------------------------------------------------------------------------------------- models
+
+
+def make_models(files, layers, small=None):
+    """Makes what is missing of FILES/model, FILES/bert and FILES/modernbert, with random weights; `small` replaces configuration fields."""
+    from ..configuration_neobert import NeoBERTConfig
+    from ..modeling_neobert import NeoBERTModel
+    from .throughput_models import MODELS
+
+    torch.manual_seed(0)
+    if not (files.model / "config.json").is_file():
+        # Uniform in +-0.05: a standard deviation of 0.03, as trained encoders have it, in place of 0.012.
+        config = NeoBERTConfig(**{"num_hidden_layers": layers, "embedding_init_range": 0.05, "decoder_init_range": 0.05, **(small or {})})
+        _save(NeoBERTModel(config), files.model)
+    depth = json.loads((files.model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    for name, key in (("bert", "bert-base"), ("modernbert", "modernbert-base")):
+        if not (files.folder / name / "config.json").is_file():
+            model_class, make_config, _ = MODELS[key]
+            special = {"pad_token_id": 0, "cls_token_id": 101, "sep_token_id": 102, "bos_token_id": 101, "eos_token_id": 102}
+            config = make_config(**{"num_hidden_layers": depth, "vocab_size": 30522, **special, **(small or {})})
+            _save(model_class(config), files.folder / name)
+
+
+def _save(model, folder):
+    model.save_pretrained(folder)
+    load_tokenizer(TOKENIZER).save_pretrained(folder)
+
+
+def make_texts(name, tokenizer, count):
+    """Token ids of `count` texts of whole words, so that they stay the same when an engine tokenises them itself."""
+    words = [i for word, i in tokenizer.get_vocab().items() if word.isascii() and word.isalpha() and len(word) > 2]
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist() for length in draw_lengths(name, count)]
+    words.sort()
+    return [[tokenizer.cls_token_id, *(words[i] for i in ids), tokenizer.sep_token_id] for ids in drawn]
+
+
+# --------------------------------------------------------------------------------------------------------------- measurement
+
+
+def timed_pass(session, texts, product):
+    """(seconds, matrix-product rate beside it)."""
+    before = product(GEMM_SECONDS)
+    start = time.perf_counter()
+    session(texts)
+    seconds = time.perf_counter() - start
+    return seconds, (before + product(GEMM_SECONDS)) / 2
+
+
+def best_batch(session, texts):
+    """Sets `session.batch` to the size that was fastest in one pass each; returns it, or None where an engine has no batches."""
+    session(texts[:1])
+    if not hasattr(session, "batch"):
+        session(texts)
+        return None
+    seconds = {}
+    for size in sorted({min(size, len(texts)) for size in BATCH_SIZES}):
+        session.batch = size
+        start = time.perf_counter()
+        session(texts)
+        seconds[size] = time.perf_counter() - start
+    session.batch = min(seconds, key=seconds.get)
+    return session.batch
+
+
+def measure(name, folder, texts, threads, repeats):
+    """One engine, in this process.
+
+    Args:
+        name: key of `ENGINES`.
+        folder: FILES.
+        texts: {set: lists of token ids}.
+        threads: numbers of threads.
+    Returns:
+        dict: "runs" [{"set", "threads", "seconds", "rates", "batch"}], "vectors" {set: array}, bytes in memory and on disk.
+    """
+    engine, files, runs, vectors = ENGINES[name], Files(Path(folder)), [], {}
+    product = MatrixProduct("cpu", torch.float32)
+    with PeakMemory("cpu") as memory:
+        extra = 0
+        for count in threads:
+            session = engine.open(files, count)
+            for set_name, given in texts.items():
+                batch = best_batch(session, given)
+                passes = [timed_pass(session, given, product) for _ in range(repeats)]
+                seconds, rates = map(list, zip(*passes))
+                runs.append({"set": set_name, "threads": count, "seconds": seconds, "rates": rates, "batch": batch})
+                vectors.setdefault(set_name, session(given))
+            extra = max(extra, getattr(session, "extra_bytes", 0))
+            if hasattr(session, "close"):
+                session.close()
+            del session
+            torch._dynamo.reset()
+    return {"runs": runs, "vectors": vectors, "memory_bytes": memory.growth and memory.growth + extra, "disk_bytes": engine.size(files)}
+
+
+def measure_all(given, texts):
+    """{engine: list of what `measure` returned in each round, or one {"error"}}."""
+    found = {name: [] for name in given.engines}
+    with tqdm(total=given.rounds * len(found), desc="engines", disable=None) as progress:
+        for _ in range(given.rounds):
+            for name, rounds in found.items():
+                progress.set_postfix_str(name)
+                if not (rounds and "error" in rounds[0]):
+                    try:
+                        rounds.append(in_a_process(measure, name, given.files, texts, given.threads, given.repeats))
+                    except Exception as error:  # an engine that is not here, or fails, has a row that says so
+                        rounds[:] = [{"error": one_line(error, 200)}]
+                progress.update()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------- results
+
+
+def worst_cosine(ours, exact):
+    """The smallest cosine between the vectors of a text, over {set: (texts, D)}."""
+    pairs = [(a, b) for name in ours for a, b in zip(ours[name], exact[name])]
+    return min(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def summarise(found, texts):
+    """One row an engine: speeds by set and threads, with quartiles, and the pace-corrected ones that ratios are made of."""
+    rates = [rate for rounds in found.values() for one in rounds for run in one.get("runs", ()) for rate in run["rates"]]
+    usual = statistics.median(rates) if rates else 1.0
+    exact = next((one["vectors"] for one in found.get("torch-fp32", ()) if "vectors" in one), None)
+    tokens = {name: sum(map(len, ids)) for name, ids in texts.items()}
+    rows = []
+    for name, rounds in found.items():
+        engine = ENGINES[name]
+        row = {"engine": name, "name": engine.name, "precision": engine.precision, "kind": engine.kind, "how": engine.how}
+        if "error" in rounds[0]:
+            rows.append({**row, "error": rounds[0]["error"]})
+            continue
+        speeds = []
+        for first in rounds[0]["runs"]:
+            where = (first["set"], first["threads"])
+            runs = [run for one in rounds for run in one["runs"] if (run["set"], run["threads"]) == where]
+            seconds, paces = [s for run in runs for s in run["seconds"]], [rate / usual for run in runs for rate in run["rates"]]
+            each = [tokens[where[0]] / second for second in seconds]
+            corrected = statistics.median(speed / pace for speed, pace in zip(each, paces))
+            speeds.append(
+                {"set": where[0], "threads": where[1], "tokens_per_second": statistics.median(each), "quartiles": quartiles(each),
+                 "corrected": corrected, "seconds": seconds, "pace": statistics.median(paces), "batches": [run["batch"] for run in runs]}
+            )  # fmt: skip
+        cosine = worst_cosine(rounds[0]["vectors"], exact) if exact and engine.same_weights else None
+        sizes = {"memory_bytes": max((one["memory_bytes"] or 0) for one in rounds) or None, "disk_bytes": rounds[0]["disk_bytes"]}
+        rows.append({**row, "cosine": cosine, **sizes, "speeds": speeds})
+    return rows
+
+
+def best(rows, kind, ours, set_name, threads):
+    """(engine, corrected tokens a second) of the fastest row of a kind that is or is not ours, or None."""
+    found = [
+        (row["name"] + " " + row["precision"], speed["corrected"])
+        for row in rows
+        if row["kind"] == kind and row["engine"].startswith("torch") == ours
+        for speed in row.get("speeds", ())
+        if (speed["set"], speed["threads"]) == (set_name, threads)
+    ]
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def page(rows, given, texts):
+    """The tables as markdown."""
+    columns = [(name, threads) for name in given.sets for threads in given.threads]
+    header = [f"{name}, {threads} thread{'s' if threads > 1 else ''}" for name, threads in columns]
+    lines, spread, failed = [], [], []
+    for row in rows:
+        if "error" in row:
+            failed.append(f"- {row['name']} {row['precision']}: {row['error']}")
+            continue
+        speeds = {(speed["set"], speed["threads"]): speed for speed in row["speeds"]}
+        cells = [f"{speeds[column]['tokens_per_second']:,.0f}" for column in columns]
+        cosine = "" if row["cosine"] is None else f"{row['cosine']:.6f}"
+        memory = "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:,.0f}"
+        lines.append([row["name"], row["precision"], *cells, cosine, memory, f"{row['disk_bytes'] / 2**20:,.0f}"])
+        ranges = ["{:,.0f} to {:,.0f}".format(*speeds[column]["quartiles"]) for column in columns]
+        batches = sorted({batch for speed in row["speeds"] for batch in speed["batches"] if batch})
+        spread.append([row["name"], row["precision"], *ranges, ", ".join(map(str, batches)), row["how"]])
+    ratios = []
+    for kind in ("fp32", "16 bit", "int8"):
+        for name, threads in columns:
+            ours, other = (best(rows, kind, own, name, threads) for own in (True, False))
+            if ours and other:
+                ratios.append([kind, name, threads, ours[0], other[0], f"{ours[1] / other[1]:.2f}"])
+    counts = ", ".join(f"{name}: {len(ids)} texts, {sum(map(len, ids)):,} tokens" for name, ids in texts.items())
+    parts = [
+        f"Real tokens a second, median over {given.repeats} passes in each of {given.rounds} process{'es' if given.rounds > 1 else ''}. {counts}. "
+        f"Model: {given.files}. Cosine: the worst of a mean-pooled text to torch in float32. Memory: peak beyond the process without a model, "
+        "loading and trying batch sizes included.",
+        markdown_table(["engine", "precision", *header, "worst cosine", "memory MiB", "disk MiB"], lines),
+        "## Ours over the next engine, in the same class of precision",
+        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass.",
+        markdown_table(["class", "set", "threads", "ours", "next", "times as fast"], ratios),
+        "## Spread and settings",
+        markdown_table(["engine", "precision", *(f"{name}, quartiles" for name in header), "batch sizes chosen", "how"], spread),
+    ]
+    if failed:
+        parts += ["## Not measured", "\n".join(failed)]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def main(argv=None, small=None):
+    """Measures, writes and prints the tables; `small` replaces configuration fields (tests). Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    (given,) = read_arguments((PrecisionsArguments,), argv, "python -m neobert.benchmarks.precisions", __doc__)
+    files = Files(Path(given.files))
+    make_models(files, given.layers, small)
+    tokenizer = load_tokenizer(files.model)
+    texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in given.sets}
+    found = measure_all(given, texts)
+    rows = summarise(found, texts)
+    if all("error" in row for row in rows):
+        raise UserError(f"no engine could be measured: {rows[0]['error']}")
+    env = environment(PACKAGES, capability=torch.backends.cpu.get_cpu_capability())
+    env["threads"] = None  # those of each column
+    print(write_result(given.output, "Precisions and engines on the CPU", env, {"rows": rows}, page(rows, given, texts)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("python -m neobert.benchmarks.precisions", main))
