@@ -1,11 +1,9 @@
 """`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and runs its `main(argv)`."""
 
 import importlib
-import os
 import sys
-import traceback
 
-from .common.errors import UserError, one_line, printable, require
+from .common.errors import guarded, printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -39,28 +37,6 @@ def _leave_process_group():
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def guarded(name, run):
-    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
-
-    Args:
-        name: the command as messages name it.
-        run: function without arguments; returns an exit code, or None for 0.
-    """
-    try:
-        return run() or 0
-    except (UserError, ImportError) as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
-        return 130
-    except Exception as error:
-        message = f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
-    if os.environ.get("NEOBERT_DEBUG"):
-        traceback.print_exc()
-    print(f"{name}: {printable(message)}", file=sys.stderr)
-    return 2
 
 
 def main(argv=None):
