@@ -106,8 +106,17 @@ def read_text(path, limit=TEXT_LIMIT):
         raise UserError(f"{path} is not UTF-8 text ({one_line(error)})") from None
 
 
+def _check_depth(data, most=50):
+    """Raises ValueError for lists and mappings inside of each other so deep that nobody wrote them by hand."""
+    level = [data]
+    for _ in range(most):
+        level = [part for item in level if isinstance(item, (dict, list)) for part in (item.values() if isinstance(item, dict) else item)]
+    if level:
+        raise ValueError(f"nested more than {most} deep")
+
+
 def read_json(path, limit=TEXT_LIMIT):
-    """The content of a JSON file of at most `limit` bytes. UserError if it cannot be read, or holds NaN, Infinity or 1e999."""
+    """The content of a JSON file of at most `limit` bytes. UserError if it cannot be read, is nested too deep, or holds NaN, Infinity or 1e999."""
 
     def finite(text):
         if not math.isfinite(value := float(text)):
@@ -116,7 +125,9 @@ def read_json(path, limit=TEXT_LIMIT):
 
     text = read_text(path, limit)
     try:
-        return json.loads(text, parse_constant=finite, parse_float=finite)
+        data = json.loads(text, parse_constant=finite, parse_float=finite)
+        _check_depth(data)
+        return data
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({one_line(error)})") from None
 
