@@ -3,9 +3,10 @@
 Sizes that a file claims are compared with the tensors before anything of that size is made.
 """
 
+import copy
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
@@ -19,6 +20,11 @@ from .stored import StoredTensor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def _on_meta(head, config):
+    with torch.device("meta"):
+        return head.model_class(config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +61,7 @@ class Conversion:
 
     def build(self):
         """The model, on the meta device."""
-        with torch.device("meta"):
-            return self.head.model_class(self.config)
+        return _on_meta(self.head, self.config)
 
     def read(self, name, rounded=True):
         """The tensor of this name, rounded to `dtype` as it is written, or as the checkpoint has it. A tied decoder is the embedding."""
@@ -216,6 +221,27 @@ def decide_tying(tensors, given, head):
 # ------------------------------------------------------------------------------------------------------------- checks of the tensors
 
 
+def expected_shapes(head, config):
+    """{name: shape} of a model. One layer is made and repeated by name: a stranger may name a hundred thousand.
+
+    Raises:
+        UserError: sizes that no tensor has.
+    """
+    one = copy.deepcopy(config)
+    one.num_hidden_layers = 1
+    try:
+        shapes = {name: tuple(value.shape) for name, value in _on_meta(head, one).state_dict().items()}
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"no model can be made of this configuration ({one_line(error)}).") from None
+    layer = re.compile(r"(.*\btransformer_encoder\.)0(\..*)")
+    repeated = {}
+    for name, shape in shapes.items():
+        match = layer.fullmatch(name)
+        names = [f"{match[1]}{number}{match[2]}" for number in range(config.num_hidden_layers)] if match else [name]
+        repeated |= dict.fromkeys(names, shape)
+    return repeated
+
+
 def check_tensors(tensors, expected):
     """Compares names and shapes with those of the model that the configuration describes.
 
@@ -278,15 +304,12 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
 
     own = {stored.dtype for stored in tensors.values()}
     dtype = DTYPES[wanted_dtype] if wanted_dtype else own.pop() if len(own) == 1 else torch.float32
-    conversion = Conversion(head, config, dtype if dtype in DTYPES.values() else torch.float32, {})
-    try:
-        expected = {name: tuple(value.shape) for name, value in conversion.build().state_dict().items()}
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"no model can be made of this configuration ({one_line(error)}).") from None
+    expected = expected_shapes(head, config)
     if tied:
         expected.pop("decoder.weight", None)
     # NeoBERTModel's own names have no `model.`, those of the checkpoint have one always.
     check_tensors(tensors, {f"{'' if head.backbone else 'model.'}{name}": shape for name, shape in expected.items()})
     renamed = {name: tensors[f"{'' if head.backbone else 'model.'}{name}"] for name in expected}
     left_out = [f"left out for --head {head.option}: {listed(others)}"] if others else []
-    return replace(conversion, tensors=renamed, notes=(*left_out, *tying, *derived))
+    dtype = dtype if dtype in DTYPES.values() else torch.float32
+    return Conversion(head, config, dtype, renamed, (*left_out, *tying, *derived))

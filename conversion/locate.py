@@ -120,7 +120,7 @@ def find_step(path, step=None):
         if wanted is not None:
             raise UserError(f"--step {wanted} needs the folder of a run, but {path} is a file.")
         return path
-    own = _STEP.fullmatch(path.resolve().name)
+    own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
     steps = _steps(path)
     if wanted is None and _reader_of(path):
         return path

@@ -3,6 +3,7 @@ theirs leads to code or to another file, nothing is copied, and what was written
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -57,9 +58,9 @@ def check_rows(size, rows, folder):
 
 def _check_link(path):
     """Refuses a link, which could lead anywhere; those of the Hub's cache lead to its `blobs`."""
-    blobs = path.parent.resolve().parent.parent / "blobs"
-    if path.is_symlink() and path.resolve().parent != blobs:
-        raise UserError(f"{path} is a link to {path.resolve()}, and links are not followed into what may be published; put the file there.")
+    target, blobs = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent)).parent.parent / "blobs"
+    if path.is_symlink() and target.parent != blobs:
+        raise UserError(f"{path} is a link to {target}, and links are not followed into what may be published; put the file there.")
     check_file(path)
     if path.stat().st_size > _LARGEST:
         raise UserError(f"{path} has {path.stat().st_size:,} bytes, which is too many for a tokenizer.")

@@ -88,7 +88,7 @@ def verify(folder, conversion, expected, scratch):
     inputs, given, answered = random_inputs(conversion), scratch / "inputs.safetensors", scratch / "outputs.safetensors"
     save_file(inputs, given)
     run_fresh(
-        *("fresh_model.py", folder.resolve(), conversion.head.auto_class, given, answered),
+        *("fresh_model.py", folder, conversion.head.auto_class, given, answered),
         scratch=scratch,
         what="the converted folder does not load, so it was not kept",
     )

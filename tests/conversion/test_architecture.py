@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.conversion.architecture import derived_fields, plan
+from neobert.conversion.architecture import derived_fields, expected_shapes, plan
+from neobert.conversion.heads import HEADS
 from neobert.conversion.stored import StoredTensor
 
 
@@ -296,6 +297,23 @@ def test_tensors_that_cannot_be(tiny_config, change, message):
     with pytest.raises(UserError, match=message) as refusal:
         plan(stored(state), {"num_attention_heads": 4})
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 2000
+
+
+def test_expected_shapes_are_those_of_the_model(tiny_config):
+    config = NeoBERTConfig(**tiny_config, hidden_act="gelu", norm_type="layer", position_embedding_type="learned")
+    for head in HEADS.values():
+        assert expected_shapes(head, config) == {name: tuple(v.shape) for name, v in head.model_class(config).state_dict().items()}
+    assert config.num_hidden_layers == 3
+
+
+def test_many_layers_cost_little(tiny_config):
+    """As many as a file of some megabytes can name."""
+    one = {"model.encoder.weight": torch.zeros(200, 64), "model.transformer_encoder.0.ffn.w12.weight": torch.zeros(128, 64)}
+    state = one | {f"model.transformer_encoder.{number}.wo.weight": torch.zeros(1) for number in range(50_000)}
+    start = time.monotonic()
+    with pytest.raises(UserError, match="missing tensors: .* and 249980 more"):
+        plan(stored(state), {})
+    assert time.monotonic() - start < 30
 
 
 def test_float64_becomes_float32(tmp_path, model, tiny_config, without_proof):

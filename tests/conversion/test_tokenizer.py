@@ -189,12 +189,12 @@ def test_the_secret_would_come_along(tmp_path, small):
 
 
 @pytest.mark.parametrize("name", ["merges.txt", "vocab.txt", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("where", ["secret", "nowhere"])
+@pytest.mark.parametrize("where", ["secret", "nowhere", "itself"])
 def test_links_are_not_followed_into_what_is_published(tmp_path, small, write, in_this_process, name, where):
     (tmp_path / "secret").write_text("{}" if name.endswith("json") else "password")
     (small / name).unlink(missing_ok=True)
-    (small / name).symlink_to(tmp_path / where)
-    with pytest.raises(UserError, match=f"{name} is a link to .*{where}, and links are not followed"):
+    (small / name).symlink_to(name if where == "itself" else tmp_path / where)
+    with pytest.raises(UserError, match=f"{name} is a link to .*{name if where == 'itself' else where}, and links are not followed"):
         write(small)
 
 
