@@ -116,7 +116,7 @@ def convert(arguments):
     if pooled and conversion.head.option not in ("base", "masked-lm"):
         raise UserError(f"--sentence-transformers goes with --head masked-lm or base, but the checkpoint's is {conversion.head.option}.")
     tokenizer = find_tokenizer(arguments.tokenizer, checkpoint.folders)
-    check_apart(output, checkpoint.path, *filter(None, (path, tokenizer)))
+    check_apart(output, checkpoint.path, *([path] if path else []))
     _check_space(output.parent, conversion.parameters * conversion.dtype.itemsize + 10_000_000)
 
     with _whole_or_nothing(output, arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

@@ -66,8 +66,8 @@ def _tensor(folder, name, entry, places, taken):
         places: {offsets: where that chunk is}.
         taken: {file: list of (first byte, length)}, to which this adds.
     """
-    shape, dtype = checked_shape(entry["size"], name), entry["properties"].state[0]
-    parts = []
+    properties, parts = entry["properties"], []
+    shape, dtype = checked_shape(entry["size"], name), properties.fields.get("dtype") or properties.state[0]
     for chunk in entry["chunks"]:
         offsets, sizes = checked_shape(chunk.fields["offsets"], name), checked_shape(chunk.fields["sizes"], name)
         if len(offsets) != len(shape) or len(sizes) != len(shape) or any(o + n > m for o, n, m in zip(offsets, sizes, shape)):
