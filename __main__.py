@@ -3,7 +3,8 @@
 import importlib
 import sys
 
-from .common.errors import guarded, printable, require
+from .common.commands import guarded
+from .common.errors import printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)

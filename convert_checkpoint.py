@@ -19,7 +19,7 @@ def _run_script():
     here = Path(__file__).resolve().parent
     spec = importlib.util.spec_from_file_location("neobert", here / "__init__.py", submodule_search_locations=[str(here)])
     package = sys.modules["neobert"] = importlib.util.module_from_spec(spec)
-    from neobert.common.errors import guarded
+    from neobert.common.commands import guarded
 
     def run():
         spec.loader.exec_module(package)

@@ -144,7 +144,7 @@ def test_stopped_while_writing(tmp_path, checkpoint, without_proof, sent, code):
     """No output. What can be tidied up is; what kill -9 left, the next run removes."""
     script = f"""
 import sys, time
-from neobert.common.errors import guarded
+from neobert.common.commands import guarded
 from neobert.conversion import command as c
 write = c.write_model_card
 c.write_model_card = lambda *a: (write(*a), print("written", flush=True), time.sleep(60))

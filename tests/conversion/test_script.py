@@ -53,7 +53,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, truncated, caps
 def test_both_say_the_same(capsys, monkeypatch, arguments, code, output):
     """The script's own way is taken in this process, but for the import of the package."""
     from neobert import convert_checkpoint
-    from neobert.common.errors import guarded
+    from neobert.common.commands import guarded
 
     said = []
     for name, run in (
