@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from .. import modeling_neobert
 from ..common.errors import UserError, listed
-from ..configuration_neobert import AUTO_MAP, PUBLISHED_CLASS_NAMES
+from ..configuration_neobert import ARCHITECTURES, AUTO_MAP
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Head:
         return AUTO_MAP[self.auto_class].rpartition(".")[2]
 
     @property
-    def published_name(self):
-        """What config.json calls the class, which llama.cpp, transformers.js and others match on."""
-        return PUBLISHED_CLASS_NAMES.get(self.class_name, self.class_name)
+    def architectures(self):
+        """What config.json calls the class: the published name, which others match on, and names beside it."""
+        return ARCHITECTURES.get(self.class_name, [self.class_name])
 
     @property
     def model_class(self):
@@ -93,7 +93,7 @@ def choose_head(names, wanted=None, architectures=()):
                 f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not those of one head: "
                 f"choose --head {' or '.join(possible)}."
             )
-        chosen = next((head for head in fitting if {head.published_name, head.class_name} & set(architectures)), fitting[0])
+        chosen = next((head for head in fitting if {*head.architectures, head.class_name} & set(architectures)), fitting[0])
     else:
         chosen = HEADS[wanted]
     others = tuple(prefix for prefix in present if prefix not in chosen.prefixes)

@@ -17,7 +17,7 @@ from neobert.conversion.heads import HEAD_PREFIXES, HEADS, choose_head
 
 def test_the_table_has_every_head_of_the_model():
     assert {head.auto_class for head in HEADS.values()} == AUTO_MAP.keys() - {"AutoConfig"}
-    assert HEADS["masked-lm"].published_name == "NeoBERTLMHead" and HEADS["base"].published_name == "NeoBERT"
+    assert HEADS["masked-lm"].architectures[0] == "NeoBERTLMHead" and HEADS["base"].architectures == ["NeoBERT"]
     assert HEADS["question-answering"].model_class is neobert.NeoBERTForQuestionAnswering
 
 
@@ -48,7 +48,7 @@ def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
     monkeypatch.setattr(command, "verify", proved)
     labels = {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}} if head.has_labels else {}
     model = head.model_class(NeoBERTConfig(**tiny_config, **labels))
-    fields = {**tiny_config, **labels, "architectures": [head.published_name]}
+    fields = {**tiny_config, **labels, "architectures": head.architectures}
     source = save(tmp_path / "run", {f"module.{name}": value for name, value in model.state_dict().items()}, **fields)
     assert convert(source, tmp_path / "out", "--tokenizer", "none") == 0
     assert f"{head.auto_class}.from_pretrained" in capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
     assert written.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in written.items())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == [head.published_name] and config["auto_map"] == AUTO_MAP
+    assert config["architectures"] == head.architectures and config["auto_map"] == AUTO_MAP
     assert ("id2label" in config and config["id2label"]["2"] == "z") == head.has_labels
     assert f"pipeline_tag: {head.pipeline_tag}\n" in (tmp_path / "out" / "README.md").read_text()
 
