@@ -127,6 +127,11 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     if {"-h", "--help"} & set(argv):
         _print_help(prog, description, fields, trainer)
         raise SystemExit(0)
+    if "--version" in argv:
+        from .. import __version__
+
+        print(f"neobert {__version__}")
+        raise SystemExit(0)
     values, recipes, rest = _positional(argv, [name for name, f in fields.items() if f.metadata.get("positional")])
     for_trainer = dict(trainer or {})
     for path in recipes:

@@ -1,29 +1,64 @@
-"""What every command does alike, `neobert X` and the scripts of benchmarks/: whatever goes wrong becomes one sentence and an exit code."""
+"""What every command does around its work: whatever goes wrong becomes one sentence and an exit code."""
 
+import contextlib
+import errno
 import os
 import sys
 import traceback
 
-from .errors import UserError, one_line, printable
+from .errors import LONGEST, UserError, one_line, printable, shortened
+
+
+def _in_words(error):
+    """The sentence about an exception that ended a command."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; run the same command again to continue"
+    if isinstance(error, MemoryError):
+        return "there is not enough memory"
+    if isinstance(error, OSError) and error.errno is not None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "no space is left on the disk" if full else error.strerror or one_line(error)
+        return reason if error.filename is None else f"{error.filename}: {reason}"
+    if isinstance(error, ImportError):
+        return one_line(error, LONGEST)
+    return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
+
+
+def _flush_output():
+    """What was printed goes out; what cannot (a closed pipe, a full disk) is not tried again when the interpreter ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def guarded(name, run):
-    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
+    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence. NEOBERT_DEBUG=1 shows the traceback as well.
 
     Args:
         name: the command as messages name it.
         run: function without arguments; returns an exit code, or None for 0.
+    Returns:
+        what `run` returns; 2 after an error, 130 after an interrupt.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A file's name may hold characters that the terminal's encoding lacks.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return run() or 0
-    except (UserError, ImportError) as error:
-        message = str(error)
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
-        return 130
-    except Exception as error:
-        message = f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
-    if os.environ.get("NEOBERT_DEBUG"):
-        traceback.print_exc()
-    print(f"{name}: {printable(message)}", file=sys.stderr)
-    return 2
+        code = run() or 0
+        _flush_output()
+        return code
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of Rust code is no Exception
+        with contextlib.suppress(OSError):
+            _flush_output()
+        if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        print(f"{name}: {shortened(printable(_in_words(error)), LONGEST)}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2

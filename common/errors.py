@@ -1,10 +1,29 @@
-"""Bad input is one sentence for the user: the exception that carries it, and what makes another program's message fit into it."""
+"""Bad input is one sentence for the user: the exception that carries it, and what makes strangers' text fit into it."""
 
 import importlib.util
 
 
+LONGEST = 4000
+
+
+def printable(text):
+    """`text` with control characters and other unprintable ones escaped: names in a stranger's file must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def shortened(text, limit):
+    """`text` in at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class UserError(ValueError):
-    """Bad input: one sentence that says what was given, what is allowed, what to do. Commands print it and exit with 2."""
+    """Bad input: one sentence that says what was given, what is allowed, what to do. Commands print it and exit with 2.
+
+    The sentence may quote a stranger's text: this is the one place where it is escaped and cut to a readable length.
+    """
+
+    def __init__(self, message):
+        super().__init__(shortened(printable(message), LONGEST))
 
 
 def one_line(error, limit=200):
@@ -12,16 +31,11 @@ def one_line(error, limit=200):
     return (printable(" ".join(str(error).split()))[:limit].rstrip(".")) or type(error).__name__
 
 
-def printable(text):
-    """`text` with control characters and other unprintable ones escaped: names in a stranger's file must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
-
-
 def listed(names, limit=20):
-    """`a, b, c and 4 more`."""
+    """`a, b, c and 4 more`; each name escaped and of at most 200 characters."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(printable, names[:limit])) + more
+    return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
 
 
 def require(extra, *modules):

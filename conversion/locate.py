@@ -1,29 +1,22 @@
-"""Finds a training checkpoint's step, format and configuration, and gives its tensors their published names.
+"""Finds a training checkpoint's step and format, and gives its tensors their published names.
 
 Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint folders, accelerate's `save_state`, Trainer's checkpoints, safetensors and
-Hub folders; `checkpoint_formats.py` knows the files themselves.
+Hub folders.
 """
 
-import contextlib
-import json
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from ..common.errors import UserError, listed
-from .formats import (
-    MODEL_STATES,
-    OPTIM_STATES,
-    StoredTensor,
-    read_deepspeed,
-    read_distributed,
-    safetensors_tensors,
-    sharded_tensors,
-    torch_tensors,
-)
+from ..common.files import check_file, read_text
+from .deepspeed import MODEL_STATES, OPTIM_STATES, read_deepspeed
+from .distributed import read_distributed
+from .heads import HEAD_PREFIXES
+from .safetensors_files import safetensors_tensors, sharded_tensors
+from .stored import StoredTensor, is_plain_name
+from .torch_files import torch_tensors
 
 
 @dataclass
@@ -47,7 +40,7 @@ class Checkpoint:
 # ----------------------------------------------------------------------------------------------------------- which format, which step
 
 
-_STEP = re.compile(r"(?:(?:checkpoint|step|global_step|epoch|iter)[_-]?)?(\d+)")
+_STEP = re.compile(r"(?:(?:checkpoint|step|global_step|epoch|iter)[_-]?)?([0-9]{1,18})")
 _RUN_FOLDERS = ("model_checkpoints", "checkpoints")
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -95,8 +88,8 @@ def _tag(folder):
     file = folder / "latest"
     if not file.is_file():
         return None
-    name = file.read_text(errors="replace").strip()
-    if not name or Path(name).name != name:
+    name = read_text(file, 4096).strip()
+    if not is_plain_name(name):
         raise UserError(f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}.")
     return folder / name
 
@@ -120,14 +113,14 @@ def find_step(path, step=None):
         UserError: nothing there, or no such step.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist.")
+    if not path.is_dir():
+        check_file(path)
     wanted = None if step in (None, "latest") else int(step)
     if path.is_file():
         if wanted is not None:
             raise UserError(f"--step {wanted} needs the folder of a run, but {path} is a file.")
         return path
-    own = _STEP.fullmatch(path.resolve().name)
+    own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
     steps = _steps(path)
     if wanted is None and _reader_of(path):
         return path
@@ -180,7 +173,6 @@ def _run_folders(path, start):
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Tables that old model code kept as buffers; they are computed, not learned.
 _COMPUTED = re.compile(r"(?:^|\.)(?:freqs_cis|inv_freq|position_ids)$")
-_HEADS = ("decoder.", "dense.", "classifier.")
 
 
 def canonical_names(tensors, path):
@@ -193,9 +185,9 @@ def canonical_names(tensors, path):
     cleaned = {name: _WRAPPERS.sub("", name) for name in tensors}
     names = set(cleaned.values())
     for prefix in ("app.", "model."):
-        # A whole state dict below one key, as torch.distributed.checkpoint stores it.
+        # A complete state dict below one key, as torch.distributed.checkpoint stores it.
         nested = all(name.startswith(prefix) for name in names) and (
-            prefix == "app." or any(name.startswith(tuple(f"model.{inner}" for inner in ("model.", *_HEADS))) for name in names)
+            prefix == "app." or any(name.startswith(tuple(f"model.{inner}" for inner in ("model.", *HEAD_PREFIXES))) for name in names)
         )
         if nested and names:
             cleaned = {name: short.removeprefix(prefix) for name, short in cleaned.items()}
@@ -205,7 +197,7 @@ def canonical_names(tensors, path):
     for name, short in cleaned.items():
         if _COMPUTED.search(short):
             continue
-        if bare and not short.startswith(_HEADS):
+        if bare and not short.startswith(HEAD_PREFIXES):
             short = f"model.{short}"
         if short in origins:
             doubled += [origins[short], name]
@@ -233,69 +225,3 @@ def open_checkpoint(path, step=None):
         raise UserError(f"{found} holds no tensors.")
     folders = _run_folders(Path(os.path.abspath(found)), Path(os.path.abspath(start)))
     return Checkpoint(found, kind, canonical_names(tensors, found), folders, notes)
-
-
-# ----------------------------------------------------------------------------------------------------------------- configuration
-
-
-_CONFIG_FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml", "hparams.yaml")
-_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
-_INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
-
-
-def find_config(folders, fields):
-    """The innermost configuration file with any of `fields`: (path, fields), or (None, {})."""
-    for folder in folders:
-        for name in _CONFIG_FILES:
-            if (folder / name).is_file():
-                with contextlib.suppress(UserError) if name == "hparams.yaml" else contextlib.nullcontext():
-                    values = read_config(folder / name, fields, strict=False)
-                    if values:
-                        return folder / name, values
-    return None, {}
-
-
-def read_config(path, fields, strict=True):
-    """The model's fields in a JSON or YAML file: at its top, or in the `model` and `tokenizer` sections of a Hydra configuration.
-
-    Args:
-        path: the file.
-        fields: names to look for.
-        strict: refuse a file that has none of them.
-    Raises:
-        UserError: not readable, not a mapping, or the configuration of another model.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"the configuration {path} cannot be read ({reason[:200]}).") from None
-    if not isinstance(data, dict):
-        raise UserError(f"the configuration {path} should be a mapping of names to values, but is a {type(data).__name__}.")
-    if data.get("model_type", "neobert") != "neobert":
-        raise UserError(f"{path} is the configuration of a {data['model_type']} model, not of NeoBERT.")
-    values = {}
-    for section, names in ((data.get("tokenizer"), {"max_length", "vocab_size"}), (data, fields), (data.get("model"), fields)):
-        if isinstance(section, dict):
-            values |= {name: _plain(value, data) for name, value in section.items() if name in names}
-    values = {name: value for name, value in values.items() if value is not None and name in fields}
-    if strict and not values:
-        raise UserError(f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, ...).")
-    return values
-
-
-def _plain(value, data, depth=8):
-    """Resolves `${tokenizer.vocab_size}`, and numbers that YAML reads as text (1e-5)."""
-    if not isinstance(value, str):
-        return value
-    reference = _INTERPOLATION.fullmatch(value.strip())
-    if reference and depth:
-        target = data
-        for key in reference.group(1).split("."):
-            target = target.get(key) if isinstance(target, dict) else None
-        return _plain(target, data, depth - 1)
-    if "${" in value:
-        return None
-    return float(value) if _NUMBER.fullmatch(value.strip()) else value

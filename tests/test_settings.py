@@ -44,9 +44,7 @@ def test_the_defaults_are_the_published_model():
         assert getattr(config, name) == value, f"{name} is {getattr(config, name)!r} in place of {value!r}"
 
 
-@pytest.mark.parametrize(
-    "intermediate_size, inner", [(3072, 2048), (13, 8), (12, 8), (15, 16), (96, 64), (100, 72), (512, 344), (2, 8)]
-)
+@pytest.mark.parametrize("intermediate_size, inner", [(3072, 2048), (13, 8), (12, 8), (15, 16), (96, 64), (100, 72), (512, 344), (2, 8)])
 def test_the_swiglu_width(intermediate_size, inner):
     """8 * ceil(int(2 n / 3) / 8)."""
     assert NeoBERTConfig(**{**FIELDS, "intermediate_size": intermediate_size}).ffn_inner_size == inner

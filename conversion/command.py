@@ -1,0 +1,193 @@
+"""Turns a raw training checkpoint into a folder for the Hugging Face Hub. Code in a checkpoint is never run; the output is complete or absent."""
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import transformers
+
+from ..common.arguments import Arguments, option, read_arguments
+from ..common.errors import UserError, printable
+from ..common.files import check_apart, check_folder, check_replaceable, new_folder, recover
+from ..common.pooling import write_sentence_transformers
+from .architecture import DTYPES, check_values, plan
+from .config_files import find_config, read_config
+from .heads import HEADS
+from .hub_folder import size_in_bytes, usage_lines, write_config, write_model_card, write_weights
+from .locate import open_checkpoint
+from .push import check_push, push
+from .tokenizer import find_tokenizer, write_tokenizer
+from .verify import source_outputs, verify
+
+
+@dataclass
+class ConvertArguments(Arguments):
+    """The options, in the order of --help."""
+
+    checkpoint: str = option(help="file, folder of a step, or folder of a run", positional=True)
+    output: str = option(help="folder to write; it must not exist", positional=True)
+    config: str | None = option(
+        None, "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, then the shapes"
+    )
+    step: str | None = option(None, "which step of a run, a number or latest; by default the latest")
+    dtype: str | None = option(None, "by default the checkpoint's own; float32 if it mixes several", choices=tuple(DTYPES))
+    head: str | None = option(None, "by default what the checkpoint has", choices=tuple(HEADS))
+    max_shard_size: str = option("5GB", "largest weight file")
+    tokenizer: str | None = option(None, "folder, or none; by default the files beside the checkpoint, then the BERT uncased tokenizer")
+    sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
+    force: bool = option(False, "replace a folder that this command wrote")
+    push_to_hub: str | None = option(None, "upload to USER/NAME afterwards")
+    private: bool = option(False, "create that repository private")
+    revision: str | None = option(None, "branch to upload to")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.shard_bytes = size_in_bytes(self.max_shard_size)
+        if self.step not in (None, "latest") and not (self.step.isascii() and self.step.isdigit() and len(self.step) < 19):
+            raise UserError(f"--step takes a number or latest, but {self.step!r} was given.")
+        if not self.push_to_hub and (self.private or self.revision):
+            raise UserError("--private and --revision go with --push-to-hub REPO.")
+        if self.sentence_transformers and self.tokenizer == "none":
+            raise UserError("--sentence-transformers needs a tokenizer, but --tokenizer none was given.")
+        if self.sentence_transformers and self.head not in (None, "base", "masked-lm"):
+            raise UserError("--sentence-transformers goes with --head masked-lm or base.")
+
+
+def _check_output(output, given, force):
+    """Refuses an output that exists (without --force), that another program wrote or the user changed, or that touches what is read."""
+    check_apart(output, *(path for path in given if path and os.path.lexists(path)))
+    check_folder(output, "OUTPUT")
+    if output.exists() and any(output.iterdir()):
+        if not force:
+            raise UserError(f"the output folder {output} exists; choose another one, or replace it with --force.")
+        check_replaceable(output, "convert")
+
+
+def _check_space(parent, needed):
+    existing = next(folder for folder in (parent, *parent.parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(f"no space: {needed / 1e9:.2f} GB are needed at {parent}, but {free / 1e9:.2f} GB are free.")
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(output, force):
+    """`new_folder` with a sentence for a disk that is full or not writable."""
+    try:
+        with new_folder(output, "convert", replace=force) as folder:
+            yield folder
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no space left at {output.parent} while writing; nothing was kept.") from None
+        raise UserError(f"{output} cannot be written ({error.strerror or error}); nothing was kept.") from None
+
+
+def convert(arguments):
+    """Does what the parsed command line asks for; returns the path of the folder.
+
+    Args:
+        arguments: ConvertArguments.
+    Raises:
+        UserError: anything refused, one sentence; nothing was written then.
+    """
+    output = Path(os.path.abspath(arguments.output))
+    recover(output, "convert")
+    tokenizer = arguments.tokenizer if arguments.tokenizer != "none" else None
+    _check_output(output, [arguments.checkpoint, arguments.config, tokenizer], arguments.force)
+    if arguments.push_to_hub:
+        check_push(arguments.push_to_hub)
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.step)
+    _say(f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.tensors)} tensors")
+    path, given = (arguments.config, read_config(arguments.config)) if arguments.config else find_config(checkpoint.folders)
+    conversion = plan(checkpoint.tensors, given, arguments.head, arguments.dtype)
+    source = f"configuration from {Path(path).name}" if path else "no configuration beside the checkpoint"
+    conversion = replace(conversion, notes=(f"read from {checkpoint.format}", *checkpoint.notes, source, *conversion.notes))
+    for note in conversion.notes[1:]:
+        _say(f"  {note}")
+    pooled = arguments.sentence_transformers
+    if pooled and conversion.head.option not in ("base", "masked-lm"):
+        raise UserError(f"--sentence-transformers goes with --head masked-lm or base, but the checkpoint's is {conversion.head.option}.")
+    tokenizer = find_tokenizer(arguments.tokenizer, checkpoint.folders)
+    check_apart(output, checkpoint.path, *([path] if path else []))
+    _check_space(output.parent, conversion.parameters * conversion.dtype.itemsize + 10_000_000)
+
+    with _whole_or_nothing(output, arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        scratch = Path(scratch)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder, conversion.config, scratch)
+        check_values(conversion.tensors, conversion.dtype)
+        write_config(folder, conversion)
+        if pooled:
+            write_sentence_transformers(folder, conversion.config.hidden_size, conversion.config.max_position_embeddings)
+        rows = write_weights(folder, conversion, arguments.shard_bytes)
+        write_model_card(folder, conversion, rows, arguments.push_to_hub or output.name, tokenizer is not None, pooled)
+        expected = source_outputs(conversion, rounded=True)
+        exact = source_outputs(conversion, rounded=False) if conversion.rounds else expected
+        parameters = conversion.parameters
+        # Unmaps the checkpoint before a second process loads the result.
+        conversion.tensors.clear()
+        checkpoint.tensors.clear()
+        outputs = verify(folder, conversion, expected, scratch)
+
+    _report(rows, conversion.dtype, parameters, outputs, expected, exact)
+    _say("use it:")
+    for line in usage_lines(arguments.output, conversion.head, tokenizer is not None, pooled):
+        _say(f"  {line}")
+    if arguments.push_to_hub:
+        _say(f"uploading; if this is interrupted, later: hf upload {arguments.push_to_hub} {output}")
+        _say(f"uploaded: {push(output, arguments.push_to_hub, arguments.private, arguments.revision)}")
+    return output
+
+
+def _say(line):
+    """Prints a line that may hold a stranger's text."""
+    print(printable(line), flush=True)
+
+
+def _report(rows, dtype, parameters, outputs, expected, exact):
+    """The table of what was written and how far its outputs are from the source's."""
+    name = str(dtype).removeprefix("torch.")
+    difference, rounding = ((outputs - other).abs().max().item() for other in (expected, exact))
+    table = [("tensors", f"{sum(row['tensors'] for row in rows)}"), ("parameters", f"{parameters:,}"), ("dtype", name)]
+    table += [("bytes", f"{sum(row['bytes'] for row in rows):,}"), *((f"sha256 {row['file']}", row["sha256"]) for row in rows)]
+    table += [("largest difference", f"{difference:.1e} (largest output {exact.abs().max().item():.3g})")]
+    if exact is not expected:
+        table += [("with rounding", f"{rounding:.1e} from the source weights before they were rounded to {name}")]
+    width = max(len(key) for key, _ in table)
+    for key, value in table:
+        print(f"{key:<{width}}  {value}")
+
+
+@contextlib.contextmanager
+def _quiet_and_clean():
+    """What the library has to say about a stranger's configuration is not printed; SIGTERM, as schedulers send it, leaves nothing behind."""
+
+    def stop(*_):
+        raise SystemExit(128 + signal.SIGTERM)
+
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if in_main_thread else None
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def main(argv=None, prog="neobert convert"):
+    """`neobert convert`. Raises UserError for bad input, which the command line turns into one sentence and exit code 2."""
+    (arguments,) = read_arguments([ConvertArguments], sys.argv[1:] if argv is None else argv, prog=prog, description=__doc__)
+    with _quiet_and_clean():
+        convert(arguments)
+    return 0

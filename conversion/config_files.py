@@ -1,0 +1,58 @@
+"""The configuration beside a checkpoint: config.json of a Hub folder, a YAML file, or the authors' Hydra configuration."""
+
+import contextlib
+import inspect
+from pathlib import Path
+
+from ..common.errors import UserError
+from ..common.files import read_json
+from ..common.yaml_files import read_yaml
+from ..configuration_neobert import NeoBERTConfig
+
+
+# What is taken from a file: the arguments of NeoBERTConfig, names of the authors' training code, labels, and the class of the head.
+FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
+    *("max_length", "rope", "rms_norm", "dropout", "dropout_prob", "ngpt"),
+    *("num_labels", "id2label", "label2id", "problem_type", "architectures"),
+}
+_FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml", "hparams.yaml")
+
+
+def find_config(folders):
+    """The innermost configuration file with any of FIELDS: (path, fields), or (None, {})."""
+    for folder in folders:
+        for name in _FILES:
+            if (folder / name).is_file():
+                # Lightning writes a file of this name with objects of its own in it.
+                with contextlib.suppress(UserError) if name == "hparams.yaml" else contextlib.nullcontext():
+                    values = read_config(folder / name, strict=False)
+                    if values:
+                        return folder / name, values
+    return None, {}
+
+
+def read_config(path, strict=True):
+    """The model's fields in a JSON or YAML file: at its top, or in the `model` and `tokenizer` sections of a Hydra configuration.
+
+    Args:
+        path: the file.
+        strict: refuse a file that has none of FIELDS.
+    Raises:
+        UserError: not readable, not a mapping, or the configuration of another model.
+    """
+    path = Path(path)
+    try:
+        data = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    except UserError as error:
+        raise UserError(f"the configuration cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"the configuration {path} should be a mapping of names to values, but is a {type(data).__name__}.")
+    if data.get("model_type", "neobert") != "neobert":
+        raise UserError(f"{path} is the configuration of a {data['model_type']!s:.80} model, not of NeoBERT.")
+    values = {}
+    for section, names in ((data.get("tokenizer"), {"max_length", "vocab_size"}), (data, FIELDS), (data.get("model"), FIELDS)):
+        if isinstance(section, dict):
+            values |= {name: value for name, value in section.items() if name in names and value is not None}
+    if strict and not values:
+        raise UserError(f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, ...).")
+    return values

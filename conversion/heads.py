@@ -1,0 +1,100 @@
+"""The one table of heads: everything that differs between them from reading a checkpoint to the model card."""
+
+from dataclasses import dataclass
+
+from .. import modeling_neobert
+from ..common.errors import UserError, listed
+from ..configuration_neobert import ARCHITECTURES, AUTO_MAP
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of model that a checkpoint is converted to.
+
+    Attributes:
+        option: value of --head.
+        auto_class: Auto class of transformers that loads it.
+        pipeline_tag: the Hub's name of its task.
+        prefixes: how the names of its tensors beside the backbone begin.
+        per_token: whether its outputs are (B, L, ...), or one row for each sequence.
+        has_labels: whether the rows of `classifier` are labels.
+        has_choices: whether its inputs are (B, choices, L).
+    """
+
+    option: str
+    auto_class: str
+    pipeline_tag: str
+    prefixes: tuple[str, ...] = ()
+    per_token: bool = True
+    has_labels: bool = False
+    has_choices: bool = False
+
+    @property
+    def class_name(self):
+        return AUTO_MAP[self.auto_class].rpartition(".")[2]
+
+    @property
+    def architectures(self):
+        """What config.json calls the class: the published name, which others match on, and names beside it."""
+        return ARCHITECTURES.get(self.class_name, [self.class_name])
+
+    @property
+    def model_class(self):
+        return getattr(modeling_neobert, self.class_name)
+
+    @property
+    def backbone(self):
+        """How the names of the backbone's tensors begin in this model."""
+        return "model." if self.prefixes else ""
+
+
+# Where several have the same tensors, the first one is meant, unless the configuration names another.
+HEADS = {
+    head.option: head
+    for head in (
+        Head("masked-lm", "AutoModelForMaskedLM", "fill-mask", ("decoder.",)),
+        Head("base", "AutoModel", "feature-extraction"),
+        Head(
+            *("sequence-classification", "AutoModelForSequenceClassification", "text-classification", ("dense.", "classifier.")),
+            per_token=False,
+            has_labels=True,
+        ),
+        Head("token-classification", "AutoModelForTokenClassification", "token-classification", ("classifier.",), has_labels=True),
+        Head("question-answering", "AutoModelForQuestionAnswering", "question-answering", ("qa_outputs.",)),
+        Head(
+            *("multiple-choice", "AutoModelForMultipleChoice", "multiple-choice", ("dense.", "classifier.")),
+            per_token=False,
+            has_choices=True,
+        ),
+    )
+}
+# Of all heads; every other tensor belongs to the backbone.
+HEAD_PREFIXES = tuple(dict.fromkeys(prefix for head in HEADS.values() for prefix in head.prefixes))
+
+
+def choose_head(names, wanted=None, architectures=()):
+    """The head to convert to.
+
+    Args:
+        names: of the checkpoint's tensors.
+        wanted: value of --head, or None for what the checkpoint has.
+        architectures: class names of its configuration, which decide between heads with the same tensors.
+    Returns:
+        Head, names of the tensors that other heads have and this one has not.
+    Raises:
+        UserError: the tensors are not those of one head.
+    """
+    present = [prefix for prefix in HEAD_PREFIXES if any(name.startswith(prefix) for name in names)]
+    if wanted is None:
+        fitting = [head for head in HEADS.values() if set(head.prefixes) == set(present)]
+        if not fitting:
+            possible = [head.option for head in HEADS.values() if set(head.prefixes) <= set(present)]
+            raise UserError(
+                f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not those of one head: "
+                f"choose --head {' or '.join(possible)}."
+            )
+        chosen = next((head for head in fitting if {*head.architectures, head.class_name} & set(architectures)), fitting[0])
+    else:
+        chosen = HEADS[wanted]
+    others = tuple(prefix for prefix in present if prefix not in chosen.prefixes)
+    return chosen, sorted(name for name in names if others and name.startswith(others))

@@ -1,0 +1,99 @@
+"""The proof: the written folder is loaded as a user loads it, in a fresh process, and its outputs are compared with those of the source."""
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..common.errors import UserError
+from .fresh import run_fresh
+
+
+def random_inputs(conversion):
+    """Two sequences of random tokens, (2, L) with L up to 32 and padding in the second, or (1, 2, L) for multiple choice."""
+    config, generator = conversion.config, torch.Generator().manual_seed(0)
+    length = min(32, config.max_position_embeddings)
+    ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, length - length // 3 :] = 0
+    if config.pad_token_id is not None:
+        ids[mask == 0] = config.pad_token_id
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return {name: value[None] for name, value in inputs.items()} if conversion.head.has_choices else inputs
+
+
+def streamed_forward(model, read, inputs):
+    """Runs a model that was built on the meta device, reading each module's weights only while it runs.
+
+    Args:
+        model: built under `torch.device("meta")`.
+        read: function of a parameter's name that returns the float32 tensor.
+        inputs: keyword arguments of the forward.
+    Returns:
+        {name: float32 tensor} of its outputs.
+    """
+
+    def fill(module, prefix):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(read(f"{prefix}{name}"), requires_grad=False)
+
+    def empty(module):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+    for name, module in model.named_modules():
+        if module._parameters:
+            module.register_forward_pre_hook(lambda module, args, prefix=f"{name}.": fill(module, prefix))
+            module.register_forward_hook(lambda module, args, output: empty(module))
+    with torch.no_grad():
+        output = model.eval()(**inputs)
+    return {name: value for name, value in output.items() if torch.is_tensor(value)}
+
+
+def _compared(outputs, conversion, inputs):
+    """One vector of all outputs; of per-token ones at real tokens only."""
+    mask = inputs["attention_mask"].bool() if conversion.head.per_token else ...
+    return torch.cat([outputs[name].float()[mask].flatten() for name in sorted(outputs)])
+
+
+def source_outputs(conversion, rounded):
+    """What the source weights answer, in float32, with one module's weights in memory at a time.
+
+    Args:
+        conversion: Conversion.
+        rounded: whether the weights are first rounded to the dtype that is written.
+    """
+    inputs = random_inputs(conversion)
+
+    def read(name):
+        return conversion.read(name, rounded).to(torch.float32)
+
+    return _compared(streamed_forward(conversion.build(), read, inputs), conversion, inputs)
+
+
+def verify(folder, conversion, expected, scratch):
+    """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh process and compares its outputs.
+
+    Args:
+        folder: what was written.
+        conversion: Conversion.
+        expected: `source_outputs` of the weights that were written.
+        scratch: folder for what is needed on the way.
+    Returns:
+        the outputs of the folder, in float32.
+    Raises:
+        UserError: it does not load, or its outputs are not those of the source weights.
+    """
+    inputs, given, answered = random_inputs(conversion), scratch / "inputs.safetensors", scratch / "outputs.safetensors"
+    save_file(inputs, given)
+    run_fresh(
+        *("fresh_model.py", folder, conversion.head.auto_class, given, answered),
+        scratch=scratch,
+        what="the converted folder does not load, so it was not kept",
+    )
+    outputs = _compared(load_file(answered), conversion, inputs)
+    difference = (outputs - expected).abs().max().item() if outputs.shape == expected.shape else float("nan")
+    if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):
+        raise UserError(f"the converted folder's outputs differ from the source's by {difference:.2e}, so it was not kept.")
+    return outputs

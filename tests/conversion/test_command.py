@@ -1,0 +1,254 @@
+"""Pins `neobert convert` from end to end: the command on golden weights gives the reference outputs; what may be replaced; what a conversion that
+fails, is stopped or finds the disk full leaves behind (nothing).
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conversion_helpers import convert, digests, package_environment, run_script, save
+from safetensors.torch import load_file
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification
+from neobert.common.errors import UserError
+from neobert.conversion import command, hub_folder
+
+
+def test_the_command(tmp_path, golden, tokenizer_dir):
+    """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell without the package."""
+    weights = load_file(golden / "neobert_tiny" / "model.safetensors")
+    source = tmp_path / "run" / "model_checkpoints" / "100"
+    save(source, {f"module._orig_mod.{name}": value for name, value in weights.items()})
+    shutil.copyfile(golden / "neobert_tiny" / "config.json", tmp_path / "run" / "config.json")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = run_script("run", "out/model", "--tokenizer", "none", "--max-shard-size", "300KB", cwd=tmp_path, env=environment)
+    assert process.returncode == 0, process.stderr
+    output = tmp_path / "out" / "model"
+    shards = sorted(output.glob("model-*.safetensors"))
+    assert len(shards) == 3 and max(shard.stat().st_size for shard in shards) < 310_000, "not sharded as asked"
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys() and index["metadata"]["total_size"] == 4 * 177_928
+    for shard in shards:
+        assert hashlib.sha256(shard.read_bytes()).hexdigest() in process.stdout, "the table lacks the digest of a file"
+        for name, value in load_file(shard).items():
+            assert torch.equal(value, weights[name]), f"{name} changed"
+    assert re.search(r"tensors\s+28\nparameters\s+177,928\ndtype\s+float32\nbytes\s+\d", process.stdout), process.stdout
+    assert re.search(r"largest difference\s+0.0e\+00 \(largest output [1-9]", process.stdout), "the proof was not made, or is not exact"
+    assert 'AutoModelForMaskedLM.from_pretrained("out/model", trust_remote_code=True)' in process.stdout
+    assert "writing tensors: 100%" in process.stderr, "no progress bar"
+
+    expected = load_file(golden / "neobert_tiny" / "expected.safetensors")
+    reloaded = NeoBERTForMaskedLM.from_pretrained(output).eval()
+    with torch.no_grad():
+        logits = reloaded(expected["input_ids"], expected["attention_mask"]).logits
+    real = expected["attention_mask"].bool()
+    assert (logits - expected["logits"])[real].abs().max() < 5e-5, "the converted model does not give the reference outputs"
+    assert not list(tmp_path.glob("out/.*")), "something temporary was left"
+
+
+def test_output_that_exists(tmp_path, checkpoint, without_proof):
+    (tmp_path / "out").mkdir()
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    with pytest.raises(UserError, match="exists; choose another one, or replace it with --force"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    before = (tmp_path / "out" / "config.json").stat().st_ino
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--force")
+    assert (tmp_path / "out" / "config.json").stat().st_ino != before and (tmp_path / "out" / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"], "the replaced folder was left"
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="was not written by neobert convert"):
+        convert(checkpoint, tmp_path / "mine", "--tokenizer", "none", "--force")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        convert(checkpoint, tmp_path / "file", "--force")
+
+
+@pytest.mark.parametrize(
+    "checkpoint_name, output",
+    [
+        ("run", "run"),
+        ("run", "."),
+        ("run", "run/checkpoint-3"),  # the step that is found inside of the run
+        ("run", "to_step"),
+        ("to_run", "run/checkpoint-3"),
+        ("run/checkpoint-3", "run"),
+        ("run/checkpoint-3/model.safetensors", "run/checkpoint-3"),
+        ("run", "run/new"),
+        ("run", "run/checkpoint-1"),  # another step: a config.json alone is no mark of ours
+        ("run", "other"),
+    ],
+)
+def test_force_never_touches_what_it_did_not_write(tmp_path, model, without_proof, checkpoint_name, output):
+    for name in ("run/checkpoint-1", "run/checkpoint-3", "other"):
+        model.save_pretrained(tmp_path / name)
+    (tmp_path / "other" / ".git").mkdir()
+    (tmp_path / "other" / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (tmp_path / "to_run").symlink_to("run")
+    (tmp_path / "to_step").symlink_to("run/checkpoint-3")
+    before = digests(tmp_path)
+    with pytest.raises(UserError, match="holds the input|is the input|lies inside the input|was not written by neobert convert"):
+        convert(tmp_path / checkpoint_name, tmp_path / output, "--tokenizer", "none", "--force")
+    assert digests(tmp_path) == before
+
+
+def test_two_conversions_to_one_new_output(tmp_path, checkpoint, monkeypatch, without_proof):
+    """The second one finds the first one's output when it comes to its last rename, and says so."""
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(command, "write_model_card", lambda *arguments: None)
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+
+    monkeypatch.setattr(command, "write_model_card", meanwhile)
+    with pytest.raises(UserError, match="written by another process meanwhile"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert (tmp_path / "out" / "convert.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_failed_replacement_keeps_the_old_folder(tmp_path, checkpoint, monkeypatch, without_proof):
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(command, "verify", lambda *args: (_ for _ in ()).throw(UserError("no")))
+    with pytest.raises(UserError):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--force", "--dtype", "bfloat16")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_no_space(tmp_path, checkpoint, monkeypatch, without_proof):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    with pytest.raises(UserError, match=r"no space: 0.01 GB are needed at .* but 0.00 GB are free"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    monkeypatch.undo()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub_folder, "write_safetensors", full)
+    with pytest.raises(UserError, match="no space left at"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["9", "15", "ctrl-c"])
+def test_stopped_while_writing(tmp_path, checkpoint, without_proof, sent, code):
+    """No output. What can be tidied up is; what kill -9 left, the next run removes."""
+    script = f"""
+import sys, time
+from neobert.common.commands import guarded
+from neobert.conversion import command as c
+write = c.write_model_card
+c.write_model_card = lambda *a: (write(*a), print("written", flush=True), time.sleep(60))
+sys.exit(guarded("x", lambda: c.main([{str(checkpoint)!r}, {str(tmp_path / "new" / "out")!r}, "--tokenizer", "none"])))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=package_environment())
+    while "written" not in process.stdout.readline():
+        assert process.poll() is None, "the conversion ended before it could be stopped"
+    process.send_signal(sent)
+    process.wait()
+    assert process.returncode == code
+    left = [path.name for path in tmp_path.glob("new/*")]
+    if sent == signal.SIGKILL:
+        assert len(left) == 1 and left[0].startswith(".out.writing-"), f"not killed while writing: {left}"
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["run"], "something was left"
+    convert(checkpoint, tmp_path / "new" / "out", "--tokenizer", "none")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"], "what the killed run left is still there"
+
+
+def test_killed_while_replacing(tmp_path, checkpoint, without_proof):
+    """Between the two renames of --force: the old folder comes back first."""
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    (tmp_path / ".out.writing-x").mkdir()
+    os.rename(tmp_path / "out", tmp_path / ".out.writing-x" / "old")
+    with pytest.raises(UserError, match="exists"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, but 'float8' was given"),
+        (["--head", "crf"], "head must be one of masked-lm, base, sequence-classification, token-classification, question-answering"),
+        (["--step", "last"], "a number or latest, but 'last' was given"),
+        (["--private"], "go with --push-to-hub"),
+        (["--revision", "v2"], "go with --push-to-hub"),
+        (["--sentence-transformers", "--tokenizer", "none"], "needs a tokenizer"),
+        (["--max-shard-size", "big", "--tokenizer", "none"], "--max-shard-size takes a size as 5GB or 500MB, but 'big' was given"),
+        (["--steps", "3"], "unknown argument '--steps'; did you mean --step?"),
+        (["--toknizer", "x"], "unknown argument '--toknizer'; did you mean --tokenizer?"),
+        (["--sentence-transformers", "--head", "token-classification"], "--sentence-transformers goes with --head masked-lm or base"),
+        (["--step"], "--step needs a value"),
+        (["--config", "/nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_bad_options(tmp_path, checkpoint, options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        convert(checkpoint, tmp_path / "out", *options)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_time_is_not_wasted_on_what_is_refused(tmp_path, checkpoint, without_proof):
+    """An existing output is refused before the checkpoint is read."""
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    (checkpoint / "state_dict.pt").write_bytes(b"rubbish")
+    with pytest.raises(UserError, match="exists"):
+        convert(checkpoint, tmp_path / "out")
+
+
+@pytest.mark.parametrize("option", ["--config", "--tokenizer"])
+def test_nothing_that_is_read_may_be_replaced(tmp_path, checkpoint, tokenizer_dir, without_proof, option):
+    """The output of an earlier conversion as configuration or tokenizer of a new one into the same folder."""
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    shutil.copyfile(tokenizer_dir / "vocab.txt", tmp_path / "out" / "vocab.txt")
+    before = digests(tmp_path)
+    given = tmp_path / "out" / "config.json" if option == "--config" else tmp_path / "out"
+    with pytest.raises(UserError, match="holds the input|is the input"):
+        convert(checkpoint, tmp_path / "out", "--force", option, given)
+    assert digests(tmp_path) == before
+
+
+def test_output_that_cannot_be_made(tmp_path, checkpoint, without_proof):
+    (tmp_path / "file").write_text("")
+    before = digests(tmp_path)
+    for output, message in ((tmp_path / "file" / "out", "file is a file"), (tmp_path / ("x" * 300), "File name too long")):
+        with pytest.raises((UserError, OSError), match=message):
+            convert(checkpoint, output, "--tokenizer", "none")
+    assert digests(tmp_path) == before
+
+
+def test_an_unreadable_checkpoint_leaves_no_folders(tmp_path, checkpoint):
+    """Damage that is found late, when the numbers are read."""
+    path = checkpoint / "state_dict.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="is damaged: its content does not have the checksum"):
+        convert(checkpoint, tmp_path / "a" / "b" / "out", "--tokenizer", "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
+    source = save(tmp_path / "run", NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config)).state_dict(), **tiny_config)
+    with pytest.raises(UserError, match="goes with --head masked-lm or base, but the checkpoint's is sequence-classification"):
+        convert(source, tmp_path / "out", "--sentence-transformers")
+
+
+def test_the_temporary_folder_of_the_machine_is_not_needed(tmp_path, checkpoint, monkeypatch):
+    """A full or missing TMPDIR: all work is done beside the output, where the space was checked."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

@@ -1,0 +1,87 @@
+"""Pins the configuration beside a checkpoint: which file counts, what is taken from it, and that damaged or malicious ones are refused quickly."""
+
+import os
+
+import pytest
+import torch
+
+from neobert import NeoBERTConfig
+from neobert.common.errors import UserError
+from neobert.conversion.config_files import find_config, read_config
+from neobert.conversion.locate import open_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path):
+    """model_checkpoints/{2,10,9} with a Hydra configuration above."""
+    for step in (2, 10, 9):
+        folder = tmp_path / "run" / "model_checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        torch.save({"encoder.weight": torch.full((1,), float(step))}, folder / "state_dict.pt")
+    (tmp_path / "run" / ".hydra").mkdir()
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_text(
+        "seed: 1\nmodel:\n  hidden_size: 64\n  norm_eps: 1e-6\n  rope: true\n  vocab_size: ${tokenizer.vocab_size}\n"
+        "tokenizer:\n  pretrained_model_name_or_path: google-bert/bert-base-uncased\n  max_length: 128\n  vocab_size: 200\n"
+    )
+    return tmp_path / "run"
+
+
+def test_hydra_configuration(run):
+    path, fields = find_config(open_checkpoint(run, "9").folders)
+    assert path == run / ".hydra" / "config.yaml"
+    assert fields == {"hidden_size": 64, "norm_eps": 1e-6, "rope": True, "vocab_size": 200, "max_length": 128}
+    assert NeoBERTConfig(num_attention_heads=4, **fields).max_position_embeddings == 128
+
+
+def test_configurations_of_strangers_are_not_taken(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 32}')
+    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64, "a file outside of the run was read"
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.json", "{", "cannot be read"),
+        ("a.yaml", "a: [", "cannot be read"),
+        ("a.yaml", "- 1", "should be a mapping"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("a.json", '{"model_type": "bert", "hidden_size": 2}', "configuration of a bert model"),
+        ("a.json", '{"model_type": ["a\\u001b"], "hidden_size": 2}', r"configuration of a \['a\\x1b'\] model"),
+        ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),
+        ("a.json", '{"vocab_size": NaN}', "NaN is not a finite number"),
+        ("a.json", '{"vocab_size": -Infinity}', "-Infinity is not a finite number"),
+        ("a.json", '{"norm_eps": 1e999}', "1e999 is not a finite number"),
+        ("a.json", '{"vocab_size": ' + "9" * 5000 + "}", "cannot be read"),
+        ("a.json", '{"id2label": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
+        ("a.json", "[" * 10**5, "cannot be read"),
+        ("a.json", " " * 5_000_000, "more than 4,000,000 bytes"),
+        ("a.yaml", "a: &a [*a]", "a part of it holds itself"),
+        (
+            "a.yaml",
+            "a: &a [x,x,x,x,x,x,x]\n" + "".join(f"{c}: &{c} [{','.join(['*' + b] * 7)}]\n" for b, c in zip("abcdefghi", "bcdefghij")),
+            "values",
+        ),
+        ("a.yaml", 'vocab_size: !!int ""', "'' is not of the type int"),
+        ("a.yaml", "vocab_size: " + "9" * 5000, "5000 characters"),
+    ],
+)
+def test_bad_configurations(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_config(tmp_path / name)
+
+
+def test_config_given_by_a_pipe_or_device(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    for path in (tmp_path / "a.json", "/dev/zero", tmp_path, tmp_path / "none.json", tmp_path / "none.yaml"):
+        with pytest.raises(UserError, match="cannot be read: .*(not a file|does not exist|there is no file)"):
+            read_config(path)
+
+
+def test_damaged_file_beside_a_checkpoint(tmp_path):
+    """config.json must be right; hparams.yaml, into which others write objects of their own, may be anything."""
+    (tmp_path / "hparams.yaml").write_text("model: !!python/object:argparse.Namespace {a: 1}\nhidden_size: 2")
+    assert find_config([tmp_path]) == (None, {})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json is not valid JSON"):
+        find_config([tmp_path])

@@ -1,0 +1,250 @@
+"""Pins the reader of DeepSpeed folders: master weights bit for bit from files that DeepSpeed wrote (ZeRO 1 to 3); files of different steps,
+stages or runs, missing or damaged ones are refused with what is wrong.
+"""
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+import torch
+from conversion_helpers import assert_same, write_distributed
+from safetensors.torch import load_file, save_file
+
+from neobert.common.errors import UserError
+from neobert.conversion.locate import open_checkpoint
+
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed, which writes these checkpoints"
+)
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """ZeRO checkpoints, written by two processes."""
+    return write_distributed(tmp_path_factory.mktemp("distributed"), "deepspeed")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_zero_master_weights(distributed, name):
+    """Two processes, two parameter groups, odd sizes, a frozen weight, a buffer; stage 2 with reordered (round-robin) groups."""
+    checkpoint = open_checkpoint(distributed / name)
+    assert checkpoint.format == f"DeepSpeed ZeRO {name[-1]}, 2 shards"
+    reference = load_file(distributed / f"{name}.safetensors")
+    assert reference.pop("model.freqs_cis") is not None, "the buffer is not in the reference, so it was not tested"
+    frozen = "model.transformer_encoder.0.wo.weight"
+    # DeepSpeed's own tool loses frozen weights of stage 1.
+    reference.setdefault(frozen, checkpoint.tensors[frozen].read().float())
+    assert_same(checkpoint, reference)
+    trained = [stored for key, stored in checkpoint.tensors.items() if key != frozen]
+    assert all(stored.dtype == torch.float32 for stored in trained), "not the float32 master weights"
+    assert reference[frozen].abs().sum() > 0
+
+
+@needs_deepspeed
+def test_zero_1_frozen_weight_is_the_one_of_the_model(distributed):
+    frozen = "model.transformer_encoder.0.wo.weight"
+    expected = load_file(distributed / "zero2.safetensors")[frozen].to(torch.bfloat16)
+    assert torch.equal(open_checkpoint(distributed / "zero1").tensors[frozen].read(), expected)
+
+
+@needs_deepspeed
+def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
+    reference = load_file(distributed / "zero3.safetensors")
+    reference.pop("model.freqs_cis")
+    shutil.copytree(distributed / "zero3" / "10", tmp_path / "accelerate" / "checkpoints" / "checkpoint_4" / "pytorch_model")
+    shutil.copytree(distributed / "zero3" / "10", tmp_path / "trainer" / "checkpoint-10" / "global_step10")
+    (tmp_path / "trainer" / "checkpoint-10" / "latest").write_text("global_step10")
+    save_file({"decoder.bias": torch.zeros(3)}, tmp_path / "trainer" / "checkpoint-10" / "model.safetensors")
+    for run in ("accelerate", "trainer"):
+        assert_same(open_checkpoint(tmp_path / run), reference)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_missing_zero_shard(distributed, tmp_path, name):
+    shutil.copytree(distributed / name, tmp_path / name)
+    next((tmp_path / name / "10").glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
+    with pytest.raises(UserError, match="has 1 of 2 ZeRO optimizer shards; those of rank 1 are missing"):
+        open_checkpoint(tmp_path / name)
+
+
+@needs_deepspeed
+def test_all_zero_shards_or_the_model_states_missing(distributed, tmp_path):
+    for name, pattern, message in (
+        ("zero1", "*optim*", "ZeRO shards .* are missing"),
+        ("zero3", "*rank_0*model_states*", "model_states.pt .*missing"),
+    ):
+        shutil.copytree(distributed / name, tmp_path / name)
+        for path in (tmp_path / name / "10").glob(pattern):
+            path.unlink()
+        with pytest.raises(UserError, match=message):
+            open_checkpoint(tmp_path / name)
+    shutil.copytree(distributed / "zero3", tmp_path / "one")
+    (tmp_path / "one" / "10" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(UserError, match="1 of 2 model-states files"):
+        open_checkpoint(tmp_path / "one")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("pattern", ["*rank_1*optim*", "*rank_00_model_states*"])
+def test_truncated_zero_file(distributed, tmp_path, pattern):
+    shutil.copytree(distributed / "zero2", tmp_path / "run")
+    path = next((tmp_path / "run" / "10").glob(pattern))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=f"{path.name} cannot be read, it is truncated"):
+        open_checkpoint(tmp_path / "run")
+
+
+@needs_deepspeed
+def test_shards_of_another_run(distributed, tmp_path):
+    """A shard with fewer numbers than the parameters need."""
+    shutil.copytree(distributed / "zero1", tmp_path / "run")
+    path = next((tmp_path / "run" / "10").glob("*rank_1*optim*"))
+    data = torch.load(path, weights_only=False)
+    for replaced in (100, 80000):
+        state = dict(data["optimizer_state_dict"], loss_scaler=None, zero_stage=1, param_slice_mappings=None)
+        state["single_partition_of_fp32_groups"] = [torch.zeros(replaced)] + state["single_partition_of_fp32_groups"][1:]
+        torch.save({"optimizer_state_dict": state}, path)
+        with pytest.raises(UserError, match="ZeRO shards hold"):
+            open_checkpoint(tmp_path / "run")
+
+
+@pytest.fixture
+def run(distributed, tmp_path):
+    """A copy of a stage's folder whose files can be changed: `run("zero1").change("*rank_1*optim*", function of the content)`."""
+
+    class Run:
+        def __init__(self, name):
+            self.path = shutil.copytree(distributed / name, tmp_path / name)
+
+        def change(self, pattern, change):
+            path = next((self.path / "10").glob(pattern))
+            data = torch.load(path, weights_only=False)
+            change(data)
+            torch.save(data, path)
+            return self.path
+
+    return Run
+
+
+def _optimizer(data):
+    state = data["optimizer_state_dict"]
+    return state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+
+
+def _step(data):
+    _optimizer(data)["state"][0]["step"] += 1
+
+
+def _rate(data):
+    _optimizer(data)["param_groups"][0]["lr"] *= 0.5
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_step, r"step of parameter group 0 is 1\.0 on rank 0 and 2\.0 on rank 1; keep the files of one step"),
+        (_rate, r"lr of parameter group 0 is 0\.01 on rank 0 and 0\.005 on rank 1"),
+        (lambda data: data["optimizer_state_dict"].update(zero_stage=4), r"zero_stage is [123] on rank 0 and 4 on rank 1"),
+        (
+            lambda data: data["optimizer_state_dict"].update(partition_count=[2, 3]),
+            r"partition_count is .* on rank 0 and \[2, 3\] on rank 1",
+        ),
+    ],
+    ids=["step", "learning rate", "stage", "count"],
+)
+def test_shards_of_different_steps_or_stages(run, name, change, message):
+    run = run(name).change("*rank_1*optim*", change)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(run)
+
+
+@needs_deepspeed
+def test_shards_of_stage_1_and_stage_2(distributed, tmp_path):
+    """Both hold flat groups of the same sizes."""
+    shutil.copytree(distributed / "zero1", tmp_path / "run")
+    theirs = distributed / "zero2" / "10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copyfile(theirs, tmp_path / "run" / "10" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(UserError, match="zero_stage is 1 on rank 0 and 2 on rank 1"):
+        open_checkpoint(tmp_path / "run")
+
+
+@needs_deepspeed
+def test_model_files_of_different_steps(run):
+    run = run("zero3").change("*rank_1*model_states*", lambda data: data.update(global_steps=9))
+    with pytest.raises(UserError, match="mixes model files that do not belong together: global_steps is 1 on rank 0 and 9 on rank 1"):
+        open_checkpoint(run)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_master_weights_of_another_run(run, name):
+    """Shards that agree with each other, but are not those of the model file beside them."""
+
+    def change(data):
+        group = data["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+        group.data[100] += 0.5
+
+    run = run(name).change("*rank_0*optim*", change)
+    tensors = open_checkpoint(run).tensors
+    with pytest.raises(
+        UserError, match=r"master weights of model.encoder.weight are not those of the model file \(at 1 of 12992 numbers\)"
+    ):
+        tensors["model.encoder.weight"].read()
+    tensors["decoder.weight"].read()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("count", [10**9, 0, -1, "two", None, 2.0, True])
+def test_a_number_of_shards_that_cannot_be(run, count):
+    run = run("zero3").change("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(partition_count=count))
+    message = "has 2 of 1000000000 ZeRO optimizer shards; those of rank 2, 3, 4.* and 1 more" if count == 10**9 else "number of shards"
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(run)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    "pattern, change, message",
+    [
+        (
+            "*model_states*",
+            lambda data: data["param_shapes"][0].update({"model.encoder.weight": torch.Size([203])}),
+            "ZeRO shards|cannot be",
+        ),
+        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (-1, 64)}), "which no tensor has"),
+        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1 << 60, 64)}), "which no tensor has"),
+        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1.5, "a")}), "which no tensor has"),
+        ("*model_states*", lambda data: data["param_shapes"][0].update({5: (1,)}), "name is not text"),
+        ("*model_states*", lambda data: data.update(param_shapes=7), "cannot be read"),
+        ("*model_states*", lambda data: data.update(module=None), "cannot be read"),
+        ("*model_states*", lambda data: data.pop("module"), "has no 'module'"),
+        ("*model_states*", lambda data: data.update(shared_params={"a": []}), "cannot be read"),
+        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(param_alignment_paddings=[[0, 0]] * 2), "cannot be read"),
+        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
+        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(base_optimizer_state=3), "cannot be read"),
+        ("*rank_0*optim*", lambda data: data.pop("optimizer_state_dict"), "has no 'optimizer_state_dict'"),
+    ],
+    ids=range(13),
+)
+def test_contents_of_a_wrong_kind(run, pattern, change, message):
+    run = run("zero1").change(pattern, change)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(run)
+
+
+@needs_deepspeed
+def test_files_that_are_pipes_or_folders(run):
+    run = run("zero1").path / "10"
+    path = next(run.glob("*rank_1*optim*"))
+    for make in (os.mkfifo, os.mkdir):
+        path.unlink()
+        make(path)
+        with pytest.raises(UserError, match="is not a file, but a"):
+            open_checkpoint(run)
+        path.rmdir() if path.is_dir() else None

@@ -1,0 +1,199 @@
+"""Pins the reader of torch.distributed.checkpoint folders: every tensor bit for bit from what FSDP2 wrote; parts that are missing, doubled,
+overlapping, outside of the folder or of another shape are refused.
+"""
+
+import dataclasses
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conversion_helpers import assert_same, write_distributed
+from safetensors.torch import load_file
+
+from neobert.common.errors import UserError
+from neobert.conversion.locate import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """FSDP checkpoints, written by two processes."""
+    return write_distributed(tmp_path_factory.mktemp("distributed"), "fsdp")
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_all"])
+def test_fsdp(distributed, name):
+    checkpoint = open_checkpoint(distributed / name)
+    assert len(list(checkpoint.path.rglob("*.distcp"))) == 2, "one process wrote it all, so this test would be vacuous"
+    assert_same(checkpoint, load_file(distributed / "fsdp.safetensors"))
+
+
+@pytest.mark.parametrize("part", ["__0_0.distcp", "__1_0.distcp"])
+def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
+    shutil.copytree(distributed / "fsdp_all", tmp_path / "cut")
+    path = tmp_path / "cut" / part
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match=f"{part} is truncated"):
+        open_checkpoint(tmp_path / "cut")
+    path.unlink()
+    with pytest.raises(UserError, match=f"{part} is missing"):
+        open_checkpoint(tmp_path / "cut")
+    (tmp_path / "cut" / ".metadata").write_bytes((distributed / "fsdp_all" / ".metadata").read_bytes()[:500])
+    with pytest.raises(UserError, match="cannot be read, it is truncated"):
+        open_checkpoint(tmp_path / "cut")
+
+
+def test_metadata_may_not_point_outside(distributed, tmp_path):
+    shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
+    data = (tmp_path / "run" / ".metadata").read_bytes()
+    assert b"__1_0.distcp" in data
+    (tmp_path / "run" / ".metadata").write_bytes(data.replace(b"__1_0.distcp", b"../_0.distcp"))
+    shutil.copyfile(distributed / "fsdp_all" / "__1_0.distcp", tmp_path / "_0.distcp")
+    with pytest.raises(UserError, match="missing"):
+        open_checkpoint(tmp_path / "run")
+
+
+NAME = "model.model.transformer_encoder.0.qkv.weight"
+
+
+@pytest.fixture
+def change(distributed, tmp_path):
+    """Copies a folder and changes its metadata; returns the folder."""
+
+    def changed(edit):
+        run = shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
+        metadata = pickle.loads((run / ".metadata").read_bytes())
+        edit(metadata)
+        (run / ".metadata").write_bytes(pickle.dumps(metadata))
+        return run
+
+    return changed
+
+
+def _entry(metadata):
+    entry = metadata.state_dict_metadata[NAME]
+    assert len(entry.chunks) == 2, "not in parts, so this test would be vacuous"
+    return entry
+
+
+def _doubled(metadata):
+    """The first half twice, in two places of a file: the sizes add up, and the second half is nowhere."""
+    entry, data = _entry(metadata), metadata.storage_data
+    first, second = (next(index for index in data if index.fqn == NAME and tuple(index.offset) == tuple(c.offsets)) for c in entry.chunks)
+    entry.chunks[1] = entry.chunks[0]
+    del data[second]
+    assert first in data
+
+
+def _overlapping(metadata):
+    """The second half begins a row too early."""
+    entry, data = _entry(metadata), metadata.storage_data
+    index = next(index for index in data if index.fqn == NAME and index.offset[0])
+    entry.chunks[1] = dataclasses.replace(entry.chunks[1], offsets=torch.Size([index.offset[0] - 1, 0]))
+    data[dataclasses.replace(index, offset=entry.chunks[1].offsets)] = data.pop(index)
+
+
+def _at_one_place(metadata):
+    entry, data = _entry(metadata), metadata.storage_data
+    first, second = (next(index for index in data if index.fqn == NAME and tuple(index.offset) == tuple(c.offsets)) for c in entry.chunks)
+    data[second] = data[first]
+
+
+def _set(**values):
+    def edit(metadata):
+        for name, value in values.items():
+            setattr(_entry(metadata), name, value)
+
+    return edit
+
+
+def _placed(**values):
+    def edit(metadata):
+        index = next(index for index in metadata.storage_data if index.fqn == NAME)
+        metadata.storage_data[index] = dataclasses.replace(metadata.storage_data[index], **values)
+
+    return edit
+
+
+def _chunk(**values):
+    def edit(metadata):
+        entry = _entry(metadata)
+        entry.chunks[0] = dataclasses.replace(entry.chunks[0], **values)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (_doubled, "two parts are at one place|overlap and leave"),
+        (_overlapping, "overlap and leave 64 numbers out"),
+        (_at_one_place, "two parts are at one place of"),
+        (lambda metadata: _entry(metadata).chunks.pop(), "its parts of .* hold 6144 numbers, but .* has 12288"),
+        (lambda metadata: _entry(metadata).chunks.append(_entry(metadata).chunks[0]), "hold 18432 numbers, but .* has 12288|at one place"),
+        (_set(size=torch.Size([1 << 40, 64])), "which no tensor has|numbers, but"),
+        (_set(size=(-1, 64)), "which no tensor has"),
+        (_set(size=None), "which no tensor has"),
+        (_set(chunks=None), "cannot be read"),
+        (_chunk(offsets=torch.Size([1 << 30, 0])), "is outside of it"),
+        (_chunk(sizes=torch.Size([96])), "is outside of it"),
+        (_placed(offset=-5), "is at byte -5 and has"),
+        (_placed(length=1 << 45), "is truncated"),
+        (_placed(length=300), "cannot be read"),
+        (_placed(offset=1), "two parts are at one place"),
+        (_placed(relative_path="../__0_0.distcp"), "is missing"),
+        (_placed(relative_path="/etc/passwd"), "is missing"),
+        (_placed(relative_path=".."), "is missing"),
+        (_placed(relative_path=5), "is missing"),
+        (_placed(transform_descriptors=["zstd"]), "stored compressed"),
+        (lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}), "name is not text: 5"),
+        (lambda metadata: metadata.storage_data.clear(), "does not say where a part of"),
+        (lambda metadata: setattr(metadata, "storage_data", 3), "cannot be read"),
+        (lambda metadata: delattr(metadata, "state_dict_metadata"), "cannot be read"),
+    ],
+    ids=range(24),
+)
+def test_damaged_metadata(change, edit, message):
+    run = change(edit)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(run).tensors[NAME.removeprefix("model.")].read()
+
+
+def test_the_unchanged_metadata_is_read(change, distributed):
+    """Guards the test above against being vacuous."""
+    assert_same(open_checkpoint(change(lambda metadata: None)), load_file(distributed / "fsdp.safetensors"))
+
+
+def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
+    run = shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
+    weight = load_file(distributed / "fsdp.safetensors")[NAME.removeprefix("model.")]
+    data = bytearray((run / "__0_0.distcp").read_bytes())
+    data[data.index(weight[:3].numpy().tobytes()) + 5] ^= 1
+    (run / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(UserError, match="__0_0.distcp is damaged"):
+        open_checkpoint(run).tensors[NAME.removeprefix("model.")].read()
+
+
+def test_a_part_of_another_dtype(change):
+    def edit(metadata):
+        _entry(metadata).properties = dataclasses.replace(_entry(metadata).properties, dtype=torch.float16)
+
+    with pytest.raises(UserError, match="holds torch.float32 of shape .* where the metadata says torch.float16"):
+        open_checkpoint(change(edit)).tensors[NAME.removeprefix("model.")].read()
+
+
+def test_metadata_that_is_no_file(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / ".metadata")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        open_checkpoint(tmp_path / "run")
+
+
+def test_whole_tensors_of_one_process(tmp_path):
+    state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "run"))
+    found = open_checkpoint(tmp_path / "run").tensors
+    assert torch.equal(found["model.encoder.weight"].read(), state["model"]["encoder.weight"])
+    assert found["model.scalar"].read().item() == 2

@@ -1,0 +1,119 @@
+"""Pins the table of heads: every head of the model is in it, is found by its tensors, converts and is proved; and who decides between two."""
+
+import json
+
+import pytest
+import torch
+from conversion_helpers import convert, save
+from safetensors.torch import load_file
+
+import neobert
+from neobert import NeoBERTConfig, NeoBERTForSequenceClassification
+from neobert.common.errors import UserError
+from neobert.configuration_neobert import AUTO_MAP
+from neobert.conversion import command
+from neobert.conversion.heads import HEAD_PREFIXES, HEADS, choose_head
+
+
+def test_the_table_has_every_head_of_the_model():
+    assert {head.auto_class for head in HEADS.values()} == AUTO_MAP.keys() - {"AutoConfig"}
+    assert HEADS["masked-lm"].architectures[0] == "NeoBERTLMHead" and HEADS["base"].architectures == ["NeoBERT"]
+    assert HEADS["question-answering"].model_class is neobert.NeoBERTForQuestionAnswering
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_prefixes_are_those_of_the_model(head, tiny_config):
+    with torch.device("meta"):
+        names = head.model_class(NeoBERTConfig(**tiny_config)).state_dict()
+    own = {name for name in names if not name.startswith(head.backbone)} if head.backbone else set()
+    assert {name.partition(".")[0] + "." for name in own} == set(head.prefixes)
+    backbone = [name for name in names if name not in own]
+    assert len(backbone) == 20 and not any(name.startswith(HEAD_PREFIXES) for name in backbone)
+
+
+# Numbers that are compared for two sequences of 32 tokens, the second with 10 of padding. The other heads are proved in test_verify.py and
+# test_command.py.
+PROVED = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multiple-choice": 2}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
+    """Found by its tensors (multiple choice, which has those of a sequence classifier, by the configuration); reloaded and compared."""
+    proofs, verify = [], command.verify
+
+    def proved(folder, conversion, expected, scratch):
+        proofs.append(verify(folder, conversion, expected, scratch) if head.option in PROVED else expected)
+        return proofs[0]
+
+    monkeypatch.setattr(command, "verify", proved)
+    labels = {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}} if head.has_labels else {}
+    model = head.model_class(NeoBERTConfig(**tiny_config, **labels))
+    fields = {**tiny_config, **labels, "architectures": head.architectures}
+    source = save(tmp_path / "run", {f"module.{name}": value for name, value in model.state_dict().items()}, **fields)
+    assert convert(source, tmp_path / "out", "--tokenizer", "none") == 0
+    assert f"{head.auto_class}.from_pretrained" in capsys.readouterr().out
+    assert proofs[0].numel() == PROVED.get(head.option, proofs[0].numel()) and proofs[0].abs().max() > 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in written.items())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == head.architectures and config["auto_map"] == AUTO_MAP
+    assert ("id2label" in config and config["id2label"]["2"] == "z") == head.has_labels
+    assert f"pipeline_tag: {head.pipeline_tag}\n" in (tmp_path / "out" / "README.md").read_text()
+
+
+def names(*prefixes):
+    return ["model.encoder.weight", *(f"{prefix}weight" for prefix in prefixes)]
+
+
+@pytest.mark.parametrize(
+    "prefixes, architectures, option",
+    [
+        ((), [], "base"),
+        (("decoder.",), [], "masked-lm"),
+        (("dense.", "classifier."), [], "sequence-classification"),
+        (("dense.", "classifier."), ["NeoBERTForMultipleChoice"], "multiple-choice"),
+        (("dense.", "classifier."), ["NeoBERTLMHead", "Other"], "sequence-classification"),
+        (("classifier.",), ["NeoBERTForSequenceClassification"], "token-classification"),
+        (("qa_outputs.",), [], "question-answering"),
+    ],
+)
+def test_the_tensors_decide_and_the_configuration_where_they_cannot(prefixes, architectures, option):
+    head, others = choose_head(names(*prefixes), None, architectures)
+    assert head.option == option and others == []
+
+
+@pytest.mark.parametrize("prefixes", [("dense.",), ("decoder.", "qa_outputs."), ("classifier.", "qa_outputs.")])
+def test_tensors_of_no_head_or_several(prefixes):
+    with pytest.raises(UserError, match="are not those of one head: choose --head"):
+        choose_head(names(*prefixes))
+    head, others = choose_head(names(*prefixes), "base")
+    assert head.option == "base" and others == sorted(f"{prefix}weight" for prefix in prefixes)
+
+
+@pytest.mark.parametrize("architectures", [["NeoBERTForMultipleChoice"], [5, None], "x", {"a": 1}, None])
+def test_architectures_of_any_type(tmp_path, tiny_config, without_proof, architectures):
+    model = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=1))
+    convert(save(tmp_path / "run", model.state_dict(), **tiny_config, architectures=architectures), tmp_path / "out", "--tokenizer", "none")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
+    assert written == ("NeoBERTForMultipleChoice" if architectures == ["NeoBERTForMultipleChoice"] else "NeoBERTForSequenceClassification")
+
+
+def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, capsys):
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--head", "base")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == model.model.state_dict().keys()
+    assert "left out for --head base: decoder.bias, decoder.weight" in capsys.readouterr().out
+
+
+def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, without_proof):
+    classifier = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=5))
+    source = save(tmp_path / "run", {**model.state_dict(), **classifier.state_dict()}, **tiny_config)
+    with pytest.raises(
+        UserError,
+        match=r"\(decoder\.\*, dense\.\*, classifier\.\*\) are not those of one head: choose --head masked-lm or base or sequence-classification",
+    ):
+        convert(source, tmp_path / "out", "--tokenizer", "none")
+    convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "sequence-classification")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == classifier.state_dict().keys()
+    assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5, "the labels do not follow from the classifier's rows"

@@ -1,0 +1,131 @@
+"""Pins what a converted folder holds: the same bytes as `save_pretrained`, the code of the checkout, a model card that the Hub reads, files for
+sentence-transformers; and that a stranger's names stay text in it.
+"""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conversion_helpers import ROOT, convert, save
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.common.errors import UserError
+from neobert.conversion import hub_folder
+from neobert.conversion.heads import HEADS
+from neobert.conversion.hub_folder import size_in_bytes, usage_lines
+
+
+def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
+    """Bundled tokenizer, model card, mean pooling: SentenceTransformer's vectors are the means over real tokens."""
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**{**tiny_config, "vocab_size": 30522})).eval()
+    source = save(tmp_path / "run", model.state_dict(), **{**tiny_config, "vocab_size": 30522})
+    assert convert(source, tmp_path / "tiny-neobert", "--sentence-transformers") == 0
+    output = tmp_path / "tiny-neobert"
+    names = {path.name for path in output.iterdir()}
+    assert names == {
+        *("config.json", "model.safetensors", "configuration_neobert.py", "modeling_neobert.py", "README.md"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
+        *("modules.json", "1_Pooling", "sentence_bert_config.json", "convert.json"),
+    }
+    for name in hub_folder.CODE_FILES:
+        assert (output / name).read_bytes() == (ROOT / name).read_bytes(), f"{name} is not the code of the checkout"
+    config = json.loads((output / "config.json").read_text())
+    assert config["auto_map"] == NeoBERTConfig().to_dict()["auto_map"] and len(config["auto_map"]) == 7
+    assert config["architectures"] == ["NeoBERTLMHead"] and "max_length" not in config
+    card = (output / "README.md").read_text()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["license"] == "mit" and metadata["pipeline_tag"] == "sentence-similarity"
+    assert metadata["library_name"] == "sentence-transformers" and {"neobert", "custom_code", "fill-mask"} <= set(metadata["tags"])
+    tokenizer = AutoTokenizer.from_pretrained(output, trust_remote_code=True)
+    assert tokenizer.model_max_length == 128, "longer than the model's context"
+    assert "SentenceTransformer(" in capsys.readouterr().out
+
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    texts = ["a cat", "the quick brown fox jumps over the lazy dog"]
+    encoder = sentence_transformers.SentenceTransformer(str(output), trust_remote_code=True, device="cpu")
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    expected = (hidden * mask).sum(1) / mask.sum(1)
+    assert torch.allclose(torch.tensor(encoder.encode(texts)), expected, atol=1e-5), "not the mean over real tokens"
+
+
+def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proof):
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("model.safetensors", "modeling_neobert.py", "configuration_neobert.py"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), f"{name} differs from the library's"
+    ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved"))
+    assert ours == theirs, "config.json differs from what save_pretrained writes"
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("5GB", 5 * 10**9), ("300KB", 300_000), ("1.5 MB", 1_500_000), ("2GiB", 2 << 30), ("7b", 7), ("1 tb", 10**12), ("0.5KiB", 512)],
+)
+def test_sizes(text, size):
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "big",
+            "",
+            "5",
+            "GB",
+            "0GB",
+            "0",
+            "-5GB",
+            "infGB",
+            "nanGB",
+            "1e3GB",
+            "1e999GB",
+            "5XB",
+            "5GBB",
+            "5 GB 3",
+            "0.0000000001B",
+            "0x5GB",
+        ),
+        *("٥GB", "5GİB", "9" * 400 + "GB", "5GB\n", "None"),
+    ],
+)
+def test_sizes_that_are_none(tmp_path, text):
+    with pytest.raises(UserError, match="--max-shard-size takes a size as 5GB or 500MB"):
+        convert(tmp_path, tmp_path / "out", f"--max-shard-size={text}")
+
+
+def test_shards_of_one_tensor_each(tmp_path, checkpoint, model, without_proof):
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--max-shard-size", "1B")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == len(model.state_dict())
+    loaded = NeoBERTForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+def test_names_of_strangers_stay_text_in_the_model_card(tmp_path, model, tiny_config, without_proof, capsys):
+    """Tensors that are left out are named in the card, which the Hub shows as HTML."""
+    name = "classifier.</code><script>alert(1)</script>\n```\n[here](http://evil)\x1b[2J"
+    source = save(tmp_path / "run", {**model.state_dict(), name: torch.zeros(1)}, **tiny_config)
+    convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "base")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert [line for line in card.splitlines() if line.startswith("```")] == ["```python", "```", "```text", "```"]
+    assert card.isascii() and "\x1b" not in card
+    block = card.split("```text\n")[1].split("\n```")[0]
+    assert "<script>" in block and "<script>" not in card.replace(block, "")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ['a"; import os; os.system("x")  #', "a\\", "a\nb", "\udc80"])
+def test_names_of_folders_stay_text_in_python(tmp_path, checkpoint, without_proof, name):
+    import ast
+
+    for line in usage_lines(name, HEADS["base"], True, True):
+        (statement,) = ast.parse(line).body
+        assert isinstance(statement, (ast.ImportFrom, ast.Assign))
+    convert(checkpoint, tmp_path / name, "--tokenizer", "none")
+    metadata = yaml.safe_load((tmp_path / name / "README.md").read_text().split("---")[1])
+    assert metadata["pipeline_tag"] == "fill-mask"

@@ -1,0 +1,99 @@
+"""Pins the proof of a conversion: the folder is loaded in a fresh process and its outputs are those of the source, exactly; what differs or does
+not load is not kept; and the source's outputs need one module's weights at a time.
+"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+from conversion_helpers import convert, save
+from safetensors.torch import load_file
+
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
+from neobert.common.errors import UserError
+from neobert.conversion import command
+from neobert.conversion.verify import streamed_forward
+
+
+@pytest.mark.parametrize("head, auto", [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")])
+def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, head, auto):
+    """Ablation M0 (learned positions, LayerNorm, GELU): all from the shapes but the number of heads, whose size is not 64 here."""
+    folder = golden / "ablation_m0"
+    state = load_file(folder / "model.safetensors")
+    if head == "base":
+        state = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    else:
+        body = {name: value for name, value in state.items() if name.startswith("model.")}
+        state = body | load_file(folder / "sequence_classification_head.safetensors")
+    (tmp_path / "heads.yaml").write_text("num_attention_heads: 4\n")
+    source = save(tmp_path / "run", state)
+    options = ("--tokenizer", "none", "--dtype", "bfloat16", "--config", tmp_path / "heads.yaml")
+    assert convert(source, tmp_path / "out", *options) == 0
+    printed = capsys.readouterr().out
+    assert "position_embedding_type learned" in printed and "norm_type layer" in printed and "hidden_act gelu" in printed
+    assert f"{auto}.from_pretrained" in printed
+    rounding = float(re.search(r"with rounding\s+(\S+)", printed).group(1))
+    assert 1e-4 < rounding < 1, "bfloat16 should differ from float32 by its rounding"
+    assert re.search(r"largest difference\s+0.0e\+00", printed), "the outputs are not those of the rounded weights"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["NeoBERT" if head == "base" else "NeoBERTForSequenceClassification"]
+    assert config["dtype"] == "bfloat16" and config["max_position_embeddings"] == 64
+    expected = load_file(folder / "expected.safetensors")
+    model_class = NeoBERTModel if head == "base" else NeoBERTForSequenceClassification
+    model = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        if head == "base":
+            output, wanted = model(expected["unpadded_input_ids"]).last_hidden_state, expected["unpadded_last_hidden_state"]
+        else:
+            output = model(expected["input_ids"], expected["attention_mask"]).logits
+            wanted = expected["sequence_classification_logits"]
+    assert (output - wanted).abs().max() < 0.05 * wanted.abs().max(), "not the reference model within bfloat16's rounding"
+
+
+def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
+    """One weight written wrongly, and a code file that does not import: the folder is not kept."""
+    original, name = command.write_weights, "model.transformer_encoder.1.wo.weight"
+
+    def spoiled(folder, conversion, size):
+        stored = conversion.tensors[name]
+        wrong = dataclasses.replace(stored, read=lambda: stored.read() * 1.01)
+        return original(folder, dataclasses.replace(conversion, tensors={**conversion.tensors, name: wrong}), size)
+
+    monkeypatch.setattr(command, "write_weights", spoiled)
+    with pytest.raises(UserError, match="outputs differ from the source's"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+
+    def without_code(folder, *rest):
+        (folder / "modeling_neobert.py").write_text("import nothing_at_all\n")
+        return original(folder, *rest)
+
+    monkeypatch.setattr(command, "write_weights", without_code)
+    with pytest.raises(UserError, match="does not load, so it was not kept: .*nothing_at_all"):
+        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "a spoiled folder was left"
+
+
+def test_tied_decoder_with_proof(tmp_path, model, tiny_config, capsys):
+    state = dict(model.state_dict())
+    del state["decoder.weight"]
+    convert(save(tmp_path / "run", state, **tiny_config), tmp_path / "out", "--tokenizer", "none")
+    assert re.search(r"largest difference\s+0.0e\+00", capsys.readouterr().out)
+
+
+def test_streamed_forward_holds_one_module_at_a_time(model):
+    """The proof's reference: the outputs of the whole model, with the weights of one module in memory."""
+    ids, reads, state = torch.arange(20)[None], [], model.state_dict()
+    with torch.device("meta"):
+        empty = NeoBERTForMaskedLM(model.config)
+
+    def read(name):
+        loaded = [key for key, value in empty.named_parameters() if value.device.type != "meta"]
+        assert len({key.rpartition(".")[0] for key in loaded}) <= 1, f"several modules are loaded at once: {loaded}"
+        reads.append(name)
+        return state[name]
+
+    with torch.no_grad():
+        assert torch.equal(streamed_forward(empty, read, {"input_ids": ids})["logits"], model(ids).logits)
+    assert sorted(reads) == sorted(state), "not every weight was used once"

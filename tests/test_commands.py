@@ -1,0 +1,85 @@
+"""Pins how commands end: whatever goes wrong is one sentence and an exit code, with a way to the traceback."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neobert.common import commands
+from neobert.common.commands import guarded
+from neobert.common.errors import UserError
+
+
+def run(error, monkeypatch=None, debug=None):
+    def command():
+        raise error
+
+    if debug is not None:
+        monkeypatch.setenv("NEOBERT_DEBUG", debug)
+    return guarded("neobert x", command)
+
+
+@pytest.mark.parametrize(
+    "error, message, code",
+    [
+        (UserError("give a file"), "give a file", 2),
+        (ImportError("this needs\n  x"), "this needs x", 2),
+        (PermissionError(errno.EACCES, "Permission denied", "run/a.pt"), "run/a.pt: Permission denied", 2),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk", 2),
+        (MemoryError(), "there is not enough memory", 2),
+        (KeyError("x"), "unexpected KeyError: 'x'; NEOBERT_DEBUG=1 shows where", 2),
+        (RecursionError("too deep"), "unexpected RecursionError: too deep; NEOBERT_DEBUG=1 shows where", 2),
+        (type("PanicException", (BaseException,), {})("oh"), "unexpected PanicException: oh; NEOBERT_DEBUG=1 shows where", 2),
+        (KeyboardInterrupt(), "interrupted; run the same command again to continue", 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_everything_is_one_sentence(capsys, error, message, code):
+    assert run(error) == code
+    assert capsys.readouterr().err == f"neobert x: {message}\n"
+
+
+def test_debug_shows_the_traceback(capsys, monkeypatch):
+    assert run(UserError("give a file"), monkeypatch, "1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and error.endswith("neobert x: give a file\n")
+    run(UserError("give a file"), monkeypatch, "0")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_exit_codes_pass():
+    assert guarded("x", lambda: None) == 0 and guarded("x", lambda: 3) == 3
+    with pytest.raises(SystemExit) as left:
+        guarded("x", lambda: sys.exit(0))
+    assert left.value.code == 0
+
+
+# Without what importing the package brings, which takes seconds.
+CODE = f"""
+import sys, types
+package = sys.modules["neobert"] = types.ModuleType("neobert")
+package.__path__ = [{str(Path(commands.__file__).parent.parent)!r}]
+from neobert.common.commands import guarded
+sys.exit(guarded("x", lambda: print("\\u4f60\\udc80" * 9999)))
+"""
+
+
+@pytest.mark.parametrize(
+    "output, code, message", [("ascii", 0, ""), ("closed", 2, "x: Broken pipe\n"), ("full", 2, "x: no space is left on the disk\n")]
+)
+def test_output_that_cannot_be_written(tmp_path, output, code, message):
+    """In another process: ASCII output, a reader that left, a full disk."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii" if output == "ascii" else "utf-8"}
+    if output == "closed":
+        reader, target = os.pipe()
+        os.close(reader)
+    else:
+        target = os.open(tmp_path / "out" if output == "ascii" else "/dev/full", os.O_WRONLY | os.O_CREAT)
+    process = subprocess.run([sys.executable, "-c", CODE], stdout=target, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(target)
+    assert (process.returncode, process.stderr) == (code, message)
+    if output == "ascii":
+        assert (tmp_path / "out").read_text() == "\\u4f60\\udc80" * 9999 + "\n"
