@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 
-from .common.errors import UserError, one_line, printable, require
+from .common.errors import Stopped, UserError, one_line, printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -52,6 +52,11 @@ def guarded(name, run):
         return run() or 0
     except (UserError, ImportError) as error:
         message = str(error)
+    except Stopped as stopped:
+        _leave_process_group()
+        if str(stopped):
+            print(f"{name}: {stopped}", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
@@ -64,7 +69,7 @@ def guarded(name, run):
 
 
 def main(argv=None):
-    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt."""
+    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if argv else sys.stderr)

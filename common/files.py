@@ -178,7 +178,8 @@ def check_replaceable(folder, command, working_files=()):
 # ------------------------------------------------------------------------------------------------ complete folders, one rename
 
 
-def _is_alive(pid):
+def is_alive(pid):
+    """Whether there is a process with this id on this machine."""
     if os.name == "nt":
         return True
     try:
@@ -201,7 +202,7 @@ def recover(folder):
         prefix = f".{folder.name}.{purpose}-{socket.gethostname()}-"
         for path in folder.parent.glob(f".{glob.escape(folder.name)}.{purpose}-*"):
             pid = path.name.removeprefix(prefix)
-            if not pid.isdigit() or (int(pid) != os.getpid() and _is_alive(int(pid))):
+            if not pid.isdigit() or (int(pid) != os.getpid() and is_alive(int(pid))):
                 continue
             if purpose == "replaced" and not folder.exists():
                 os.rename(path, folder)
