@@ -35,7 +35,7 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
 bench: $(VENV)/.test
-	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume true
+	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
 
 $(VENV)/.demo: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
