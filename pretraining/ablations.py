@@ -33,7 +33,7 @@ from ..common.files import check_folder, write_json, write_text  # noqa: E402
 from ..common.loading import RECIPES  # noqa: E402
 from ..common.recipe import read_recipe  # noqa: E402
 from ..common.results import environment, markdown_table  # noqa: E402
-from ..common.rows import check_corpus, read_corpus  # noqa: E402
+from ..common.rows import read_rows  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from . import pretrain  # noqa: E402
 from .batching import MicroBatches, Windows, pad  # noqa: E402
@@ -132,8 +132,9 @@ class AblationArguments:
             check_folder(getattr(self, name), name)
         for name, columns in {"curated": ["text"], "diverse": ["text"], "heldout": ["text"], "probe": ["text", "label"]}.items():
             if getattr(self, name) is not None:
-                check_corpus(getattr(self, name), columns, ["text"])
-        if self.probe is not None and {row["label"] for row in read_corpus(self.probe, ["label"])} != {0, 1}:
+                for _ in read_rows(getattr(self, name), columns, ["text"]):
+                    pass
+        if self.probe is not None and {row["label"] for _, row in read_rows(self.probe, ["label"])} != {0, 1}:
             raise UserError(f"probe {self.probe}: the labels must be 0 and 1, and both must be there")
 
 
@@ -231,7 +232,7 @@ def make_data(arguments, folder):
         write_text(paths["probe"], "\n".join(rows) + "\n")
     for kind in ("wordpiece", "bpe"):
         if not (paths[kind] / "tokenizer_config.json").is_file():
-            texts = (row["text"] for row in read_corpus(paths["diverse"], ["text"]))
+            texts = (row["text"] for _, row in read_rows(paths["diverse"], ["text"]))
             train_tokenizer(texts, kind, scale.vocabulary, paths[kind])
     return paths
 
@@ -321,8 +322,8 @@ def run_ladder(arguments):
     todo = [(name, seed) for seed in range(arguments.seeds) for name in arguments.rung_names]
     _check_same_ladder(arguments, todo)
     paths = make_data(arguments, folder / "data")
-    heldout = [row["text"] for row in read_corpus(paths["heldout"], ["text"])]
-    probe = _some(list(read_corpus(paths["probe"], ["text", "label"])), scale.probe_texts)
+    heldout = [row["text"] for _, row in read_rows(paths["heldout"], ["text"])]
+    probe = _some([row for _, row in read_rows(paths["probe"], ["text", "label"])], scale.probe_texts)
     baseline = _majority([row["label"] for row in probe])
     for name, seed in tqdm(todo, desc="ladder", unit="run"):
         out = folder / f"{name}_seed{seed}"
