@@ -1,11 +1,9 @@
 """`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and runs its `main(argv)`."""
 
 import importlib
-import os
 import sys
-import traceback
 
-from .common.errors import Stopped, UserError, one_line, printable, require
+from .common.errors import Stopped, guarded, printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -41,33 +39,6 @@ def _leave_process_group():
         distributed.destroy_process_group()
 
 
-def guarded(name, run):
-    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
-
-    Args:
-        name: the command as messages name it.
-        run: function without arguments; returns an exit code, or None for 0.
-    """
-    try:
-        return run() or 0
-    except (UserError, ImportError) as error:
-        message = str(error)
-    except Stopped as stopped:
-        _leave_process_group()
-        if str(stopped):
-            print(f"{name}: {stopped}", file=sys.stderr)
-        return 143
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
-        return 130
-    except Exception as error:
-        message = f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
-    if os.environ.get("NEOBERT_DEBUG"):
-        traceback.print_exc()
-    print(f"{name}: {printable(message)}", file=sys.stderr)
-    return 2
-
-
 def main(argv=None):
     """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
@@ -88,7 +59,11 @@ def main(argv=None):
     def run():
         if needs:
             require(*needs)
-        code = importlib.import_module(f".{module}", __package__).main(arguments)
+        try:
+            code = importlib.import_module(f".{module}", __package__).main(arguments)
+        except Stopped:
+            _leave_process_group()
+            raise
         _leave_process_group()
         return code
 
