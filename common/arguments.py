@@ -7,6 +7,7 @@ A recipe is a YAML file of `name: value` lines. What the command line gives wins
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from dataclasses import MISSING, dataclass, field
@@ -169,6 +170,11 @@ def training_arguments(output_dir, given, fixed, base=None):
     """
     if base is None:
         from transformers import TrainingArguments as base
+    given = dict(given)
+    if token := given.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = token  # where huggingface_hub looks; Trainer writes its arguments into every checkpoint
+    if "output_dir" in given:
+        raise UserError("output_dir is set by this command; give --output in its place")
     for name, value in fixed.items():
         if name in given and given[name] != value:
             raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")

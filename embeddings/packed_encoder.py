@@ -141,11 +141,11 @@ class PackedEncoder:
         self.width = vector.shape[1]
 
     @classmethod
-    def from_arguments(cls, arguments, device):
-        """The encoder that a command's arguments describe (fields named as the settings above), on `device`."""
+    def from_arguments(cls, arguments, device, dtype=None):
+        """The encoder that a command's arguments describe (fields named as the settings above), on `device`; `dtype` in place of theirs."""
         return cls(
             arguments.model,
-            dtype=arguments.dtype,
+            dtype=dtype or arguments.dtype,
             device=device,
             tokens_per_batch=arguments.tokens_per_batch,
             max_length=arguments.max_length,
