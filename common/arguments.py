@@ -184,6 +184,19 @@ def training_arguments(output_dir, given, fixed, base=None):
         raise UserError(str(error)) from error
 
 
+# What Trainer's options begin with that touch neither the numbers nor the order of the data: a continued run may change them.
+_FREE = (
+    "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
+    "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
+    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_", "per_device_eval_batch_size",
+)  # fmt: skip
+
+
+def number_options(options):
+    """Those of Trainer's options that a run's numbers may depend on."""
+    return {name: value for name, value in options.items() if not name.startswith(_FREE)}
+
+
 def _trainer_hints():
     from transformers import TrainingArguments
 

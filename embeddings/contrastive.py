@@ -26,7 +26,7 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 from transformers import set_seed
 
 from ..common import checkpoints
-from ..common.arguments import Arguments, option, read_arguments, training_arguments
+from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
 from ..common.errors import UserError, listed, one_line
 from ..common.files import (
     check_apart,
@@ -77,12 +77,6 @@ FIXED = {
     "data_seed": None,
     "resume_from_checkpoint": None,
 }
-# What Trainer's options may start with that a continued run may change: they touch neither the numbers nor the order of the data.
-_FREE = (
-    "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
-    "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
-    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_",
-)  # fmt: skip
 
 
 @dataclass
@@ -266,7 +260,7 @@ def merge_lora(model, adapter_folder, arguments):
 
 def _recipe(arguments, training, sources):
     """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
-    recipe = {name: value for name, value in training.to_dict().items() if not name.startswith(_FREE)}
+    recipe = number_options(training.to_dict())
     recipe |= {name: value for name, value in asdict(arguments).items() if name not in ("output", "overwrite")}
     recipe |= {"processes": training.world_size, "weights": weights_digest(arguments.model)}
     recipe["instructions"] = {source.name: source.instruction for source in sources}
