@@ -3,8 +3,7 @@
 import importlib
 import sys
 
-from .common.commands import guarded
-from .common.errors import printable, require
+from .common.errors import Stopped, guarded, printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -33,6 +32,13 @@ def usage():
     return "\n".join(["usage: neobert <command> [arguments]; neobert <command> --help; neobert --version", "", *lines])
 
 
+def _leave_process_group():
+    """Processes of torchrun leave their group before the interpreter ends, which threads of the group could abort."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def main(argv=None):
     """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
@@ -53,7 +59,13 @@ def main(argv=None):
     def run():
         if needs:
             require(*needs)
-        return importlib.import_module(f".{module}", __package__).main(arguments)
+        try:
+            code = importlib.import_module(f".{module}", __package__).main(arguments)
+        except Stopped:
+            _leave_process_group()
+            raise
+        _leave_process_group()
+        return code
 
     return guarded(f"neobert {command}", run)
 

@@ -379,7 +379,7 @@ def convert(arguments):
         UserError: anything refused, one sentence; nothing was written then.
     """
     output = Path(os.path.abspath(arguments.output))
-    recover(output)
+    recover(output, "convert")
     check_output(output, arguments.checkpoint, arguments.force)
     if arguments.push_to_hub:
         check_push(arguments.push_to_hub)
@@ -442,7 +442,7 @@ def convert(arguments):
             if tokenizer is not None:
                 write_tokenizer(folder, tokenizer, config.max_position_embeddings)
             if pooled:
-                write_sentence_transformers(folder, config)
+                write_sentence_transformers(folder, config.hidden_size, config.max_position_embeddings)
             rows = write_weights(folder, shapes, dtype, written, arguments.max_shard_size)
             write_model_card(folder, config, head, dtype, rows, name, parameters, tokenizer is not None, pooled, notes)
             expected = reference_outputs(head, build, exact, config)

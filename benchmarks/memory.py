@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.commands import guarded
+from ..common.errors import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .measuring import in_a_process

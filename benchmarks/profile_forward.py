@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.commands import guarded
+from ..common.errors import guarded
 from ..common.results import environment, markdown_table, write_result
 from .measuring import GEMM_SECONDS, MatrixProduct, synchronise
 from .throughput_models import build

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.commands import guarded
+from ..common.errors import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from ..configuration_neobert import NeoBERTConfig

@@ -5,18 +5,27 @@ Only what carries the mark, and holds nothing else, may be replaced. It is moved
 """
 
 import contextlib
+import errno
 import fnmatch
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
-from .errors import UserError, listed
+from .errors import UserError, listed, one_line
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 # ------------------------------------------------------------------------------------------------------------------- secrets
@@ -57,17 +66,74 @@ def redacted_arguments(argv):
     return output
 
 
+# ------------------------------------------------------------------------------------------------------------------- reading
+
+
+TEXT_LIMIT = 4_000_000
+
+
+def check_file(path):
+    """Raises UserError unless `path` is a regular file: reading a pipe or a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or one_line(error)})") from None
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path} is not a file, but {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
+
+
+def read_text(path, limit=TEXT_LIMIT):
+    """The content of a regular UTF-8 file.
+
+    Args:
+        path: the file.
+        limit: bytes that it may have.
+    Raises:
+        UserError: no regular file, larger than that, not readable or not UTF-8.
+    """
+    check_file(path)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or one_line(error)})") from None
+    if len(data) > limit:
+        raise UserError(f"{path} has more than {limit:,} bytes, which is too large for what it should be")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({one_line(error)})") from None
+
+
+def read_json(path, limit=TEXT_LIMIT):
+    """The content of a JSON file of at most `limit` bytes. UserError if it cannot be read, or holds NaN, Infinity or 1e999."""
+
+    def finite(text):
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text} is not a finite number")
+        return value
+
+    text = read_text(path, limit)
+    try:
+        return json.loads(text, parse_constant=finite, parse_float=finite)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({one_line(error)})") from None
+
+
 # ------------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_text(path, text):
-    """Writes a file completely or not at all."""
+@contextlib.contextmanager
+def new_file(path):
+    """A binary file beside `path` that takes its name when the block ends well, by then on the disk, and vanishes when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{socket.gethostname()}-{os.getpid()}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -77,9 +143,71 @@ def write_text(path, text):
         raise
 
 
+def remove_left_overs(folder, name=""):
+    """Removes what killed processes of this machine left of `new_file`, for files whose names begin with `name`."""
+    owner = re.compile(rf"\.{re.escape(name)}.*\.{re.escape(socket.gethostname())}-(\d+)-\w+")
+    for path in Path(folder).glob(".*"):
+        match = owner.fullmatch(path.name)
+        if match and not is_alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """Writes a file completely or not at all."""
+    with new_file(path) as file:
+        file.write(bytes(text, "utf-8"))
+
+
 def write_json(path, data):
     """Writes `data` as indented JSON, completely or not at all, without secrets (`redacted`)."""
     write_text(path, json.dumps(redacted(data), indent=1, ensure_ascii=False) + "\n")
+
+
+# What safetensors calls a dtype: bytes of one number.
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+def write_safetensors(path, layout, read, metadata=None):
+    """Writes one safetensors file piece by piece: the library's `save_file` needs all tensors in memory.
+
+    Args:
+        path: the file.
+        layout: {name: (dtype, shape)}, the dtype as safetensors names it: "F32", "F16", "BF16", ...
+        read: function of a name that returns the tensor's numbers in row-major order as an iterable of bytes-like pieces.
+        metadata: {text: text} for the file's header.
+    Returns:
+        dict with `file` (its name), `tensors`, `bytes` and `sha256`.
+    Raises:
+        ValueError: the pieces of a tensor have another size than its dtype and shape.
+    """
+    header = {"__metadata__": metadata} if metadata else {}
+    # As the library: large numbers first, so that every tensor is aligned; then by name.
+    names, offset = sorted(layout, key=lambda name: (-_DTYPE_BYTES[layout[name][0]], name)), 0
+    for name in names:
+        dtype, shape = layout[name]
+        length = math.prod(shape) * _DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
+        offset += length
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def put(data):
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += memoryview(data).nbytes
+
+        put(len(encoded).to_bytes(8, "little") + encoded)
+        for name in names:
+            first = size
+            for piece in read(name):
+                put(piece)
+            begin, end = header[name]["data_offsets"]
+            if size - first != end - begin:
+                raise ValueError(f"{name} has {size - first} bytes where its dtype and shape take {end - begin}")
+    return {"file": Path(path).name, "tensors": len(names), "bytes": size, "sha256": digest.hexdigest()}
 
 
 def sha256(path):
@@ -105,16 +233,24 @@ def check_folder(path, name):
             raise UserError(f"{name} must be a folder or a new name, but {place} is a file")
 
 
+def _is_same(path, other):
+    """Whether two resolved paths are one place, under two names as well: on a disk that ignores case, or mounted twice."""
+    try:
+        return path == other or os.path.samefile(path, other)
+    except OSError:
+        return False
+
+
 def check_apart(output, *inputs):
     """Raises UserError when the output is an input, holds one, or lies inside one; links are resolved first."""
     target = Path(os.path.realpath(output))
     for given in inputs:
         source = Path(os.path.realpath(given))
-        if target == source:
+        if _is_same(target, source):
             raise UserError(f"the output {output} is the input {given} itself; choose another name")
-        if target in source.parents:
+        if any(_is_same(target, folder) for folder in source.parents):
             raise UserError(f"the output {output} holds the input {given}; choose a folder of its own")
-        if source in target.parents and source.is_dir():
+        if source.is_dir() and any(_is_same(source, folder) for folder in target.parents):
             raise UserError(f"the output {output} lies inside the input {given}; choose a folder outside of it")
 
 
@@ -131,11 +267,13 @@ def write_manifest(folder, command, content=None):
 
 
 def _manifest(folder, command):
+    """{relative path: digest} of an output of `command`, or None for any other folder."""
     try:
-        manifest = json.loads((folder / f"{command}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        manifest = read_json(folder / f"{command}.json", 16 * TEXT_LIMIT)
+    except UserError:
         return None
-    return manifest if isinstance(manifest, dict) and manifest.get("command") == command else None
+    files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("command") == command else None
+    return files if isinstance(files, dict) else None
 
 
 def _matches(name, pattern):
@@ -154,12 +292,11 @@ def check_replaceable(folder, command, working_files=()):
         command: name of the command whose manifest it must carry.
         working_files: patterns of files that the command writes on its way, relative to the folder: "part-*.parquet", or "checkpoints/**".
     """
-    manifest = _manifest(folder, command)
-    if manifest is None:
+    digests, foreign = _manifest(folder, command), []
+    if digests is None:
         raise UserError(
             f"{folder} was not written by neobert {command} (it has no {command}.json), so it is not replaced; remove it yourself"
         )
-    digests, foreign = manifest.get("files") or {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -191,28 +328,67 @@ def is_alive(pid):
     return True
 
 
-def _sibling(folder, purpose):
-    return folder.with_name(f".{folder.name}.{purpose}-{socket.gethostname()}-{os.getpid()}")
+# A folder is made in a workplace beside it, `.<name>.writing-<random>`, which its process keeps locked while it lives.
+_NEW, _OLD = "new", "old"
 
 
-def recover(folder):
-    """Puts right what killed processes of this machine left beside `folder`: half-written siblings go, a folder moved away comes back."""
+def _lock(place):
+    """An open descriptor that keeps a workplace locked; None if another process has it, or where files cannot be locked."""
+    if fcntl is None:
+        return None
+    try:
+        handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), os.stat(place)):
+            return handle
+    except OSError:
+        pass
+    os.close(handle)
+    return None
+
+
+@contextlib.contextmanager
+def _workplace(target):
+    """A locked folder beside `target`, removed at the end unless it holds an earlier output."""
+    place = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
+    lock = _lock(place)
+    try:
+        yield place
+    finally:
+        if not (place / _OLD).exists():
+            shutil.rmtree(place, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def recover(folder, command):
+    """Puts right what killed processes left beside `folder`: half-written folders go, an output that was moved away comes back.
+
+    Args:
+        folder: an output, there or not.
+        command: whose manifest it carries.
+    """
     folder = Path(os.path.realpath(folder))
-    for purpose in ("replaced", "writing"):
-        prefix = f".{folder.name}.{purpose}-{socket.gethostname()}-"
-        for path in folder.parent.glob(f".{glob.escape(folder.name)}.{purpose}-*"):
-            pid = path.name.removeprefix(prefix)
-            if not pid.isdigit() or (int(pid) != os.getpid() and is_alive(int(pid))):
-                continue
-            if purpose == "replaced" and not folder.exists():
-                os.rename(path, folder)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+    for place in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.writing-*")):
+        lock = _lock(place)
+        if lock is None:
+            continue
+        old = place / _OLD
+        if old.exists() and not os.path.lexists(folder):
+            os.rename(old, folder)
+        if not old.exists() or _manifest(folder, command) is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        os.close(lock)
 
 
 @contextlib.contextmanager
 def new_folder(output, command, replace=False):
     """An empty folder beside `output` that takes its name when the block ends well, and vanishes when it does not.
+
+    Its parent is a workplace of this process, which vanishes with all that it holds.
 
     Args:
         output: may be a link, whose target is then written.
@@ -223,42 +399,50 @@ def new_folder(output, command, replace=False):
         UserError: there is something at `output` that may not be replaced; also when it came meanwhile.
     """
     target = Path(os.path.realpath(output))
-    recover(target)
+    recover(target, command)
+    made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder, old = _sibling(target, "writing"), _sibling(target, "replaced")
-    folder.mkdir()
     try:
-        yield folder
-        write_manifest(folder, command)
-        for path in folder.rglob("*"):
-            if path.is_file():
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
-        if target.is_dir() and any(target.iterdir()):
-            if not replace:
-                raise UserError(f"{output} was written by another process meanwhile; nothing of it was replaced")
-            check_replaceable(target, command)
-            os.rename(target, old)
-        try:
-            os.rename(folder, target)  # fails where another process was faster: a folder with files is never overwritten
-        except BaseException:
-            if old.exists() and not target.exists():
-                os.rename(old, target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with _workplace(target) as place:
+            folder, old = place / _NEW, place / _OLD
+            folder.mkdir()
+            yield folder
+            write_manifest(folder, command)
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    with open(path, "rb+") as file:
+                        os.fsync(file.fileno())
+            try:
+                if target.is_dir() and any(target.iterdir()):
+                    if not replace:
+                        raise UserError(f"{output} was written by another process meanwhile; nothing of it was replaced")
+                    check_replaceable(target, command)
+                    os.rename(target, old)
+                os.rename(folder, target)  # never overwrites a folder with files
+                shutil.rmtree(old, ignore_errors=True)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise UserError(f"{output} was written by another process meanwhile; nothing of it was replaced") from None
+                raise
+            finally:
+                if old.exists() and not os.path.lexists(target):
+                    os.rename(old, target)
+    except BaseException:
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 # ------------------------------------------------------------------------------------------- folders that grow while a run works
 
 
 def _aside(folder):
-    return folder.with_name(f"{folder.name}.replaced")
+    return folder.with_name(f"{folder.name}.before-overwrite")  # a name that nobody else gives
 
 
 def set_aside(folder, command, working_files=()):
-    """Moves an output that is to be made anew to `<name>.replaced`, where it stays until `remove_set_aside`.
+    """Moves an output that is to be made anew to `<name>.before-overwrite`, where it stays until `remove_set_aside`.
 
     What an earlier run set aside is complete, and what lies at `folder` then is not: that one goes.
 
@@ -272,9 +456,8 @@ def set_aside(folder, command, working_files=()):
         os.rename(folder, aside)
         return
     check_replaceable(aside, command, working_files)
-    removed = _sibling(folder, "writing")
-    os.rename(folder, removed)
-    shutil.rmtree(removed)
+    with _workplace(folder) as place:
+        os.rename(folder, place / _NEW)
 
 
 def remove_set_aside(folder, command, working_files=()):

@@ -1,18 +1,68 @@
-"""The one reader of YAML: numbers as YAML 1.2 has them (1e-4 is a number), `${a.b}` references resolved, damaged files one sentence."""
+"""The one reader of YAML: numbers as YAML 1.2 has them (1e-4 is a number), `${a.b}` references resolved, damaged files one sentence.
 
+What a stranger's file may cost is bounded: its bytes, its depth, and the values that it has once anchors and merges are written out.
+"""
+
+import os
 import re
-from pathlib import Path
 
 import yaml
 
-from .errors import UserError, one_line
+from .errors import UserError, one_line, shortened
+from .files import read_text
 
 
+_BYTES = 300_000
+_DEPTH = 50
+_VALUES = 100_000
+_NUMBER_LENGTH = 400
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4, without a dot, as text."""
+    """YAML 1.1 reads 1e-4, without a dot, as text; and its constructors fail on strange values in many ways."""
+
+    def compose_node(self, parent, index):
+        self.depth = getattr(self, "depth", 0) + 1
+        if self.depth > _DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self):
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
+
+    def construct_object(self, node, deep=False):
+        if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":str") and len(node.value) > _NUMBER_LENGTH:
+            raise yaml.YAMLError(f"a value of {len(node.value)} characters that is not text")
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
+            raise yaml.YAMLError(f"{shortened(str(node.value), 80)!r} is not of the type {node.tag.rpartition(':')[2]}") from None
+
+
+def _count_values(node, counts):
+    """How many values a node has with its aliases written out.
+
+    Raises:
+        yaml.YAMLError: too many, or a node that holds itself.
+    """
+    if id(node) in counts:
+        if counts[id(node)] is None:
+            raise yaml.YAMLError("a part of it holds itself")
+        return counts[id(node)]
+    counts[id(node)] = None
+    parts = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+    count = 1 + sum(_count_values(part, counts) for part in parts)
+    if count > _VALUES:
+        raise yaml.YAMLError(f"it has more than {_VALUES:,} values")
+    counts[id(node)] = count
+    return count
 
 
 _Loader.add_implicit_resolver(
@@ -20,6 +70,14 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),
     list("-+0123456789."),
 )
+
+
+def _load(text):
+    """The first document of a text, where every fault is a YAMLError."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError) as error:
+        raise yaml.YAMLError(one_line(error)) from None
 
 
 def read_yaml(path):
@@ -30,23 +88,22 @@ def read_yaml(path):
     Returns:
         what it holds: a mapping, a list, a scalar, or None for an empty file. A reference to nothing is None.
     Raises:
-        UserError: no such file, or not valid YAML.
+        UserError: no such file, not valid YAML, or too large.
     """
-    path = Path(path)
-    if not path.is_file():
+    if not os.path.exists(path):
         raise UserError(f"there is no file {path}; give the path of a YAML file")
+    text = read_text(path, _BYTES)
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, ValueError, OSError) as error:  # bytes that are not UTF-8 and dates that do not exist are ValueError
+        return resolved(_load(text))
+    except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
-    return resolved(data)
 
 
 def read_scalar(text):
     """One value of the command line as YAML has it: a number, true, false, null, or text."""
     try:
-        value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):
+        value = _load(text)
+    except yaml.YAMLError:
         return text
     return value if isinstance(value, (bool, int, float)) or value is None else text
 
@@ -54,7 +111,7 @@ def read_scalar(text):
 def read_mapping(text):
     """A mapping in YAML's or JSON's braces; ValueError for anything else."""
     try:
-        value = yaml.load(text, _Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from None
     if not isinstance(value, dict):

@@ -1,6 +1,5 @@
 """Writes a folder ready for the Hugging Face Hub, whole or not at all, and proves it by loading it as a user would."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,9 @@ from tqdm.auto import tqdm
 from transformers import BertTokenizerFast
 
 from ..common.errors import UserError, printable
+from ..common.files import write_safetensors
 from ..common.loading import ROOT
+from ..common.pooling import write_sentence_transformers  # noqa: F401
 
 
 CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
@@ -32,39 +33,8 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 # ------------------------------------------------------------------------------------------------------------------- weights
 
 
-def write_safetensors(path, names, shapes, dtype, read):
-    """Writes one safetensors file tensor by tensor: `safetensors.torch.save_file` would need all of them in memory.
-
-    Args:
-        path: the file.
-        names: the tensors it gets.
-        shapes: {name: shape}.
-        dtype: float32, bfloat16 or float16, of all of them.
-        read: function of a name that returns the tensor in that dtype, on the CPU.
-    Returns:
-        dict with `file`, `tensors`, `bytes` and `sha256`.
-    """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
-    for name in sorted(names):
-        length = torch.Size(shapes[name]).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [offset, offset + length]}
-        offset += length
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-
-        def put(data):
-            nonlocal size
-            file.write(data)
-            digest.update(data)
-            size += len(data)
-
-        put(len(encoded).to_bytes(8, "little") + encoded)
-        for name in sorted(names):
-            tensor = read(name).contiguous()
-            put(memoryview(tensor.flatten().view(torch.uint8).numpy()))
-    return {"file": path.name, "tensors": len(names), "bytes": size, "sha256": digest.hexdigest()}
+def _bytes(tensor):
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
 def write_weights(folder, shapes, dtype, read, max_shard_size):
@@ -87,9 +57,10 @@ def write_weights(folder, shapes, dtype, read, max_shard_size):
             progress.update()
             return tensor
 
-        rows = [
-            write_safetensors(folder / file, names, shapes, dtype, read_one) for file, names in sorted(split.filename_to_tensors.items())
-        ]
+        rows = []
+        for file, names in sorted(split.filename_to_tensors.items()):
+            layout = {name: (_DTYPE_NAMES[dtype], tuple(shapes[name])) for name in names}
+            rows.append(write_safetensors(folder / file, layout, lambda name: [_bytes(read_one(name))], {"format": "pt"}))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -156,22 +127,6 @@ def write_tokenizer(folder, tokenizer, max_length):
     }
     for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_sentence_transformers(folder, config):
-    """The files that make sentence-transformers pool with the mean over real tokens."""
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ]
-    pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling").mkdir()
-    for name, content in (
-        ("modules.json", modules),
-        ("sentence_bert_config.json", {"max_seq_length": config.max_position_embeddings, "do_lower_case": False}),
-        ("1_Pooling/config.json", pooling),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 _TASKS = {

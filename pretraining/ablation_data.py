@@ -9,10 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from ..common import local_text
 from ..common.files import write_text
-from ..common.rows import read_corpus
+from ..common.rows import read_rows
 
 
-TEXTS = ("curated", "diverse", "heldout", "probe")
+# {file of text: its columns}; probe, the last, has labels.
+COLUMNS = {"curated": ["text"], "diverse": ["text"], "heldout": ["text"], "probe": ["text", "label"]}
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -40,12 +41,12 @@ def make_data(given, scale, folder):
     """Writes the corpora, the held-out text, the probe and the tokenizers under `folder`, where they are not there.
 
     Args:
-        given: {name of `TEXTS`: the user's own file, or None}.
+        given: {name of `COLUMNS`: the user's own file, or None}.
         scale: `Scale`.
     Returns:
-        {name of `TEXTS`, "wordpiece", "bpe": path}.
+        {name of `COLUMNS`, "wordpiece", "bpe": path}.
     """
-    paths = {name: Path(given[name]) if given[name] else folder / f"{name}.jsonl" for name in TEXTS}
+    paths = {name: Path(given[name]) if given[name] else folder / f"{name}.jsonl" for name in COLUMNS}
     paths.update(wordpiece=folder / "wordpiece", bpe=folder / "bpe")
     if not all(paths[name].is_file() for name in ("curated", "diverse", "heldout")):
         parts = {}
@@ -66,7 +67,7 @@ def make_data(given, scale, folder):
         write_text(paths["probe"], "\n".join(rows) + "\n")
     for kind in ("wordpiece", "bpe"):
         if not (paths[kind] / "tokenizer_config.json").is_file():
-            texts = (row["text"] for row in read_corpus(paths["diverse"], ["text"]))
+            texts = (row["text"] for _, row in read_rows(paths["diverse"], ["text"]))
             train_tokenizer(texts, kind, scale.vocabulary, paths[kind])
     return paths
 

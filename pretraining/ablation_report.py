@@ -70,7 +70,16 @@ def write_report(output, rows, ladder, env):
         + f". Tokenizers: a WordPiece and a byte-level BPE of {scale['vocabulary']:,} pieces and 5 % more, learnt from that text.\n\n"
     )
     header = [
-        *("model", "change", "kept", "GLUE dev (published)", "probe accuracy", "masked accuracy", "bits per hidden character", "parameters"),
+        *(
+            "model",
+            "change",
+            "kept",
+            "GLUE dev (published)",
+            "probe accuracy",
+            "masked accuracy",
+            "bits per hidden character",
+            "parameters",
+        ),
         *("steps", "tokens", "CPU seconds"),
     ]
     text += markdown_table(header, [_line(rung, values) for rung, values in table.items()])
@@ -88,7 +97,11 @@ def draw(table, seeds, baseline, path, env):
     measured = (
         ("GLUE dev, published", [describe_rung(name)[2] for name in names], None, 1),
         (f"SMALL SCALE, {seeds} seeds\nprobe accuracy, %", *_series(table, names, "probe_accuracy", 100), 1),
-        (f"SMALL SCALE, {seeds} seeds\nbits per hidden character\n(lower is better)", *_series(table, names, "masked_bits_per_character", 1), 2),
+        (
+            f"SMALL SCALE, {seeds} seeds\nbits per hidden character\n(lower is better)",
+            *_series(table, names, "masked_bits_per_character", 1),
+            2,
+        ),
     )
     for panel, (label, means, spreads, digits) in zip(panels, measured):
         figures.bars(panel, labels, means, spreads, digits, colours)

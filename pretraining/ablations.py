@@ -25,10 +25,10 @@ from ..common.errors import UserError  # noqa: E402
 from ..common.files import check_folder, write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
 from ..common.results import environment  # noqa: E402
-from ..common.rows import check_corpus, read_corpus  # noqa: E402
+from ..common.rows import read_rows  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from . import pretrain  # noqa: E402
-from .ablation_data import TEXTS, make_data, some  # noqa: E402
+from .ablation_data import COLUMNS, make_data, some  # noqa: E402
 from .ablation_measures import majority, measure  # noqa: E402
 from .ablation_recipes import EQUAL_SECONDS, PUBLISHED, RUNGS, SCALES, rung_values  # noqa: E402
 from .ablation_report import write_report  # noqa: E402
@@ -60,10 +60,10 @@ class AblationArguments(Arguments):
         self.work = self.work or f"runs/ablations_{self.scale}"
         for name in ("work", "output"):
             check_folder(getattr(self, name), name)
-        for name in TEXTS:
+        for name in COLUMNS:
             if getattr(self, name) is not None:
-                check_corpus(getattr(self, name), ["text", "label"] if name == "probe" else ["text"], ["text"])
-        if self.probe is not None and {row["label"] for row in read_corpus(self.probe, ["label"])} != {0, 1}:
+                labels = {row.get("label") for _, row in read_rows(getattr(self, name), COLUMNS[name], ["text"])}
+        if self.probe is not None and labels != {0, 1}:
             raise UserError(f"probe {self.probe}: the labels must be 0 and 1, and both must be there")
 
     @property
@@ -84,9 +84,9 @@ def run_ladder(arguments):
     # What takes as long as M9 can only be known when M9 and the same method at M9's tokens are done.
     todo.sort(key=lambda run: run[0].endswith(EQUAL_SECONDS))
     _check_same_ladder(arguments, todo)
-    paths = make_data({name: getattr(arguments, name) for name in TEXTS}, scale, folder / "data")
-    heldout = [row["text"] for row in read_corpus(paths["heldout"], ["text"])]
-    probe = some(list(read_corpus(paths["probe"], ["text", "label"])), scale.probe_texts)
+    paths = make_data({name: getattr(arguments, name) for name in COLUMNS}, scale, folder / "data")
+    heldout = [row["text"] for _, row in read_rows(paths["heldout"], COLUMNS["heldout"])]
+    probe = some([row for _, row in read_rows(paths["probe"], COLUMNS["probe"])], scale.probe_texts)
     for name, seed in tqdm(todo, desc="ladder", unit="run"):
         out = folder / f"{name}_seed{seed}"
         if not (out / "measured.json").is_file():
@@ -127,7 +127,7 @@ def finished_runs(folder):
 def _check_same_ladder(arguments, todo):
     """Finished runs are not run again, so --work belongs to one scale and one set of texts; so does the report, which must lose no run."""
     folder, report = Path(arguments.work), arguments.report.with_name(f"{arguments.report.name}.json")
-    texts = {name: getattr(arguments, name) for name in TEXTS}
+    texts = {name: getattr(arguments, name) for name in COLUMNS}
     texts = {name: [Path(value).name, Path(value).stat().st_size] if value else None for name, value in texts.items()}
     now = {"scale": dataclasses.asdict(arguments.sizes), "texts": texts}
     for path, given in ((folder / "ladder.json", "--work"), (report, "--output")):

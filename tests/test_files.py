@@ -2,11 +2,17 @@
 touches its input, and hides secrets in everything it writes.
 """
 
+import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from neobert.common import files
 from neobert.common.errors import UserError
@@ -81,7 +87,7 @@ def test_old_output_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch)
     before, rename = digests(tmp_path), os.rename
 
     def fail(source, target):
-        if ".writing-" in str(source):
+        if Path(source).name == "new":
             raise KeyboardInterrupt
         rename(source, target)
 
@@ -91,21 +97,87 @@ def test_old_output_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch)
     assert digests(tmp_path) == before, "the old output did not come back"
 
 
+def test_interrupted_right_after_the_old_output_was_moved_away(tmp_path, monkeypatch):
+    output = write(tmp_path / "out", "old")
+    before, rename = digests(tmp_path), os.rename
+
+    def interrupted(source, target):
+        rename(source, target)
+        if Path(target).name == "old":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(output, "new", replace=True)
+    assert digests(tmp_path) == before, "the old output was lost"
+
+
+WRITER = """
+import sys, time
+from neobert.common import files
+with files.new_folder(sys.argv[1], "convert") as folder:
+    (folder / "half.txt").write_text("half")
+    print("written", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def killed_writer(tmp_path):
+    """Starts a process that writes a folder; the value is a function that kills it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline() == "written\n"
+
+    def kill():
+        process.kill()
+        process.wait()
+
+    yield kill
+    kill()
+
+
+def test_what_a_killed_process_left_goes_but_a_living_one_keeps_its_place(tmp_path, killed_writer):
+    files.recover(tmp_path / "out", "convert")
+    (place,) = tmp_path.iterdir()
+    assert (place / "new" / "half.txt").is_file(), "the folder of a living process was removed"
+    killed_writer()
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed process left is still there"
+
+
 def test_killed_between_the_renames(tmp_path):
     output = write(tmp_path / "out", "old")
     before = digests(output)
-    dead = 2**22 + 1
-    output.rename(tmp_path / f".out.replaced-{os.uname().nodename}-{dead}")
-    (tmp_path / f".out.writing-{os.uname().nodename}-{dead}").mkdir()
-    files.recover(output)
+    (tmp_path / ".out.writing-x" / "new").mkdir(parents=True)
+    output.rename(tmp_path / ".out.writing-x" / "old")
+    files.recover(output, "convert")
     assert digests(output) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_old_output_stays_where_somebody_else_took_its_name(tmp_path):
+    """Killed between the renames, and then the user made a folder of that name."""
+    write(tmp_path / "out", "old").rename((tmp_path / ".out.writing-x").mkdir() or tmp_path / ".out.writing-x" / "old")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    before = digests(tmp_path)
+    files.recover(tmp_path / "out", "convert")
+    assert digests(tmp_path) == before
+
+
+def test_folders_made_for_a_refused_output_go_again(tmp_path):
+    with pytest.raises(ZeroDivisionError), files.new_folder(tmp_path / "a" / "b" / "out", "convert"):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_another_process_was_faster(tmp_path, replace):
     """Two writers of one new output: the second one says so, and the first one's output stays."""
     output = tmp_path / "out"
-    with pytest.raises((UserError, OSError)), files.new_folder(output, "convert", replace=replace) as folder:
+    message = "not written by neobert convert" if replace else "written by another process meanwhile"
+    with pytest.raises(UserError, match=message), files.new_folder(output, "convert", replace=replace) as folder:
         (folder / "a.txt").write_text("slow")
         output.mkdir()
         (output / "theirs.txt").write_text("fast")
@@ -132,15 +204,80 @@ def test_input_and_output_apart(tmp_path, output, message):
     files.check_apart(tmp_path / "elsewhere", tmp_path / "run" / "step")
 
 
+def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypatch):
+    """As on a disk that ignores case, or one that is mounted twice: `samefile` says what the names do not."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "RUN").mkdir()
+    same = os.path.samefile
+    monkeypatch.setattr(os.path, "samefile", lambda a, b: {Path(a).name, Path(b).name} == {"run", "RUN"} or same(a, b))
+    for output, message in (("RUN", "itself"), ("RUN/out", "inside")):
+        with pytest.raises(UserError, match=message):
+            files.check_apart(tmp_path / output, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda path: None, "does not exist"),
+        (os.mkfifo, "not a file, but a pipe, socket or device"),
+        (os.mkdir, "not a file, but a folder"),
+        (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
+        (lambda path: path.write_text("[1, 2"), "not valid JSON"),
+        (lambda path: path.write_text("[" * 100_000), "not valid JSON"),
+        (lambda path: path.write_text("[NaN]"), "not valid JSON .*NaN is not a finite number"),
+        (lambda path: path.write_text("[-1e999]"), "not valid JSON .*-1e999 is not a finite number"),
+        (lambda path: path.write_text("9" * 5000), "not valid JSON"),
+        (lambda path: path.write_text(" " * 1001), "more than 1,000 bytes"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a file, but a pipe, socket or device"),
+    ],
+    ids=["absent", "pipe", "folder", "bytes", "cut", "deep", "nan", "infinite", "digits", "large", "device"],
+)
+def test_what_cannot_be_read_is_one_sentence(tmp_path, make, message):
+    make(tmp_path / "a.json")
+    with pytest.raises(UserError, match=message):
+        files.read_json(tmp_path / "a.json", limit=1000 if message.startswith("more") else 1_000_000)
+
+
+def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path):
+    for spoil in (
+        os.mkfifo,
+        lambda path: path.write_text('{"command": "convert", "files": [1]}'),
+        lambda path: path.write_text("[" * 9999),
+    ):
+        output = write(tmp_path / "out", "old")
+        (output / "convert.json").unlink()
+        spoil(output / "convert.json")
+        with pytest.raises(UserError, match="not written by neobert convert"):
+            write(output, "new", replace=True)
+        shutil.rmtree(output)
+
+
+def test_safetensors_in_pieces_equal_the_library(tmp_path):
+    tensors = {"b": torch.randn(3, 5), "a.weight": torch.randn(7), "c": torch.randn(()), "half": torch.randn(3).half()}
+    layout = {name: ("F16" if name == "half" else "F32", tuple(value.shape)) for name, value in tensors.items()}
+
+    def pieces(name):
+        data = tensors[name].flatten().view(torch.uint8).numpy()
+        return [memoryview(data[:4]), memoryview(data[4:])]
+
+    row = files.write_safetensors(tmp_path / "ours", layout, pieces, {"format": "pt"})
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    data = (tmp_path / "ours").read_bytes()
+    assert data == (tmp_path / "theirs").read_bytes()
+    assert row == {"file": "ours", "tensors": 4, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    with pytest.raises(ValueError, match="a.weight has 4 bytes where its dtype and shape take 28"):
+        files.write_safetensors(tmp_path / "short", layout, lambda name: pieces(name)[:1])
+
+
 def test_set_aside_until_the_new_output_is_complete(tmp_path):
     output = write(tmp_path / "out", "old", command="encode")
     before = digests(output)
     files.set_aside(output, "encode")
-    assert not output.exists() and digests(tmp_path / "out.replaced") == before
+    assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     # An interrupted new run is given up for another one: the complete old output still waits.
     write(output, "half", command="encode")
     files.set_aside(output, "encode")
-    assert not output.exists() and digests(tmp_path / "out.replaced") == before
+    assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     write(output, "new", command="encode")
     files.remove_set_aside(output, "encode")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

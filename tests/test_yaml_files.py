@@ -1,0 +1,82 @@
+"""Pins the reader of YAML: what numbers and references become, and that damaged or malicious files cost little and are one sentence."""
+
+import os
+import time
+
+import pytest
+
+from neobert.common.errors import UserError
+from neobert.common.yaml_files import read_mapping, read_scalar, read_yaml
+
+
+def read(tmp_path, text):
+    (tmp_path / "a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_yaml(tmp_path / "a.yaml")
+
+
+def test_numbers_references_and_anchors(tmp_path):
+    text = (
+        "lr: 1e-4\nbig: 1.0e+5\ntext: '1e-4'\nsize: ${model.size}\nnone: ${model.x}\nmodel: &m\n  size: 12\nother:\n  <<: *m\n  on: true\n"
+    )
+    expected = {"lr": 1e-4, "big": 1e5, "text": "1e-4", "size": 12, "none": None, "model": {"size": 12}, "other": {"size": 12, True: True}}
+    assert read(tmp_path, text) == expected
+    assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+MERGE_BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (BOMB, "more than 100,000 values"),
+        (MERGE_BOMB, "more than 100,000 values"),
+        ("&a [*a]", "holds itself"),
+        ("a: &a\n  b: *a", "holds itself"),
+        ("&a {<<: *a}", "holds itself"),
+        ("[" * 10_000, "nested more than 50 deep"),
+        ("- " * 10_000, "nested more than 50 deep"),
+        ("{a: " * 1000, "nested more than 50 deep"),
+        ("a: " + "9" * 5000, "5000 characters that is not text"),
+        ("a: 0x" + "f" * 200_000, "characters that is not text"),
+        ("a: 1" + ":59" * 60_000, "characters that is not text"),
+        ('a: !!int ""', "'' is not of the type int"),
+        ("a: !!int x", "'x' is not of the type int"),
+        ('a: !!float ""', "'' is not of the type float"),
+        ("a: !!bool maybe", "'maybe' is not of the type bool"),
+        ("a: !!timestamp x", "'x' is not of the type timestamp"),
+        ("a: 2001-99-99", "'2001-99-99' is not of the type timestamp"),
+        ("a: !!binary 1", "base64|binary"),
+        ("? [a]\n: 1", "unhashable"),
+        ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        ("a: *b", "undefined alias"),
+        ("a: 1\n---\nb: 2", "single document"),
+        ("a: [", "not valid YAML"),
+        ("a: \x07", "special characters are not allowed"),
+        (b"\xff\xfea", "not UTF-8"),
+        ("a: 1\n" * 100_000, "more than 300,000 bytes"),
+    ],
+    ids=range(26),
+)
+def test_refused_quickly_with_one_sentence(tmp_path, text, message):
+    start = time.monotonic()
+    with pytest.raises(UserError, match=message) as refusal:
+        read(tmp_path, text)
+    assert time.monotonic() - start < 20, "damaged YAML costs too much"
+    assert len(str(refusal.value)) < 600 and "\n" not in str(refusal.value)
+
+
+def test_no_file_to_read(tmp_path):
+    with pytest.raises(UserError, match="there is no file .*; give the path of a YAML file"):
+        read_yaml(tmp_path / "a.yaml")
+    os.mkfifo(tmp_path / "b.yaml")
+    with pytest.raises(UserError, match="b.yaml is not a file, but a pipe"):
+        read_yaml(tmp_path / "b.yaml")
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, '!!int ""', "&a [*a]", "9" * 5000, "2001-99-99", "{"])
+def test_a_value_of_the_command_line(text):
+    assert read_scalar(text) == text
+    with pytest.raises(ValueError):
+        read_mapping(text)
