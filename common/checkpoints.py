@@ -356,14 +356,3 @@ def _out_of_space(trainer, folder, error):
     kept = max(_finished(folder), default=None)
     place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
     return f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}"
-
-
-def last_whole_checkpoint(folder):
-    """To be replaced by `train`: the newest checkpoint with a readable trainer_state.json; those without are removed."""
-    for path in reversed(checkpoints(folder).values()):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-            return path
-        except (OSError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
-    return None

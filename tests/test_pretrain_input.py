@@ -136,6 +136,17 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 
+@pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"init_optimizer": "true", "init_from": "{corpus}/backbone"}], ids=str)
+def test_muon_and_moments_need_weights_in_one_piece(corpus, tmp_path, monkeypatch, more):
+    monkeypatch.setattr(pretrain, "make_model", lambda *given: SimpleNamespace(config=NeoBERTConfig(**TINY)))
+    monkeypatch.setattr(pretrain, "_moments", lambda run: None)
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", **more))
+    run.training.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    with pytest.raises(UserError, match="needs all of a weight in one process; DeepSpeed and FSDP cut them"):
+        pretrain.execute(run)
+    assert not (tmp_path / "out").exists()
+
+
 def test_pretrain_without_arguments_does_not_go_for_the_papers_data(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["pretrain"]) == 2
