@@ -1,5 +1,7 @@
 """Pins what `neobert pretrain` says to bad input: one sentence, exit code 2, before any work."""
 
+from types import SimpleNamespace
+
 import pytest
 from pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
