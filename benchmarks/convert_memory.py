@@ -113,7 +113,7 @@ def main(argv=None):
     (given,) = read_arguments((ConvertMemoryArguments,), argv, "python -m neobert.benchmarks.convert_memory", __doc__)
     weights = random_weights(NeoBERTConfig(num_hidden_layers=given.layers))
     size, rows, table = 4 * sum(value.numel() for value in weights.values()), [], []
-    for form in tqdm(given.formats, desc="convert"):
+    for form in tqdm(given.formats, desc="convert", disable=None):
         with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
             step = Path(scratch) / "run" / "100"
             step.mkdir(parents=True)

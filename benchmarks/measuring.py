@@ -35,8 +35,8 @@ def synchronise(device):
 
 
 def quartiles(values):
-    """First and third quartile."""
-    return statistics.quantiles(values, n=4)[::2] if len(values) > 1 else [values[0], values[0]]
+    """First and third quartile; the lowest and the highest of fewer than three values."""
+    return statistics.quantiles(values, n=4)[::2] if len(values) > 2 else [min(values), max(values)]
 
 
 def ratio(others, mine):
@@ -162,6 +162,13 @@ class BatchLimit:
     tokens: int
     memory: int | None = None
 
+    def most(self, lengths):
+        """Largest number of texts that keeps to the texts and the padded tokens; at least 1."""
+        limit = self.texts
+        while limit > 1 and limit * max(lengths(limit)) > self.tokens:
+            limit -= 1
+        return limit
+
     def search(self, run, lengths, device):
         """Largest number of texts that fits.
 
@@ -171,11 +178,7 @@ class BatchLimit:
             run: takes a `Batch`.
             lengths: function of a number of texts.
         """
-        cpu, limit = not device.startswith("cuda"), self.texts
-        budget = self.memory or _available_memory() / 2
-        while limit > 1 and limit * max(lengths(limit)) > self.tokens:
-            limit -= 1
-        peaks = {}
+        cpu, budget, peaks = not device.startswith("cuda"), self.memory or _available_memory() / 2, {}
 
         def attempt(count):
             # Grows with the padded tokens, and for expanded masks with the length once more.
@@ -199,7 +202,7 @@ class BatchLimit:
                 torch.cuda.empty_cache()
             return fits
 
-        return largest_batch(attempt, limit)
+        return largest_batch(attempt, self.most(lengths))
 
 
 def _available_memory():

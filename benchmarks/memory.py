@@ -124,7 +124,7 @@ def main(argv=None):
     if given.check_depth:
         cases.append((given.implementation, given.check_depth, 0))
     rows = []
-    for implementation, length, layers in tqdm(cases, desc="memory"):
+    for implementation, length, layers in tqdm(cases, desc="memory", disable=None):
         rest = (implementation, length, given.batch, layers, given.device, given.threads)
         # The peer has no part in the contract.
         rows.append(row_of(Case("neobert", *rest), None if implementation == CONTRACT else Case("modernbert-base", *rest)))

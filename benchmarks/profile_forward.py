@@ -92,7 +92,7 @@ def passes(run, batch, given):
         synchronise(given.device)
         return time.perf_counter() - start
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if given.device == "cuda" else [])]
+    activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if given.device == "cuda" else {ProfilerActivity.CPU}
     with torch.inference_mode():
         for _ in range(2):
             timed()

@@ -74,6 +74,9 @@ class ThroughputArguments(Arguments):
     batch: int | None = option(None, "texts a batch; by default the largest that fits, found by search", least=1)
     max_batch: int | None = option(None, "upper end of the search, in texts", least=1)
     max_tokens: int | None = option(None, "upper end of the search, in padded tokens", least=1)
+    search: bool = option(
+        True, "find the largest batch that fits; false: as many texts as max_batch and max_tokens allow, all models in turns"
+    )
     memory_gib: float | None = option(None, "memory that a batch may take on the CPU; by default half of the free", above=0)
     repeats: int | None = option(None, "timed repeats", least=1)
     warmup: int | None = option(None, "repeats before, not timed", least=1)
@@ -118,14 +121,17 @@ class Benchmark:
         data: what throughput.json will hold; "rows" grows.
     """
 
-    def __init__(self, arguments, rows, small=None):
+    def __init__(self, arguments, rows, small=None, save=None):
         """Args:
         arguments: `ThroughputArguments`.
         rows: what an earlier run left; they are not measured again.
         small: configuration fields that replace the published ones.
+        save: function of `data`, called after every set or model.
         """
-        self.arguments = arguments
+        self.arguments, self.save = arguments, save
         self.cuda = arguments.device.startswith("cuda")
+        # On the CPU all take turns; on a GPU each has the memory for itself while its largest batch is searched.
+        self.alone = self.cuda and arguments.search and not arguments.batch
         self.dtype = getattr(torch, arguments.dtype)
         self.small = {**(small or {}), **({"num_hidden_layers": arguments.layers} if arguments.layers else {})}
         self.file_lengths = lengths_of_file(arguments.texts, arguments.tokenizer) if arguments.texts else None
@@ -140,17 +146,16 @@ class Benchmark:
         done = {(row["set"], row["model"], row["implementation"]) for row in rows}
         todo = [(name, [pair for pair in arguments.planned() if (name, *pair) not in done]) for name in arguments.sets]
         steps = sum(len(pairs) for _, pairs in todo) * (arguments.repeats + 1)
-        with tqdm(total=steps, desc="throughput", unit="pass") as progress:
+        with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
             try:
                 product = MatrixProduct(arguments.device, self.dtype, CLOCKS[arguments.clock])
                 for name, pairs in todo:
-                    # On the CPU all take turns; on a GPU each has the memory for itself.
-                    for group in [[pair] for pair in pairs] if self.cuda else [pairs]:
+                    for group in [[pair] for pair in pairs] if self.alone else [pairs]:
                         self.measure(name, group, product, progress)
-                        if self.cuda:
+                        if self.alone:
                             self._release()
-                        if rows:
-                            write_results(arguments.output, self.data, plots=False)
+                        if rows and self.save:
+                            self.save(self.data)
             except KeyboardInterrupt:
                 tqdm.write("interrupted; what is done is kept, and --resume goes on", file=sys.stderr)
                 return 130
@@ -200,11 +205,19 @@ class Benchmark:
         if pair not in self.built:
             self.built[pair] = self._build(pair)
         run = self.built[pair]
-        count = arguments.batch or self.limit.search(run, lambda count: self.lengths(name, count), arguments.device)
+        count = arguments.batch or self._count(run, name)
         if count == 0:
             raise MemoryError("out of memory with one text")
         # Compared on the same texts where the search stopped alike; a model that fits fewer texts keeps its own batch.
         return run, *self._first_passes(run, name, count)
+
+    def _count(self, run, name):
+        """Texts of a batch."""
+
+        def lengths(count):
+            return self.lengths(name, count)
+
+        return self.limit.search(run, lengths, self.arguments.device) if self.arguments.search else self.limit.most(lengths)
 
     def _build(self, pair):
         # One set of weights for all variants of NeoBERT.
@@ -264,7 +277,7 @@ def main(argv=None, small=None):
     rows = load_done(arguments.output, arguments.settings(), arguments.resume)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    benchmark = Benchmark(arguments, rows, small)
+    benchmark = Benchmark(arguments, rows, small, save=lambda data: write_results(arguments.output, data, plots=False))
     status = benchmark.run()
     if benchmark.data["rows"]:
         write_results(arguments.output, benchmark.data, arguments.plots)

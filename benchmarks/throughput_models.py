@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, RobertaConfig, RobertaModel
 
-from ..common.errors import UserError
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 
@@ -36,7 +35,7 @@ IMPLEMENTATIONS = {
     "masked": ("sdpa", "masked", False, "as sdpa, and a batch without padding has a mask of ones, which the others have without a mask"),
     "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
     "published": ("sdpa", "published", False, "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)"),
-    "compiled": ("sdpa", "own", True, "torch.compile; NeoBERT: its blocks, with a dynamic token count"),
+    "compiled": ("sdpa", "own", True, "as sdpa, every block compiled, with a dynamic token count"),
     "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
     "flash_attention_2-packed": ("flash_attention_2", "packed", False, "flash-attn 2, packed by the caller (no padding for the peers)"),
     "flash_attention_2-compiled": ("flash_attention_2", "own", True, "flash-attn 2 under torch.compile"),
@@ -131,22 +130,20 @@ def _local_window(config, layer):
     return config.local_attention + 1 if local else None
 
 
+# Options of torch.compile for every compiled block.
+COMPILE_OPTIONS = {}
+
+
 def compile_blocks(model, **options):
-    """Regional compilation: every block is compiled in place, with a dynamic token count, and all share one graph.
+    """Regional compilation: every block is compiled in place, with a dynamic token count, and equal blocks share one graph.
 
     Packing and scattering stay outside of the graphs, so that batches of any shape reuse them.
     """
-    for block in model.transformer_encoder:
-        block.compile(dynamic=True, **options)
+    count = model.config.num_hidden_layers
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    for block in blocks:
+        block.compile(dynamic=True, **{**COMPILE_OPTIONS, **options})
     return model
-
-
-def check_runs(models, implementations):
-    """Raises UserError for a name that does not exist."""
-    for given, known, what in ((models, MODELS, "model"), (implementations, IMPLEMENTATIONS, "implementation")):
-        for name in given:
-            if name not in known:
-                raise UserError(f"there is no {what} {name!r} to measure; choose from {', '.join(known)}")
 
 
 def build(name, implementation, device, dtype, small=None, shared=None):
@@ -177,6 +174,6 @@ def build(name, implementation, device, dtype, small=None, shared=None):
     if layout == "published":
         model, backend = PublishedConstruction(model), "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
-        model = compile_blocks(model) if name == "neobert" else torch.compile(model, dynamic=True)
+        model = compile_blocks(model)
         backend = f"compiled; {backend}"
     return Run(name, implementation, model, longest, backend)

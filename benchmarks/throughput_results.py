@@ -19,11 +19,11 @@ NOTE = (
 )
 
 
-def ratios(rows):
+def ratios(rows, implementation="sdpa"):
     """Speed of NeoBERT over every other run of the same set: {set: {"model/implementation": {"ratio", "quartiles"}}}."""
     result = {}
     for mine in rows:
-        if (mine["model"], mine["implementation"]) != ("neobert", "sdpa") or not mine.get("seconds"):
+        if (mine["model"], mine["implementation"]) != ("neobert", implementation) or not mine.get("seconds"):
             continue
         own = [second / mine["real_tokens"] for second in mine["seconds"]]
         for other in rows:
@@ -33,12 +33,10 @@ def ratios(rows):
     return result
 
 
-def tables(data):
-    """The tables as markdown: every run, then the ratios."""
-    env, lines = data["environment"], []
-    kept = {(row.get("commit"), row.get("date")): None for row in data["rows"] if not row.get("error")}
-    kept.pop((env["commit"], env["date"]), None)
-    for row in data["rows"]:
+def row_table(rows):
+    """Every run, as a markdown table."""
+    lines = []
+    for row in rows:
         if row.get("error"):
             lines.append([row["set"], row["model"], row["implementation"], *[""] * 4, row["error"], "", ""])
             continue
@@ -48,25 +46,29 @@ def tables(data):
         peak = "" if peak is None else f"{peak:,.0f}"
         lines.append([row["set"], row["model"], row["implementation"], row["batch"], row["longest"], *numbers, peak])
     header = ["set", "model", "implementation", "texts", "longest", "fill", "real tokens/s", "quartiles", "share of GEMM", "peak MiB"]
-    text = [
-        f"Clock: {data['settings']['clock']}. {NOTE}",
-        markdown_table(header, lines),
-        "## NeoBERT (sdpa) over",
-        _ratio_table(data["rows"]),
+    return markdown_table(header, lines)
+
+
+def ratio_table(rows, implementation="sdpa"):
+    """`ratios` as a markdown table."""
+    table = [
+        [name, other, f"{value['ratio']:.2f}", "{:.2f} to {:.2f}".format(*value["quartiles"])]
+        for name, others in ratios(rows, implementation).items()
+        for other, value in others.items()
     ]
+    return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
+
+
+def tables(data):
+    """The page: every run, then the ratios."""
+    env = data["environment"]
+    kept = {(row.get("commit"), row.get("date")): None for row in data["rows"] if not row.get("error")}
+    kept.pop((env["commit"], env["date"]), None)
+    text = [f"Clock: {data['settings']['clock']}. {NOTE}", row_table(data["rows"]), "## NeoBERT (sdpa) over", ratio_table(data["rows"])]
     if kept:
         before = ", ".join(f"commit {commit}, {date}" for commit, date in kept)
         text.insert(1, f"Some rows were kept from earlier runs ({before}).")
     return "\n\n".join(part.strip() for part in text) + "\n"
-
-
-def _ratio_table(rows):
-    table = [
-        [name, other, f"{value['ratio']:.2f}", "{:.2f} to {:.2f}".format(*value["quartiles"])]
-        for name, others in ratios(rows).items()
-        for other, value in others.items()
-    ]
-    return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
 
 
 def write_results(folder, data, plots=True):

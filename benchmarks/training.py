@@ -197,7 +197,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     (given,) = read_arguments((TrainingArguments,), argv, "python -m neobert.benchmarks.training", __doc__)
     runs = {case: [] for case in given.cases()}
-    for _ in tqdm(range(given.repeats), desc="repeats"):
+    for _ in tqdm(range(given.repeats), desc="repeats", disable=None):
         for case in runs:
             runs[case].append(in_a_process(Steps.measure, case))
     rows = [summary(case, found) for case, found in runs.items()]

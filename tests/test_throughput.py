@@ -161,6 +161,7 @@ def test_calls_take_turns_and_complete_repeats_survive_an_interrupt():
 
 def test_ratios_and_shares_are_medians_of_neighbours():
     assert ratio([2.0, 6.0, 2.0], [1.0, 2.0, 2.0]) == {"ratio": 2.0, "quartiles": [1.0, 3.0]}, "repeat by repeat: 2, 3 and 1"
+    assert ratio([1.0, 4.0], [1.0, 1.0]) == {"ratio": 2.5, "quartiles": [1.0, 4.0]}, "of two repeats: the lower and the higher"
     timing = Timing([1.0, 2.0, 4.0], [100.0, 100.0, 50.0])
     assert timing.per_second(8) == {"median": 4.0, "quartiles": [2.0, 8.0]}
     assert timing.share(50.0) == 0.25, "0.5, 0.25 and 0.25 of the rate that the matrix product had then"
