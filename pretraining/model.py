@@ -46,11 +46,7 @@ def make_model(model_config, init_from, tokenizer, seed):
     unknown = sorted(set(given) - known)
     if unknown:
         raise UserError(f"model_config has an unknown field {unknown[0]!r}; NeoBERTConfig lists the fields")
-    # Logits of the masked tokens alone: the field's name is the configuration's matter.
-    if "sparse_prediction" in known:
-        given.setdefault("sparse_prediction", True)
-    else:
-        given.setdefault("masked_lm_logits", "masked")
+    given.setdefault("sparse_prediction", True)
     if init_from is not None:
         return _load(weights_folder(init_from), init_from, given, tokenizer)
     given.setdefault("vocab_size", len(tokenizer))

@@ -168,8 +168,8 @@ class PretrainingTrainer(Trainer):
             if seconds > 0:
                 logs["tokens_per_second"] = counts["tokens"] / seconds
                 config = self.model.config
-                sparse = getattr(config, "sparse_prediction", getattr(config, "masked_lm_logits", None)) in (True, "masked")
-                flops = flops_per_batch(config, counts["tokens"], counts["squares"], counts["masked" if sparse else "tokens"])
+                predicted = counts["masked" if config.sparse_prediction else "tokens"]
+                flops = flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
                 logs["mfu"] = flops / seconds / (self._peak_rate() * self.args.world_size)
             self.state.epoch = counts["passes"]
         super().log(logs, *args, **kwargs)

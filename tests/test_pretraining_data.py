@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import textwrap
 import time
 import tracemalloc
 from collections import Counter
@@ -12,7 +13,7 @@ import torch
 from datasets import Dataset, DatasetDict, Features, Value
 from transformers import AutoTokenizer
 
-from neobert.common import local_text
+from neobert.common import local_text, locks
 from neobert.common.errors import UserError
 from neobert.pretraining import plans, prepared, sources
 from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows, batch_counts
@@ -177,6 +178,62 @@ def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
             prepare(str(dataset), tmp_path / f"out-{dataset.name}", tokenizer)
         assert "\n" not in str(error.value)
         assert not (tmp_path / f"out-{dataset.name}" / "prepared.json").exists(), "nothing may look finished"
+
+
+def test_a_json_array_is_told_how_to_become_jsonl(tmp_path, tokenizer):
+    for name, text in (
+        ("compact.json", '[{"content": "a river"}, {"content": "green"}]'),
+        ("indented.json", '[\n  {"content": "a river"}\n]'),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=rf"{name} holds one JSON array; write one object a line: jq -c"):
+            rows_of(str(tmp_path / name))
+    (tmp_path / "rows.jsonl").write_text('[1, 2]\n{"content": "a river"}\n')
+    assert prepare(str(tmp_path / "rows.jsonl"), tmp_path / "out", tokenizer)["kept"] == 1, "a broken first row is a broken row"
+
+
+def test_a_book_is_not_one_text_a_line(tmp_path, capsys):
+    book = textwrap.fill("It was a dark and stormy night, and the rain fell in torrents, except at occasional intervals. " * 40, 72)
+    verse = "\n".join(["A short line.", "Another one!"] * 30)
+    longer = "\n".join(["a text of one line that goes on and on " * 10] * 30)
+    for name, text, warned in (("book", book, True), ("verse", verse, False), ("longer", longer, False)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        assert len(rows_of(str(tmp_path / f"{name}.txt"))[0]) == text.count("\n") + 1
+        error = capsys.readouterr().err
+        warnings = [line for line in error.splitlines() if "its lines look broken at a width" in line]
+        assert len(warnings) == warned, name
+        assert not warned or ("book.txt" in warnings[0] and "give jsonl with one text a row" in warnings[0])
+
+
+def test_zst_is_read_or_its_package_is_named(tmp_path, monkeypatch):
+    import neobert.common.errors
+
+    (tmp_path / "text.jsonl.zst").write_bytes(b"not looked at")
+    with monkeypatch.context() as patch:
+        patch.setattr(neobert.common.errors.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="this needs zstandard, not installed here"):
+            rows_of(str(tmp_path / "text.jsonl.zst"))
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "text.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "a river"}\n{"content": "stone"}\n'))
+    for streaming in (False, True):
+        assert len(list(rows_of(str(tmp_path / "text.jsonl.zst"), streaming=streaming)[0])) == 2
+
+
+def test_a_missing_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "load_dataset", lambda *given, **more: pytest.fail("the Hub was asked"))
+    (tmp_path / "data").mkdir()
+    for name in ("texts.txt", "more.jsonl.gz", "./texts", "texts/", "/texts", "~/texts", "a/b/c", "data/wordnet", "a.csv"):
+        with pytest.raises(UserError, match=f"dataset {name}: .*found nothing"):
+            rows_of(name)
+    for name in ("wikitext", "me/data", "me/data-v1.5", "me/some.data"):
+        assert sources.local_files(name) is None, f"{name} may be on the Hub"
+
+
+def test_a_set_is_prepared_by_one_run_at_a_time(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("a river\n")
+    with locks.FolderLock(tmp_path / "out"), pytest.raises(UserError, match="out is in use by process"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
 
 
 def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkeypatch):
