@@ -132,8 +132,9 @@ class Reader:
         shards = rows.num_shards
         groups = readers if shards >= readers else shards if readers % shards == 0 else 1
         self.first, self.step = reader % groups, groups
-        self.turn, self.sharers = reader // groups, readers // groups
-        self.number, self.shard, self.found = 0, 0, False  # of the pass, and in it
+        self.place, self.sharers = reader // groups, readers // groups
+        self.number, self.shard = 0, 0  # of the pass, and in it
+        self.barren = 0  # shards since the last text that is long enough
         self.skipped, self.pending = {"empty": 0, "broken": 0}, []
         self.stream = self.groups = None  # of the shard
         self.group = self.before = None  # tokenised rows, and the stream's state before them
@@ -161,16 +162,19 @@ class Reader:
         """Reads the next rows of the shard and tokenises this reader's."""
         self.before, self.row = self.stream.state_dict(), 0
         texts = next(self.groups, {"text": []})["text"]
-        own = texts[self.turn :: self.sharers]
+        # Other rows in every pass, so that each reader comes to see all of them.
+        own = texts[(self.place + self.number) % self.sharers :: self.sharers]
         self.group = self.tokenise({"text": own}) if own else {"input_ids": [], "length": []}
         self.ended = not texts
 
     def _next_shard(self):
         self.shard += 1
+        self.barren += 1
+        # As much as all of the data 20 times: a single such text anywhere would have come to this reader with probability 1 - exp(-20).
+        if self.barren > 20 * self.rows.num_shards * self.sharers:
+            raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
         if self.shard == len(self._order()):
-            if not self.found:
-                raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
-            self.number, self.shard, self.found = self.number + 1, 0, False
+            self.number, self.shard = self.number + 1, 0
         self._open()
 
     def next(self):
@@ -186,7 +190,7 @@ class Reader:
             if length in (EMPTY, BROKEN):
                 self.skipped["empty" if length == EMPTY else "broken"] += 1
             elif length >= self.least:
-                self.found = True
+                self.barren = 0
                 starts = range(0, len(ids), self.body) if self.split else (0,)
                 self.pending = [self.special.around(ids[start : start + self.body]) for start in starts]
         return self.pending.pop(0)
@@ -202,7 +206,7 @@ class Reader:
         return {
             "number": self.number,
             "shard": self.shard,
-            "found": self.found,
+            "barren": self.barren,
             "skipped": dict(self.skipped),
             "pending": [text.tolist() for text in self.pending],
             "stream": self.before,
@@ -211,7 +215,7 @@ class Reader:
 
     def load_state(self, saved):
         """Goes on from a `state`."""
-        self.number, self.shard, self.found, self.skipped = saved["number"], saved["shard"], saved["found"], dict(saved["skipped"])
+        self.number, self.shard, self.barren, self.skipped = saved["number"], saved["shard"], saved["barren"], dict(saved["skipped"])
         self.pending = [np.array(text, dtype=np.int64) for text in saved["pending"]]
         self._open(saved["stream"])
         self.row = saved["row"]

@@ -624,6 +624,17 @@ def test_another_epoch_has_another_order_of_shards(tmp_path, tokenizer):
     assert len({tuple(epoch) for epoch in epochs}) > 1, "and not always in the same order"
 
 
+@pytest.mark.parametrize("files", [5, 1])
+def test_a_reader_without_long_texts_waits_for_those_of_another_pass(tmp_path, tokenizer, files):
+    """One long text for three readers, in one of their files or among the rows of one file: each comes to it sooner or later."""
+    for number in range(files):
+        texts = [f"river stone {number} {i}" for i in range(7)] + (["paper " * 20] if number == 0 else [])
+        (tmp_path / f"part{number}.txt").write_text("\n".join(texts) + "\n")
+    for rank in range(3):
+        (reader,) = _stream(tmp_path, tokenizer, rank=rank, world_size=3, mixture={15: 1.0}).readers(0)
+        assert [len(reader.next()) for _ in range(3)] == [22] * 3
+
+
 def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):
     _corpus(tmp_path)
     with pytest.raises(UserError, match="no text of at least 500 tokens"):
