@@ -72,8 +72,7 @@ class PseudoPerplexityArguments(Arguments):
         self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(",", ";")
         self.lengths = sorted(set(self.lengths))
         self.position_count = None if self.positions == "exact" else _count(self.positions)
-        # YAML reads a bare `off` as false.
-        self.yarn_factors = [None if str(part) in ("off", "False") else _factor(part) for part in self.yarn]
+        self.yarn_factors = [None if part == "off" else _factor(part) for part in self.yarn]
         if not self.lengths or not self.yarn_factors:
             raise UserError("lengths and yarn need a value each")
 
