@@ -18,7 +18,7 @@ def test_numbers_references_and_anchors(tmp_path):
     text = (
         "lr: 1e-4\nbig: 1.0e+5\ntext: '1e-4'\nsize: ${model.size}\nnone: ${model.x}\nmodel: &m\n  size: 12\nother:\n  <<: *m\n  on: true\n"
     )
-    expected = {"lr": 1e-4, "big": 1e5, "text": "1e-4", "size": 12, "none": None, "model": {"size": 12}, "other": {"size": 12, True: True}}
+    expected = {"lr": 1e-4, "big": 1e5, "text": "1e-4", "size": 12, "none": None, "model": {"size": 12}, "other": {"size": 12, "on": True}}
     assert read(tmp_path, text) == expected
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
 
