@@ -4,7 +4,7 @@ import importlib
 import sys
 
 from .common.commands import guarded
-from .common.errors import printable, require
+from .common.errors import Stopped, printable, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -41,7 +41,7 @@ def _leave_process_group():
 
 
 def main(argv=None):
-    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt."""
+    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if argv else sys.stderr)
@@ -60,7 +60,11 @@ def main(argv=None):
     def run():
         if needs:
             require(*needs)
-        code = importlib.import_module(f".{module}", __package__).main(arguments)
+        try:
+            code = importlib.import_module(f".{module}", __package__).main(arguments)
+        except Stopped:
+            _leave_process_group()
+            raise
         _leave_process_group()
         return code
 

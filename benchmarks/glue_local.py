@@ -1,8 +1,8 @@
 """`neobert glue` on real local data in GLUE's schema: Table 3's layout without a network. The data is not GLUE's, and the table says so.
 
     python benchmarks/glue_local.py --output results/glue_local \\
-        --run "neobert-small runs/neobert-small --learning_rate 1e-3 --classifier_pooling mean" \\
-        --run "MiniLM-L6 FOLDER --learning_rate 1e-4"
+        --run "neobert-small runs/neobert-small --learning-rate 1e-3 --classifier-pooling mean" \\
+        --run "MiniLM-L6 FOLDER --learning-rate 1e-4"
 
 A run is the row's name, the model, and options of `neobert glue` of its own. Data, written below --work:
 
@@ -68,11 +68,11 @@ def main(argv=None):
         "--output",
         str(Path(args.work) / "runs"),
         "--seeds",
-        args.seeds,
+        *args.seeds.split(","),
         "--start",
         "none",
     ]
-    shared += ["--epochs", args.epochs, "--batch_size", args.batch_size, "--evaluations_per_epoch", "2", "--keep_models", "none"]
+    shared += ["--num-train-epochs", args.epochs, "--batch-size", args.batch_size, "--evaluations-per-epoch", "2", "--keep-models", "none"]
     for run in args.run:
         name, model, *options = shlex.split(run)
         glue.main([*shared, "--name", name, "--model", model, *options])

@@ -62,20 +62,21 @@ def fine_tune(args, method, seed, data):
     """One `neobert glue` run in a new process; returns its result.json."""
     output = Path(args.work) / f"glue-{weights_digest(args.model)}" / f"{method}-{seed}"
     command = [sys.executable, "-m", "neobert", "glue", "--task", "sst2", "--model", str(args.model), "--data", str(data)]
-    command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--epochs", str(args.epochs)]
-    command += ["--batch_size", str(args.batch_size), "--heldout_rows", str(args.heldout_rows), "--keep_models", "none"]
-    command += ["--evaluations_per_epoch", str(args.evaluations_per_epoch), "--classifier_pooling", args.pooling]
+    command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--num-train-epochs", str(args.epochs)]
+    command += ["--batch-size", str(args.batch_size), "--heldout-rows", str(args.heldout_rows), "--keep-models", "none"]
+    command += ["--evaluations-per-epoch", str(args.evaluations_per_epoch), "--classifier-pooling", args.pooling]
     lora = method.startswith("lora")
     if lora:
-        command += ["--lora", "--lora_rank", str(args.lora_rank), "--learning_rate", str(args.lora_learning_rate)]
-        command += ["--lora_targets", ",".join([*NEOBERT_TARGETS, *(["encoder"] if method == "lora_embedding" else [])])]
+        command += ["--lora", "--lora-rank", str(args.lora_rank), "--learning-rate", str(args.lora_learning_rate)]
+        command += ["--lora-targets", ",".join([*NEOBERT_TARGETS, *(["encoder"] if method == "lora_embedding" else [])])]
     else:
-        command += ["--learning_rate", str(args.learning_rate)]
+        command += ["--learning-rate", str(args.learning_rate)]
     subprocess.run(command, check=True)
     results = [json.loads(path.read_text()) for path in output.glob("*/sst2/*/result.json")]
     rate = args.lora_learning_rate if lora else args.learning_rate
-    wanted = {"learning_rate": rate, "epochs": args.epochs, "batch_size": args.batch_size, "data": str(data)}
+    wanted = {"learning_rate": rate, "batch_size": args.batch_size, "data": str(data)}
     results = [result for result in results if wanted.items() <= result["settings"].items()]
+    results = [result for result in results if result["settings"]["trainer"]["num_train_epochs"] == args.epochs]
     newest = max(results, key=lambda result: result["environment"]["date"])
     memory = newest["peak_memory_mib"] - newest["memory_before_mib"]
     return {

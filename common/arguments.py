@@ -7,6 +7,7 @@ A recipe is a YAML file of `name: value` lines. What the command line gives wins
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from dataclasses import MISSING, dataclass, field
@@ -174,6 +175,11 @@ def training_arguments(output_dir, given, fixed, base=None):
     """
     if base is None:
         from transformers import TrainingArguments as base
+    given = dict(given)
+    if token := given.pop("hub_token", None):
+        os.environ["HF_TOKEN"] = token  # where huggingface_hub looks; Trainer writes its arguments into every checkpoint
+    if "output_dir" in given:
+        raise UserError("output_dir is set by this command; give --output in its place")
     for name, value in fixed.items():
         if name in given and given[name] != value:
             raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")
@@ -181,6 +187,19 @@ def training_arguments(output_dir, given, fixed, base=None):
         return base(output_dir=str(output_dir), **{**given, **fixed})
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(str(error)) from error
+
+
+# What Trainer's options begin with that touch neither the numbers nor the order of the data: a continued run may change them.
+_FREE = (
+    "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
+    "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
+    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_", "per_device_eval_batch_size",
+)  # fmt: skip
+
+
+def number_options(options):
+    """Those of Trainer's options that a run's numbers may depend on."""
+    return {name: value for name, value in options.items() if not name.startswith(_FREE)}
 
 
 def _trainer_hints():

@@ -1,20 +1,358 @@
-"""Checkpoints of a Trainer's run: which of them are complete."""
+"""Checkpoints of a Trainer's run that lose nothing: complete or not used, verified before they are continued from, saved on SIGTERM.
 
+For every transformers Trainer:
+    with lock_run(output):                     # no second run writes here
+        train(trainer, keep_every=0)           # goes on from the newest complete checkpoint; Stopped after SIGTERM
+"""
+
+import contextlib
+import errno
+import functools
 import json
+import math
+import os
+import re
 import shutil
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+from torch import distributed
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-def last_whole_checkpoint(folder):
-    """The newest checkpoint-<n> that was written to its end, or None; broken ones are deleted.
+from .errors import Stopped, UserError, one_line, printable
+from .files import sha256, write_json
+from .locks import FolderLock
 
-    Trainer writes trainer_state.json last.
+
+MANIFEST = "complete.json"  # of a checkpoint: written after everything else, with the size and digest of every file
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# One of these holds the optimizer's state: of Trainer, DeepSpeed, FSDP.
+_OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+/.+|global_step\d+/.*optim_states\.pt")
+
+
+# -------------------------------------------------------------------------------------------- what the processes of a run agree on
+
+
+@functools.cache
+def _integers():
+    """A group over all processes whose messages wait for no GPU."""
+    return distributed.new_group(backend="gloo")
+
+
+def _distributed():
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def is_main():
+    """Whether this is the run's first process."""
+    return not _distributed() or distributed.get_rank() == 0
+
+
+def highest(value):
+    """The largest of an integer over all processes; all of them must call it."""
+    if not _distributed():
+        return value
+    number = torch.tensor(value)
+    distributed.all_reduce(number, op=distributed.ReduceOp.MAX, group=_integers())
+    return int(number)
+
+
+@contextlib.contextmanager
+def lock_run(folder):
+    """Within it, `folder` belongs to this run, that is to all of its processes; see `FolderLock`.
+
+    Raises:
+        UserError: another run has it; in the run's other processes SystemExit, so that one sentence is printed.
     """
-    found = sorted(Path(folder).glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-    for path in reversed(found):
+    lock = error = None
+    if is_main():
         try:
-            json.loads((path / "trainer_state.json").read_text())
-            return path
-        except (OSError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)  # another process may be at it too
+            lock = FolderLock(folder)
+        except (UserError, OSError) as refused:
+            error = refused
+    if highest(int(error is not None)):
+        raise error or SystemExit(2)
+    lock = lock or FolderLock(folder, joins=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# --------------------------------------------------------------------------------------------------------- which are complete
+
+
+def checkpoints(folder):
+    """{step: folder} of a run's checkpoints in order, complete or not."""
+    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in Path(folder).glob("checkpoint-*") if path.is_dir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def _finished(folder):
+    """Those of `checkpoints` that were written to their end."""
+    return {step: path for step, path in checkpoints(folder).items() if (path / MANIFEST).is_file()}
+
+
+def _digest(path):
+    """Size and SHA-256 of a file that is on the disk by then, not in memory alone."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
+
+
+def write_manifest(checkpoint, step):
+    """Marks a checkpoint as complete."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
+    with ThreadPoolExecutor(4) as pool:
+        digests = dict(zip((path.relative_to(checkpoint).as_posix() for path in files), pool.map(_digest, files)))
+    write_json(checkpoint / MANIFEST, {"step": step, "files": digests})
+
+
+def damage(checkpoint):
+    """What keeps a checkpoint from being continued from, in a few words, or None for a complete one."""
+    manifest = _read_manifest(checkpoint)
+    if manifest is None:
+        return "it was not written to its end" if not (checkpoint / MANIFEST).exists() else f"{MANIFEST} is damaged"
+    files = manifest["files"]
+    if not any(_OPTIMIZER.fullmatch(name) for name in files):
+        return "it has no state of the optimizer"
+    for name, file in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{printable(name)} is missing"
+        if path.stat().st_size != file["size"]:
+            return f"{printable(name)} has {path.stat().st_size:,} bytes in place of {file['size']:,}"
+    with ThreadPoolExecutor(4) as pool:
+        for name, digest in zip(files, pool.map(sha256, (checkpoint / name for name in files))):
+            if digest != files[name]["sha256"]:
+                return f"{printable(name)} has changed since it was written"
     return None
+
+
+def _read_manifest(checkpoint):
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        good = all(isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in manifest["files"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if good else None
+
+
+def newest_complete(folder):
+    """The newest checkpoint of a run that can be continued from, or None. Changes nothing.
+
+    Each one is verified, from the newest down; one line on stderr names what is damaged and what is taken in its place.
+    """
+    damaged = []
+    chosen = None
+    for path in reversed(checkpoints(folder).values()):
+        problem = damage(path)
+        if problem is None:
+            chosen = path
+            break
+        damaged.append(f"{path.name} ({problem})")
+    if damaged:
+        place = f"going on from {chosen.name}" if chosen else "there is no complete checkpoint, beginning anew"
+        print(f"{folder}: damaged: {', '.join(damaged)}; {place}", file=sys.stderr, flush=True)
+    return chosen
+
+
+def _set_aside(folder, step):
+    """Renames the checkpoints after `step`, which are damaged, so that new ones may take their names. `_forget` removes them later."""
+    for number, path in checkpoints(folder).items():
+        if number > step:
+            names = (Path(folder) / f"damaged-{path.name}{suffix}" for suffix in ("", *(f".{i}" for i in range(1, 1000))))
+            path.rename(next(name for name in names if not name.exists()))
+
+
+def _forget(folder, limit, keep_every, best=None):
+    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's and the best; removes the others.
+
+    What `_set_aside` kept goes as soon as the run has come as far again.
+    """
+    finished = _finished(folder)
+    newest = max(finished, default=-1)
+    for path in Path(folder).glob("damaged-checkpoint-*"):
+        if int(_CHECKPOINT.search(path.name)[1]) <= newest:
+            shutil.rmtree(path, ignore_errors=True)
+    for step in list(finished)[:-limit] if limit else []:
+        path = finished[step]
+        if not (keep_every and step % keep_every == 0) and not (best and path.samefile(best)):
+            (path / MANIFEST).unlink()  # first, so that what is half removed is never taken
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------ training
+
+
+class _NothingLeft(Exception):
+    """The checkpoint that the training goes on from is that of its last step; Trainer would train one more."""
+
+
+class Checkpoints(TrainerCallback):
+    """Completes every checkpoint with a manifest, and only then removes old ones; saves and stops on SIGTERM.
+
+    `save_total_limit` is Trainer's own and counts complete checkpoints; Trainer itself, which removes old ones before all processes have
+    written the new one, does not see it. A folder that has no room for another checkpoint loses all but the newest before the next is written.
+
+    Args:
+        keep_every: every so many steps a checkpoint is kept for good; 0: none.
+    Attributes:
+        stopped: whether the training ended because of SIGTERM.
+    """
+
+    def __init__(self, keep_every=0):
+        self.keep_every = keep_every
+        self.stopped = False
+        self._limit = self._handler = self._args = None
+        self._signalled = self._postponed = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._args, self._limit, args.save_total_limit = args, args.save_total_limit, None
+        if 0 < state.max_steps <= state.global_step:
+            raise _NothingLeft
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *given):
+        self._signalled = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if highest(int(self._signalled)):
+            # With save_strategy "best" the evaluation decides anew whether this step is saved: then the next step is.
+            if control.should_evaluate and args.save_strategy == SaveStrategy.BEST and not self._postponed:
+                self._postponed = True
+            else:
+                control.should_evaluate = control.should_evaluate and not self._postponed
+                control.should_log = control.should_save = control.should_training_stop = self.stopped = True
+        if control.should_save and args.should_save:
+            self._make_room(args, state)
+
+    def _make_room(self, args, state):
+        finished = _finished(args.output_dir)
+        if not finished:
+            return
+        need = sum(path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file())
+        if shutil.disk_usage(args.output_dir).free < need * 1.02:
+            _forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint)
+
+    def on_save(self, args, state, control, **kwargs):
+        args.distributed_state.wait_for_everyone()
+        if args.should_save:
+            write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
+            _forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
+        args.distributed_state.wait_for_everyone()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.close()
+
+    def close(self):
+        """Gives back what `on_train_begin` took: the handler of SIGTERM and save_total_limit."""
+        if self._args is not None:
+            self._args.save_total_limit, self._args = self._limit, None
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+
+
+def resume_point(folder):
+    """`newest_complete` as all processes of the run see it: the first process verifies and sets damaged ones aside.
+
+    Raises:
+        UserError: a process of another machine does not find the checkpoint, because `folder` is not on a common file system.
+    """
+    step = -1
+    if is_main():
+        chosen = newest_complete(folder)
+        step = int(_CHECKPOINT.fullmatch(chosen.name)[1]) if chosen else -1
+        _set_aside(folder, step)
+    step = highest(step)
+    if step < 0:
+        return None
+    checkpoint = Path(folder) / f"checkpoint-{step}"
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"{checkpoint} is on the machine of the run's first process, but not on this one; give a folder that all machines share"
+        )
+    return checkpoint
+
+
+def is_disk_full(error):
+    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch, safetensors and Python report it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(
+            words in str(error)
+            for words in (
+                "No space left on device",
+                "os error 28",
+                "Disk quota exceeded",
+                "os error 122",
+                "PytorchStreamWriter failed writing",
+            )
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def train(trainer, keep_every=0, before=None):
+    """`trainer.train()` from the newest complete checkpoint in its output folder on, with `Checkpoints`.
+
+    Args:
+        trainer: a transformers Trainer; all processes of the run must call this.
+        keep_every: of `Checkpoints`.
+        before: called with the checkpoint that is continued from, if there is one, before the training.
+    Returns:
+        Trainer's TrainOutput; its training_loss is nan where no step was left to train.
+    Raises:
+        Stopped: SIGTERM came; the step is saved. The caller must not write its result then.
+        UserError: the disk is full. What was half written is removed.
+    """
+    folder = Path(trainer.args.output_dir)
+    checkpoint = resume_point(folder)
+    if before is not None and checkpoint is not None:
+        before(checkpoint)
+    callback = Checkpoints(keep_every)
+    trainer.add_callback(callback)
+    try:
+        output = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    except _NothingLeft:
+        output = _end(trainer)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise UserError(_out_of_space(trainer, folder, error)) from error
+    finally:
+        callback.close()
+        trainer.remove_callback(callback)
+    if callback.stopped:
+        state = trainer.state
+        sentence = f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}, which is saved; the same command goes on"
+        raise Stopped(sentence if is_main() else "")
+    return output
+
+
+def _end(trainer):
+    """What Trainer does after its last step, for a run whose last step was taken before."""
+    trainer.is_in_train = False
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
+    trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    return TrainOutput(trainer.state.global_step, math.nan, {})
+
+
+def _out_of_space(trainer, folder, error):
+    """Removes the checkpoint that was being written; returns the sentence."""
+    half = folder / f"checkpoint-{trainer.state.global_step}"
+    if trainer.args.should_save and half.is_dir() and not (half / MANIFEST).exists():
+        shutil.rmtree(half, ignore_errors=True)
+    kept = max(_finished(folder), default=None)
+    place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
+    return f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}"

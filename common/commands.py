@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 
-from .errors import LONGEST, UserError, one_line, printable, shortened
+from .errors import LONGEST, Stopped, UserError, one_line, printable, shortened
 
 
 def _in_words(error):
@@ -43,7 +43,7 @@ def guarded(name, run):
         name: the command as messages name it.
         run: function without arguments; returns an exit code, or None for 0.
     Returns:
-        what `run` returns; 2 after an error, 130 after an interrupt.
+        what `run` returns; 2 after an error, 130 after an interrupt, 143 after SIGTERM.
     """
     for stream in (sys.stdout, sys.stderr):
         # A file's name may hold characters that the terminal's encoding lacks.
@@ -55,6 +55,10 @@ def guarded(name, run):
         return code
     except SystemExit:
         raise
+    except Stopped as stopped:
+        if str(stopped):
+            print(f"{name}: {printable(stopped)}", file=sys.stderr)
+        return 143
     except BaseException as error:  # a panic of Rust code is no Exception
         with contextlib.suppress(OSError):
             _flush_output()

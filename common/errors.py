@@ -26,6 +26,13 @@ class UserError(ValueError):
         super().__init__(shortened(printable(message), LONGEST))
 
 
+class Stopped(Exception):
+    """A run that was asked to end and can go on later: one sentence, or none in the other processes of the run.
+
+    Commands print it and exit with 143, as a process does that SIGTERM ends.
+    """
+
+
 def one_line(error, limit=200):
     """Another program's message on one line of at most `limit` characters, without its final stop, to be part of a sentence of ours."""
     return (printable(" ".join(str(error).split()))[:limit].rstrip(".")) or type(error).__name__

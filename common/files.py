@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -135,14 +136,15 @@ def read_json(path, limit=TEXT_LIMIT):
 # ------------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_text(path, text):
-    """Writes a file completely or not at all."""
+@contextlib.contextmanager
+def new_file(path):
+    """A binary file beside `path` that takes its name when the block ends well, by then on the disk, and vanishes when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{socket.gethostname()}-{os.getpid()}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -150,6 +152,21 @@ def write_text(path, text):
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def remove_left_overs(folder, name=""):
+    """Removes what killed processes of this machine left of `new_file`, for files whose names begin with `name`."""
+    owner = re.compile(rf"\.{re.escape(name)}.*\.{re.escape(socket.gethostname())}-(\d+)-\w+")
+    for path in Path(folder).glob(".*"):
+        match = owner.fullmatch(path.name)
+        if match and not is_alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    """Writes a file completely or not at all."""
+    with new_file(path) as file:
+        file.write(bytes(text, "utf-8"))
 
 
 def write_json(path, data):
@@ -309,6 +326,19 @@ def check_replaceable(folder, command, working_files=()):
 # ------------------------------------------------------------------------------------------------ complete folders, one rename
 
 
+def is_alive(pid):
+    """Whether there is a process with this id on this machine."""
+    if os.name == "nt":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 # A folder is made in a workplace beside it, `.<name>.writing-<random>`, which its process keeps locked while it lives.
 _NEW, _OLD = "new", "old"
 
@@ -419,11 +449,11 @@ def new_folder(output, command, replace=False):
 
 
 def _aside(folder):
-    return folder.with_name(f"{folder.name}.replaced")
+    return folder.with_name(f"{folder.name}.before-overwrite")  # a name that nobody else gives
 
 
 def set_aside(folder, command, working_files=()):
-    """Moves an output that is to be made anew to `<name>.replaced`, where it stays until `remove_set_aside`.
+    """Moves an output that is to be made anew to `<name>.before-overwrite`, where it stays until `remove_set_aside`.
 
     What an earlier run set aside is complete, and what lies at `folder` then is not: that one goes.
 

@@ -72,7 +72,7 @@ def _check_targets(model, targets):
         raise UserError(f"no LoRA target was given; this model has {', '.join(known)}")
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise UserError(f"LoRA target {target!r} is no linear layer or embedding of this model; it has {', '.join(known)}")
+            raise UserError(f"LoRA target {target!r} is not a linear layer or embedding of this model; it has {', '.join(known)}")
 
 
 def trainable_parameters(model):

@@ -7,7 +7,7 @@ token's vector without a word. So both forms are always written.
 from pathlib import Path
 
 from .errors import UserError
-from .files import write_json
+from .files import read_json, write_json
 
 
 # Name of `pooling_mode`: key of the older form.
@@ -57,3 +57,29 @@ def write_sentence_transformers(folder, width, max_length, mode="mean"):
     write_json(Path(folder) / "modules.json", modules)
     write_json(Path(folder) / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
     write_pooling(folder, width, mode)
+
+
+def save_for_all_versions(model, folder):
+    """`SentenceTransformer.save_pretrained` in a form that versions 5.1 and 6.2 read alike: classic names of the modules, and their older keys.
+
+    Args:
+        model: a SentenceTransformer for text.
+        folder: an existing folder.
+    """
+    folder = Path(folder)
+    model.save_pretrained(str(folder))
+    modules = read_json(folder / "modules.json")
+    for module in modules:
+        package, _, kind = module["type"].rpartition(".")
+        path = folder / module["path"] / "config.json"
+        if package.split(".")[0] == "sentence_transformers":
+            module["type"] = f"sentence_transformers.models.{kind}"
+        if kind == "Pooling":
+            config = read_json(path)
+            width = config.get("word_embedding_dimension") or config["embedding_dimension"]
+            write_json(path, pooling_config(width, config["pooling_mode"], config.get("include_prompt", True)))
+        elif kind == "Dense":
+            config = read_json(path)
+            write_json(path, {key: config[key] for key in ("in_features", "out_features", "bias", "activation_function")})
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": model.max_seq_length, "do_lower_case": False})

@@ -1,212 +1,270 @@
-"""Reads jsonl and parquet files row by row, in constant memory, and names the place of a broken row."""
+"""The one reader of local rows: jsonl, parquet, csv, tsv and txt, in constant memory, from any place on, each row with its place for messages.
 
+    for place, row in read_rows("pairs.jsonl", ["anchor", "positive"], texts=["anchor"]):
+        if not row["positive"]:
+            raise UserError(f"{place}: 'positive' is empty")      # pairs.jsonl, line 3: 'positive' is empty
+
+A jsonl file has one JSON object a line, a csv or tsv file the names of its columns in the first line, a txt file one text a line, in the column
+"text". Blank lines do not count as rows. All but parquet may be compressed (.gz, .bz2, .xz, .zst). A folder is read file by file, in order of
+names; its files must have one format.
+"""
+
+import bz2
+import csv
+import gzip
 import io
 import json
+import lzma
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
-from .errors import UserError
-
-
-FORMATS = (".jsonl", ".parquet")
+from .errors import UserError, listed, one_line, require
 
 
-def check_corpus(path, columns, text_columns=(), kept=(), uniform=None):
-    """Reads the whole file once, before any work is done with it.
+_JSONL = (".jsonl", ".ndjson", ".json")
+FORMATS = (*_JSONL, ".parquet", ".csv", ".tsv", ".txt")
+_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 
-    Args:
-        path: .jsonl (a JSON object a line) or .parquet.
-        columns: columns that every row must have.
-        text_columns: those of them that must hold text.
-        kept: those of them that are copied to a parquet file; each must hold one type of values.
-        uniform: called with a column name; True for columns that every row of a jsonl file has, or none.
-    Returns:
-        the number of rows, and {column: Arrow type} of `kept`.
+
+class Place(NamedTuple):
+    """A row's place: `pairs.jsonl, line 3`. `read_rows` can start there.
+
+    Attributes:
+        path: the file.
+        number: the row's line, or its row in a parquet file, from 1.
+        offset: the row's first byte; 0 where a file cannot be entered in its middle.
+    """
+
+    path: Path
+    number: int
+    offset: int = 0
+
+    def __str__(self):
+        return f"{self.path}, {'row' if self.path.suffix == '.parquet' else 'line'} {self.number:,}"
+
+
+def row_format(path):
+    """The format of a file by its name, one of FORMATS, or None: `a.jsonl.gz` is ".jsonl"."""
+    endings = [ending.lower() for ending in Path(path).suffixes]
+    if endings and endings[-1] in _COMPRESSED:
+        endings.pop()
+    return endings[-1] if endings and endings[-1] in FORMATS else None
+
+
+def row_files(path):
+    """The files of a file or folder, a list.
+
     Raises:
-        UserError: no such file, another format, no rows, or a row that is broken; the sentence names its line.
+        UserError: nothing is there, no file has a known format, or a folder's files have several.
     """
     path = Path(path)
-    if not path.is_file():
+    if path.is_file():
+        if row_format(path) is None:
+            raise UserError(f"{path} must end in {', '.join(FORMATS)}, but {path.suffix or 'no suffix'} was given")
+        return [path]
+    if not path.is_dir():
         raise UserError(f"there is no file {path}")
-    if path.suffix not in FORMATS:
-        raise UserError(f"{path} must end in {' or '.join(FORMATS)}, but {path.suffix or 'no suffix'} was given")
-    count, types = 0, _ColumnTypes(path, kept)
-    for number, row in _rows(path, columns, uniform):
-        for column in text_columns:
-            if not isinstance(row[column], str):
-                raise UserError(f"{_place(path, number)}: {column!r} must be text, but is {_short(row[column])}")
-            _check_characters(path, number, column, row[column])
-        types.add(number, row)
-        count += 1
-    if not count:
-        raise UserError(f"{path} has no rows")
-    return count, types.found()
+    files = sorted(file for file in path.iterdir() if file.is_file() and row_format(file) and not file.name.startswith((".", "_")))
+    if len({row_format(file) for file in files}) != 1:
+        found = listed(file.name for file in files) if files else "none"
+        raise UserError(f"{path} must hold files of one format among {', '.join(FORMATS)}, but {found} was found")
+    return files
 
 
-def read_corpus(path, columns):
-    """Yields dicts with `columns`, in file order."""
-    for _, row in _rows(Path(path), columns):
-        yield row
+def read_rows(path, columns=None, texts=(), start=None, broken=None, alike=None):
+    """Yields (Place, row) in the order of the file.
 
-
-def corpus_columns(path):
-    """Column names: of the schema (parquet) or of the first row (jsonl); [] where there is nothing to read."""
-    path = Path(path)
-    if path.suffix == ".parquet":
-        return _parquet(path).schema_arrow.names
-    with path.open("rb") as lines:
-        line = next((line for line in lines if line.strip()), b"{}")
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return []
-    return list(row) if isinstance(row, dict) else []
-
-
-class _ColumnTypes:
-    """The Arrow type of each of `columns` over all rows: of the schema (parquet), or from the values, 1,024 rows at a time (jsonl)."""
-
-    def __init__(self, path, columns):
-        self.path, self.numbers, self.values = path, [], {}
-        if path.suffix == ".parquet":
-            self.types = {field.name: field.type for field in _parquet(path).schema_arrow if field.name in columns}
-        else:
-            self.types = dict.fromkeys(columns)
-            self.values = {column: [] for column in columns}
-
-    def add(self, number, row):
-        if not self.values:
-            return
-        for column, values in self.values.items():
-            value = row[column]
-            if isinstance(value, str):
-                _check_characters(self.path, number, column, value)
-                value = value[:60]  # a long text has no other type
-            values.append(value)
-        self.numbers.append(number)
-        if len(self.numbers) == 1024:
-            self._merge()
-
-    def _merge(self):
-        for column, values in self.values.items():
-            try:
-                self.types[column] = _merged_type(self.types[column], values)
-            except _arrow_errors():
-                self._refuse(column, values)
-            values.clear()
-        self.numbers.clear()
-
-    def _refuse(self, column, values):
-        """Raises UserError for the first of `values` that does not go with those before it."""
-        kind = self.types[column]
-        for number, value, end in zip(self.numbers, values, range(1, len(values) + 1)):
-            try:
-                kind = _merged_type(self.types[column], values[:end])
-            except _arrow_errors():
-                before = "" if kind is None else f" after values of type {kind}"
-                raise UserError(
-                    f"{_place(self.path, number)}: {column!r} is {_short(value)}{before}; all values of a column that is copied must have "
-                    "one type (integers: 64 bits): make them text, or give --keep without this column"
-                ) from None
-
-    def found(self):
-        """{column: Arrow type}; UserError for a type that parquet does not know."""
-        if self.numbers:
-            self._merge()
-        for column, kind in self.types.items() if self.values else ():
-            import pyarrow.parquet
-
-            try:
-                pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array([], kind)}), io.BytesIO())
-            except _arrow_errors():
-                raise UserError(f"{self.path}: parquet cannot hold {column!r} ({kind}); give --keep without it") from None
-        return self.types
-
-
-def _merged_type(known, values):
-    """Arrow type of a column with values of type `known` (or None) and then `values`; one of `_arrow_errors` where there is none."""
-    import pyarrow
-
-    found = pyarrow.array(values).type
-    if known is None or found == known:
-        return found
-    schemas = [pyarrow.schema([("", kind)]) for kind in (known, found)]
-    merged = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
-    pyarrow.array(values, merged)  # an integer above 2^53 has no float64
-    return merged
-
-
-def _arrow_errors():
-    import pyarrow
-
-    return pyarrow.ArrowException, OverflowError, UnicodeEncodeError
-
-
-def _check_characters(path, number, column, text):
-    """JSON can write half of a character of two UTF-16 units ("\\ud800"), which no tokenizer and no file takes."""
-    if not text.isascii():
+    Args:
+        path: a file, or a folder of files.
+        columns: the columns that every row must have and that a row is cut to; by default all.
+        texts: those of them that must hold text.
+        start: the `Place` of the row to start with.
+        broken: called with the UserError of a broken row, which is then left out; by default it is raised.
+        alike: called with a column name; True for columns that every row has, or none.
+    Raises:
+        UserError: no such file, another format, no rows, or a broken row; the sentence names its place.
+    """
+    seen, first = False, None
+    for file in row_files(path):
+        if start is not None and file < start.path:
+            continue
+        read, parse = _READERS[row_format(file)]
         try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{_place(path, number)}: {column!r} has half a surrogate pair, {text[error.start]!r}, which is no character; remove it"
-            ) from None
+            for place, raw in read(file, columns, start if start is not None and start.path == file else Place(file, 1)):
+                seen = True
+                try:
+                    row = parse(place, raw)
+                    if alike is not None:
+                        names = set(filter(alike, row))
+                        first = names if first is None else first
+                        _check_alike(place, names, first)
+                    row = _checked(place, row, columns, texts)
+                except UserError as error:
+                    if broken is None:
+                        raise
+                    broken(error)
+                    continue
+                yield place, row
+        except _READ_ERRORS as error:
+            raise UserError(f"{file} cannot be read ({one_line(error)})") from error
+    if not seen and start is None:
+        raise UserError(f"{path} has no rows")
 
 
-def _rows(path, columns, uniform=None):
-    return _parquet_rows(path, columns) if path.suffix == ".parquet" else _jsonl_rows(path, columns, uniform)
+def row_columns(path):
+    """Column names: of a parquet file's schema, else of the first row; [] where there is nothing to read."""
+    for file in row_files(path):
+        if row_format(file) == ".parquet":
+            return open_parquet(file).schema_arrow.names
+        for _, row in read_rows(file, broken=lambda error: None):
+            return list(row)
+    return []
 
 
-def _jsonl_rows(path, columns, uniform):
-    first = None
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not UTF-8"
-                raise UserError(f"{_place(path, number)} is not JSON ({reason})") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{_place(path, number)} must be an object {{...}}, but is {_short(row)}")
-            for column in columns:
-                if column not in row:
-                    raise UserError(f"{_place(path, number)} has no {column!r}; it has: {', '.join(map(repr, row)) or 'nothing'}")
-            if uniform is not None:
-                names = {name for name in row if uniform(name)}
-                first = names if first is None else first
-                for name in sorted(names ^ first):
-                    has = "has" if name in names else "has no"
-                    raise UserError(f"{_place(path, number)} {has} {name!r}, unlike the first row; give it to every row or to none")
-            yield number, {column: row[column] for column in columns}
-
-
-def _parquet(path):
+def open_parquet(path):
+    """A `pyarrow.parquet.ParquetFile`; UserError for another kind of file."""
+    require("train", "pyarrow")
     import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a parquet file ({str(error).split('.')[0]})") from None
 
 
-def _parquet_rows(path, columns):
-    file = _parquet(path)
-    for column in columns:
-        if column not in file.schema_arrow.names:
-            raise UserError(f"{path} has no column {column!r}; it has: {', '.join(map(repr, file.schema_arrow.names))}")
-    number = 0
-    for batch in file.iter_batches(batch_size=1024, columns=list(columns)):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+def check_characters(place, column, text):
+    """Raises UserError for half a surrogate pair, which JSON can write ("\\ud800") and no tokenizer and no file takes."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise UserError(f"{place}: {column!r} has half a surrogate pair, {half!r}, which is not a character; remove it") from None
 
 
-def _place(path, number):
-    return f"{path}, {'row' if Path(path).suffix == '.parquet' else 'line'} {number:,}"
-
-
-def _short(value):
+def short(value):
+    """A value for a message, at most 60 characters."""
     text = "null" if value is None else f"{value!r}"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_alike(place, names, first):
+    for name in sorted(names ^ first):
+        raise UserError(f"{place} has {'' if name in names else 'no '}{name!r}, unlike the first row; give it to every row or to none")
+
+
+def _checked(place, row, columns, texts):
+    if columns is not None:
+        for column in columns:
+            if column not in row:
+                raise UserError(f"{place} has no {column!r}; it has: {listed(map(repr, row)) or 'nothing'}")
+        row = {column: row[column] for column in columns}
+    for column in texts:
+        if not isinstance(row.get(column), str):
+            raise UserError(f"{place}: {column!r} must be text, but is {short(row.get(column))}")
+        check_characters(place, column, row[column])
+    return row
+
+
+# ------------------------------------------------------------------------------------------------------------------- formats
+
+
+def _open(path):
+    if path.suffix.lower() != ".zst":
+        return _COMPRESSED.get(path.suffix.lower(), open)(path, "rb")
+    try:
+        from compression import zstd  # Python 3.14
+
+        return zstd.open(path, "rb")
+    except ImportError:
+        require("train", "zstandard")
+        import zstandard
+
+        return zstandard.open(path, "rb")
+
+
+def _lines(path, columns, start):
+    """(Place, line) of the lines that are not blank."""
+    with _open(path) as lines:
+        enters = path.suffix.lower() not in _COMPRESSED
+        offset, first = (start.offset, start.number) if enters else (0, 1)
+        if offset:
+            lines.seek(offset)
+        for number, line in enumerate(lines, first):
+            if line.strip() and number >= start.number:
+                yield Place(path, number, offset if enters else 0), line
+            offset += len(line)
+
+
+def _json_object(place, line):
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise UserError(f"{place} is not JSON (too deeply nested)") from None
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error) if line.isascii() else "it is not UTF-8"
+        raise UserError(f"{place} is not JSON ({reason})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{place} must be an object {{...}}, one a line, but is {short(row)}")
+    return row
+
+
+def _text_line(place, line):
+    try:
+        return {"text": line.decode("utf-8-sig" if place.number == 1 else "utf-8").rstrip("\r\n")}
+    except UnicodeDecodeError:
+        raise UserError(f"{place} is not UTF-8") from None
+
+
+def _table(path, columns, start):
+    """Rows of a csv file with its standard quotes, or of a tsv file, where a quote is a character as any other."""
+    tabs = row_format(path) == ".tsv"
+    csv.field_size_limit(2**31 - 1)
+    with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, **({"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}))
+        try:
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}, line 1 names a column twice: {listed(names)}")
+            for row in reader:
+                if reader.line_num >= start.number:
+                    yield Place(path, reader.line_num), row
+        except csv.Error as error:
+            raise UserError(f"{path}, line {reader.line_num} is broken ({error}); are its quotes closed?") from error
+
+
+def _table_row(place, row):
+    if None in row:
+        raise UserError(f"{place} has more columns than the first line, {len(row) - 1}; a separator in a text?")
+    return row
+
+
+def _parquet_rows(path, columns, start):
+    file = open_parquet(path)
+    names = file.schema_arrow.names
+    for column in columns or ():
+        if column not in names:
+            raise UserError(f"{path} has no column {column!r}; it has: {listed(map(repr, names))}")
+    before = 0
+    for group in range(file.num_row_groups):
+        count = file.metadata.row_group(group).num_rows
+        if before + count < start.number:  # a group that ends before the start is not decoded
+            before += count
+            continue
+        for batch in file.iter_batches(1024, row_groups=[group], columns=None if columns is None else list(columns)):
+            skipped = min(max(start.number - 1 - before, 0), len(batch))
+            for number, row in enumerate(batch.slice(skipped).to_pylist(), before + skipped + 1):
+                yield Place(path, number), row
+            before += len(batch)
+
+
+_READERS = {
+    **dict.fromkeys(_JSONL, (_lines, _json_object)),
+    ".txt": (_lines, _text_line),
+    ".csv": (_table, _table_row),
+    ".tsv": (_table, _table_row),
+    ".parquet": (_parquet_rows, lambda place, row: row),
+}

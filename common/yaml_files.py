@@ -1,4 +1,4 @@
-"""The one reader of YAML: numbers as YAML 1.2 has them (1e-4 is a number), `${a.b}` references resolved, damaged files one sentence.
+"""The one reader of YAML: numbers and truths as YAML 1.2 has them (1e-4 is a number, no is text), `${a.b}` references resolved, damaged files one sentence.
 
 What a stranger's file may cost is bounded: its bytes, its depth, and the values that it has once anchors and merges are written out.
 """
@@ -65,6 +65,12 @@ def _count_values(node, counts):
     return count
 
 
+# As in YAML 1.2, where no, off, yes and on are text: Trainer's eval_strategy is "no", YaRN's factor "off".
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),

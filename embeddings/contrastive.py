@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..common.errors import require
@@ -25,149 +25,121 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from transformers import set_seed
 
-from ..common.checkpoints import last_whole_checkpoint
-from ..common.errors import UserError
-from ..common.files import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_json, write_manifest
+from ..common import checkpoints
+from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
+from ..common.errors import UserError, listed, one_line
+from ..common.files import (
+    check_apart,
+    check_folder,
+    check_replaceable,
+    redacted,
+    remove_set_aside,
+    set_aside,
+    write_json,
+    write_manifest,
+)
 from ..common.identity import files_digest, weights_digest
 from ..common.lora import lora_config, trainable_parameters
-from ..common.recipe import read_recipe, refuse_options
+from ..common.pooling import save_for_all_versions
 from ..common.results import environment
 from ..common.trackers import check_trackers
-from .contrastive_data import (
-    FORMATS,
-    DataSource,
-    SizeAlphaBatchSampler,
-    TextsBatchSampler,
-    check_source,
-    load_source,
-    probabilities,
-    rows_per_batch,
-)
-from .packed_encoder import load_sentence_transformer
+from .contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, inspected, load_source, probabilities, rows_per_batch
+from .instructions import TEMPLATE, check_template, prompt, read_instructions
+from .packed_encoder import POOLINGS, load_sentence_transformer
 
 
-INSTRUCTION_TEMPLATE = "Instruction: {instruction} Query: "
-RECIPE_FILE = "contrastive.json"
+MANIFEST = "contrastive.json"
 # What a run writes before its manifest has the digests of the finished encoder.
-WORKING_FILES = ("checkpoints/**", ".saving-*/**", "adapter/**")
-# Arguments of the library's trainer that this command decides otherwise: setting one would change nothing, or break continuing.
-_NOT_OURS = {
-    "num_train_epochs": "give max_steps, or --max_steps -1 with it",
-    "warmup_ratio": "give warmup_steps, below 1 a share of all steps",
-    "data_seed": "give seed",
-    "batch_sampler": "no text occurs twice in a batch",
-    "multi_dataset_batch_sampler": "give alpha",
-    "train_sampling_strategy": "give alpha",
-    "group_by_length": "give alpha",
-    "prompts": "give instruction",
-    "router_mapping": "the encoder has one way for all texts",
-    "label_smoothing_factor": "the loss is InfoNCE; give temperature",
-    "auto_find_batch_size": "give mini_batch_size, for batches that do not fit",
-    "save_only_model": "a checkpoint must hold all that continuing needs",
-    "resume_from_checkpoint": "the same command continues by itself",
-    "ignore_data_skip": "a continued run goes on where its data stood",
-    **dict.fromkeys(
-        ("do_eval", "eval_strategy", "eval_steps", "eval_on_start", "per_device_eval_batch_size", "load_best_model_at_end"),
-        "evaluate the finished folder with neobert mteb",
-    ),
+WORKING_FILES = ("checkpoints/**", ".saving-*/**", "adapter/**", ".lock")
+# Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5 % of the steps.
+TRAINER = {
+    "max_steps": 2000,
+    "per_device_train_batch_size": 64,
+    "learning_rate": 1e-4,
+    "weight_decay": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "logging_steps": 20,
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "report_to": "none",
+    "logging_nan_inf_filter": False,
+    "seed": 42,
 }
-# What arguments may start with that a continued run may change: they touch neither the numbers nor the order of the data.
-_FREE = (
-    "output_dir", "overwrite", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name",
-    "project", "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
-    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_",
-)  # fmt: skip
+# Trainer's options that a run could not be continued with, or that would be ignored.
+FIXED = {
+    "ignore_data_skip": False,
+    "save_only_model": False,
+    "auto_find_batch_size": False,
+    "data_seed": None,
+    "resume_from_checkpoint": None,
+}
 
 
 @dataclass
-class ContrastiveArguments:
+class ContrastiveArguments(Arguments):
     """What to train on what."""
 
-    model: str = field(metadata={"help": "encoder to start from: a folder or a Hub name"})
-    datasets: list[dict] = field(default_factory=list, metadata={"help": "data sets (see contrastive_data.DataSource); in a YAML recipe"})
-    pairs: list[str] = field(default_factory=list, metadata={"help": ".jsonl or .parquet files with columns anchor, positive, negative..."})
-    instruction: str = field(default="", metadata={"help": "instruction before the anchors of --pairs"})
-    instruction_template: str = field(default=INSTRUCTION_TEMPLATE, metadata={"help": "how an instruction is put before a query"})
-    temperature: float = field(default=0.07, metadata={"help": "the cosine similarity is divided by this"})
-    alpha: float = field(default=0.5, metadata={"help": "a batch's data set is drawn with probability proportional to size^alpha"})
-    texts_per_batch: int | None = field(default=None, metadata={"help": "texts in a batch over all columns, in place of the batch size"})
-    mini_batch_size: int | None = field(default=None, metadata={"help": "gradient caching: texts at a time, for batches that do not fit"})
-    gather_negatives: bool = field(default=False, metadata={"help": "the texts of all processes are negatives of each other"})
-    max_length: int = field(default=1024, metadata={"help": "tokens per text"})
-    pooling: str = field(default="mean", metadata={"help": "mean or cls, for a bare encoder"})
-    tokenizer: str | None = field(default=None, metadata={"help": "tokenizer, where the model's folder has none"})
-    attn_implementation: str | None = field(default=None, metadata={"help": "attention implementation of transformers"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run the model repository's own code"})
-    lora: bool = field(default=False, metadata={"help": "train low-rank adapters; the output has them merged, and alone in adapter/"})
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
-    lora_dropout: float = 0.0
-    lora_targets: str = field(default="auto", metadata={"help": "auto, all-linear, or module names separated by commas"})
-    overwrite: bool = field(
-        default=False, metadata={"help": "train anew where output_dir holds an encoder of this command; any other file is left alone"}
-    )
+    model: str = option(help="encoder to start from: a folder or a Hub name")
+    output: str = option(help="folder of the sentence encoder")
+    datasets: list[dict] = option(default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe")
+    pairs: list[str] = option(default_factory=list, help="files of rows with columns anchor, positive, negative, negative_1, ...")
+    instruction: str = option("", "instruction before the anchors of --pairs")
+    instructions: str | None = option(None, "YAML or JSON file {data set: instruction}, in place of those of the recipe")
+    instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
+    temperature: float = option(0.07, "the cosine similarity is divided by this", above=0)
+    alpha: float = option(0.5, "a batch's data set is drawn with probability proportional to size^alpha", least=0)
+    texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
+    mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
+    gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
+    max_length: int = option(1024, "tokens per text", least=3)
+    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
+    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
+    attn_implementation: str | None = option(None, "attention implementation of transformers")
+    trust_remote_code: bool = option(False, "run the model repository's own code")
+    lora: bool = option(False, "train low-rank adapters; the output has them merged, and alone in adapter/")
+    lora_rank: int = option(16, least=1)
+    lora_alpha: float = option(32.0, above=0)
+    lora_dropout: float = option(0.0, least=0, below=1)
+    lora_targets: str = option("auto", "auto, all-linear, or module names separated by commas")
+    overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone")
 
     def __post_init__(self):
-        if not self.datasets and not self.pairs:
-            raise UserError("no training data: give datasets in a recipe (neobert contrastive recipes/contrastive.yaml) or --pairs FILE")
-        if not self.temperature > 0:
-            raise UserError(f"temperature must be above 0, but {self.temperature} was given")
-        if not 0 <= self.alpha:
-            raise UserError(f"alpha must be at least 0, but {self.alpha} was given")
-        if "{instruction}" not in self.instruction_template:
-            raise UserError(f"instruction_template must contain {{instruction}}, but {self.instruction_template!r} was given")
-        for name in ("texts_per_batch", "mini_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, but {value} was given")
+        super().__post_init__()
+        check_template(self.instruction_template)
 
     def sources(self):
-        """The `DataSource`s; names are unique."""
-        sources = [DataSource.from_dict(entry) for entry in self.datasets]
-        for path in self.pairs:
-            if Path(path).suffix not in FORMATS:
-                raise UserError(f"pairs must be files that end in {' or '.join(FORMATS)}, but {path} was given")
-            sources.append(DataSource.from_file(path, self.instruction))
+        """The `PairSource`s, each with its instruction. Local files are read completely, and so checked."""
+        sources = [PairSource.from_dict(entry) for entry in self.datasets]
+        sources += [PairSource.from_file(path, self.instruction) for path in self.pairs]
+        if not sources:
+            raise UserError("no training data: give datasets in a recipe (neobert contrastive recipes/contrastive.yaml) or --pairs FILE")
         names = [source.name for source in sources]
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"two data sets are called {name!r}; names must differ")
-        return sources
+        return [inspected(source) for source in self._instructed(sources, names)]
 
-    def prompt(self, instruction):
-        """The text before a query, "" without an instruction."""
-        return self.instruction_template.format(instruction=instruction.strip()) if instruction.strip() else ""
+    def _instructed(self, sources, names):
+        """`sources` with the instructions of the file."""
+        if self.instructions is None:
+            return sources
+        texts = read_instructions(self.instructions, names)
+        if lacking := [name for name in names if name not in texts]:
+            raise UserError(f"{self.instructions} has no instruction for {listed(lacking)}; give every data set one, '' for none")
+        return [source.replaced(instruction=texts[source.name]) for source in sources]
 
-
-@dataclass
-class ContrastiveTrainingArguments(SentenceTransformerTrainingArguments):
-    """Trainer arguments with the values of the authors' code as defaults; the warm-up is 5 % of the steps."""
-
-    output_dir: str = field(default=None, metadata={"help": "folder of the sentence encoder"})
-    max_steps: int = 2000
-    per_device_train_batch_size: int = 64
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.01
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    max_grad_norm: float = 1.0
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: float = 0.05
-    logging_steps: float = 20
-    save_steps: float = 500
-    save_total_limit: int | None = 2
-    report_to: str = "none"
-    logging_nan_inf_filter: bool = False
-
-    def __post_init__(self):
-        refuse_options(self, {name: reason for name, reason in _NOT_OURS.items() if name != "num_train_epochs" or self.max_steps >= 0})
-        if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed must be between 0 and {2**32 - 1}, but {self.seed} was given")
-        super().__post_init__()
+    def loading(self):
+        """The arguments of `load_sentence_transformer`."""
+        names = ("max_length", "pooling", "tokenizer", "attn_implementation", "trust_remote_code")
+        return {"model": self.model, **{name: getattr(self, name) for name in names}}
 
 
 class ContrastiveTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops where the logged loss or, at the end, a weight is no finite number."""
+    """The library's trainer; it stops where the logged loss or, at the end, a weight is not a finite number."""
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
@@ -178,32 +150,35 @@ class ContrastiveTrainer(SentenceTransformerTrainer):
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise UserError(
                 f"training diverged after step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and no encoder was "
-                "saved; give a lower learning_rate, and --overwrite or another output_dir"
+                "saved; give a lower learning_rate, and --overwrite or another output"
             )
 
 
 def check(arguments, training):
     """Everything that can be found wrong before work begins.
 
+    Args:
+        arguments: `ContrastiveArguments`.
+        training: SentenceTransformerTrainingArguments.
     Returns:
-        the `DataSource`s.
+        the `PairSource`s.
     """
-    if not training.output_dir:
-        raise UserError("give --output_dir, the folder for the sentence encoder")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise UserError(f"max_steps must be at least 1, but {training.max_steps} was given")
+    if not 0 <= training.seed < 2**32:
+        raise UserError(f"seed must be between 0 and {2**32 - 1}, but {training.seed} was given")
     if training.fp16 and training.device.type == "cpu":
         raise UserError("fp16 needs a GPU; leave it out, or give bf16")
-    check_folder(training.output_dir, "output_dir")
+    if training.eval_strategy != "no":
+        raise UserError(f"eval_strategy is {training.eval_strategy.value!r}, but there are no rows to evaluate on; use neobert mteb")
+    check_folder(arguments.output, "output")
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
     check_trackers(training.report_to)
     sources = arguments.sources()
     local = [arguments.model, *(source.path for source in sources if source.is_local)]
-    check_apart(training.output_dir, *(path for path in local if Path(path).exists()))
-    for source in sources:
-        check_source(source)
+    check_apart(arguments.output, *(path for path in local if Path(path).exists()))
     return sources
 
 
@@ -219,8 +194,8 @@ def build_datasets(arguments, training, sources):
                 f"{source.name} ({source.path}): in-batch negatives need at least 2 rows without a common text, but its "
                 f"{len(data[source.name])} usable rows share theirs"
             )
-        if prompt := arguments.prompt(source.instruction):
-            prompts[source.name] = {"anchor": prompt}
+        if text := prompt(arguments.instruction_template, source.instruction):
+            prompts[source.name] = {"anchor": text}
     return data, prompts
 
 
@@ -240,7 +215,10 @@ def build_trainer(model, data, prompts, arguments, training):
     training.multi_dataset_batch_sampler = functools.partial(
         SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size, names=list(data)
     )
-    return ContrastiveTrainer(model=model, args=training, train_dataset=data, loss=build_loss(model, arguments))
+    try:
+        return ContrastiveTrainer(model=model, args=training, train_dataset=data, loss=build_loss(model, arguments))
+    except ValueError as error:  # options that do not go together
+        raise UserError(one_line(error)) from error
 
 
 def save_encoder(model, folder, prompts, arguments, extra):
@@ -250,16 +228,15 @@ def save_encoder(model, folder, prompts, arguments, extra):
         prompts: {data set: prompt}; with "query" and "document" they become the model's prompts.
         extra: content of contrastive.json.
     """
-    named = {name: prompt["anchor"] for name, prompt in prompts.items()}
-    instructions = list(dict.fromkeys(named.values()))
-    query = instructions[0] if len(instructions) == 1 else arguments.prompt("Retrieve text that answers the query.") if named else ""
-    model.prompts = {"query": query, "document": "", **named}
-    folder = Path(folder)
+    named = {name: texts["anchor"] for name, texts in prompts.items()}
+    different = list(dict.fromkeys(named.values()))
+    usual = prompt(arguments.instruction_template, "Retrieve text that answers the query.") if named else ""
+    model.prompts = {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
     try:
-        model.save_pretrained(str(temporary))
+        save_for_all_versions(model, temporary)
         write_manifest(temporary, "contrastive", extra)
-        entries = sorted(temporary.iterdir(), key=lambda path: (path.name == "modules.json") - (path.name == RECIPE_FILE))
+        entries = sorted(temporary.iterdir(), key=lambda path: (path.name == "modules.json") - (path.name == MANIFEST))
         for path in entries:
             target = folder / path.name
             if target.is_dir():
@@ -274,90 +251,107 @@ def merge_lora(model, adapter_folder, arguments):
     from peft import PeftModel
 
     model[0].auto_model.save_pretrained(adapter_folder)
-    plain = load_sentence_transformer(arguments.model, **_loading(arguments))
+    plain = load_sentence_transformer(**arguments.loading())
     adapted = PeftModel.from_pretrained(plain[0].auto_model, adapter_folder)
     merged = adapted.merge_and_unload()
     assert merged is plain[0].auto_model, "merging changed the model object"
     return plain
 
 
-def _loading(arguments):
-    names = ("max_length", "pooling", "tokenizer", "attn_implementation", "trust_remote_code")
-    return {name: getattr(arguments, name) for name in names}
-
-
-def _recipe(arguments, training):
+def _recipe(arguments, training, sources):
     """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
-    given = {**training.to_dict(), **asdict(arguments)}
-    recipe = {name: value for name, value in given.items() if not name.startswith(_FREE)}
-    recipe["processes"] = training.world_size
-    recipe["weights"] = weights_digest(arguments.model)
-    files = [source.path for source in arguments.sources() if source.is_local and Path(source.path).is_file()]
-    recipe["files"] = {path: files_digest([path]) for path in files}
-    return json.loads(json.dumps(recipe, default=str))
+    recipe = number_options(training.to_dict())
+    recipe |= {name: value for name, value in asdict(arguments).items() if name not in ("output", "overwrite")}
+    recipe |= {"processes": training.world_size, "weights": weights_digest(arguments.model)}
+    recipe["instructions"] = {source.name: source.instruction for source in sources}
+    recipe["files"] = {source.path: files_digest([source.path]) for source in sources if source.is_local}
+    return redacted(json.loads(json.dumps(recipe, default=str)))
 
 
-def _is_finished(folder, recipe, overwrite):
-    """True if the folder holds the finished result of this very recipe; UserError if it holds another. Left-overs of a killed run go."""
-    if overwrite:
-        if folder.is_dir() and any(folder.iterdir()):
-            check_replaceable(folder, "contrastive", WORKING_FILES)
-        return False
-    for path in folder.glob(".saving-*"):
-        shutil.rmtree(path, ignore_errors=True)
-    path = folder / RECIPE_FILE
-    if path.is_file():
-        old = json.loads(path.read_text())["recipe"]
-        changed = [name for name in recipe if name in old and old[name] != recipe[name]]
-        if changed:
-            raise UserError(
-                f"{folder} holds a run with other settings ({', '.join(changed)} differ); choose another output_dir, or give --overwrite"
-            )
-    elif folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} holds other files; choose another output_dir")
+def _state(folder, recipe, overwrite):
+    """What `folder` holds: "nothing", "begun" or "finished" by this very recipe, or "replaceable", with `overwrite`. Changes nothing.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if not folder.is_dir() or all(path.name == ".lock" for path in folder.iterdir()):
+        return "nothing"
+    try:
+        old = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["recipe"]
+        changed = [name for name in recipe if old.get(name) != recipe[name]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        changed = None
     finished = (folder / "modules.json").is_file()
-    if finished:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return finished
+    if overwrite and (finished or changed != []):
+        check_replaceable(folder, "contrastive", WORKING_FILES)
+        return "replaceable"
+    if changed is None:
+        raise UserError(f"{folder} holds other files; choose another output")
+    if changed:
+        raise UserError(
+            f"{folder} holds a run with other settings ({', '.join(changed)} differ); choose another output, or give --overwrite"
+        )
+    return "finished" if finished else "begun"
 
 
 def train(arguments, training):
-    """Trains and writes the sentence encoder to `training.output_dir`; a run that was interrupted continues at its last checkpoint.
+    """Trains and writes the sentence encoder to `arguments.output`; a run that was interrupted goes on from its last complete checkpoint.
 
+    Args:
+        arguments: `ContrastiveArguments`.
+        training: SentenceTransformerTrainingArguments whose output_dir is the folder of the checkpoints.
     Returns:
         dict: data set sizes and probabilities, losses of the log, steps, seconds. None if the folder was finished already.
     Raises:
-        UserError: bad input, before any work.
+        UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
     """
-    folder = Path(training.output_dir)
+    folder = Path(arguments.output)
     sources = check(arguments, training)
-    recipe = _recipe(arguments, training)
-    if _is_finished(folder, recipe, arguments.overwrite):
+    recipe = _recipe(arguments, training, sources)
+    state = _state(folder, recipe, arguments.overwrite)
+    if state == "finished":
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return None
     set_seed(training.seed)
-    model = load_sentence_transformer(arguments.model, **_loading(arguments))
+    model = load_sentence_transformer(**arguments.loading())
     if arguments.lora:
         config = lora_config(model[0].auto_model, arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout, arguments.lora_targets)
         model.add_adapter(config)
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
-    if training.process_index == 0:
-        if arguments.overwrite and folder.is_dir() and any(folder.iterdir()):
-            set_aside(folder, "contrastive", WORKING_FILES)
-        write_json(folder / RECIPE_FILE, {"command": "contrastive", "recipe": recipe})
-    training.output_dir = str(folder / "checkpoints")
-    trainer = build_trainer(model, data, prompts, arguments, training)
+    if state == "replaceable" and training.process_index == 0:
+        set_aside(folder, "contrastive", WORKING_FILES)
+    with checkpoints.lock_run(folder):
+        if training.process_index == 0:
+            for path in folder.glob(".saving-*"):  # of a killed run
+                shutil.rmtree(path, ignore_errors=True)
+            write_json(folder / MANIFEST, {"command": "contrastive", "recipe": recipe, "files": {}})
+        trainer = build_trainer(model, data, prompts, arguments, training)
+        summary = _train(trainer, data, arguments)
+        if trainer.is_world_process_zero():
+            trained = trainer.accelerator.unwrap_model(trainer.model)
+            if arguments.lora:
+                trained = merge_lora(trained, folder / "adapter", arguments)
+            dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
+            extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
+            save_encoder(trained, folder, prompts, arguments, extra)
+            shutil.rmtree(training.output_dir, ignore_errors=True)
+            remove_set_aside(folder, "contrastive", WORKING_FILES)
+    return summary
+
+
+def _train(trainer, data, arguments):
+    """Runs the trainer; returns what is told about it."""
     sizes = {name: len(part) for name, part in data.items()}
-    rows = {name: rows_per_batch(part, training.train_batch_size, arguments.texts_per_batch) for name, part in data.items()}
+    rows = {name: rows_per_batch(part, trainer.args.train_batch_size, arguments.texts_per_batch) for name, part in data.items()}
     drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
     if trainer.is_world_process_zero():
         for name, size in sizes.items():
             print(f"{name}: {size:,} rows, {rows[name]} a batch, drawn with probability {drawn[name]:.3f}")
-    checkpoint = last_whole_checkpoint(training.output_dir)
-    outcome = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    outcome = checkpoints.train(trainer)
     trainer.check_finite(*trainer.model.parameters())
     trainable, total = trainable_parameters(trainer.model)
-    summary = {
+    return {
         "rows": sizes,
         "rows_per_batch": rows,
         "probabilities": drawn,
@@ -367,29 +361,28 @@ def train(arguments, training):
         "parameters": total,
         "losses": [[entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry],
     }
-    if trainer.is_world_process_zero():
-        trained = trainer.accelerator.unwrap_model(trainer.model)
-        if arguments.lora:
-            trained = merge_lora(trained, folder / "adapter", arguments)
-        dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
-        extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
-        save_encoder(trained, folder, prompts, arguments, extra)
-        shutil.rmtree(folder / "checkpoints")
-        remove_set_aside(folder, "contrastive", WORKING_FILES)
-    return summary
+
+
+def parse(argv):
+    """(ContrastiveArguments, SentenceTransformerTrainingArguments) of a command line."""
+    arguments, given = read_arguments([ContrastiveArguments], argv, "neobert contrastive", __doc__, trainer=TRAINER)
+    if "num_train_epochs" in given and given["max_steps"] > 0:
+        raise UserError(f"max_steps {given['max_steps']} decides, so that num_train_epochs would be ignored; give --max-steps -1 with it")
+    if given.get("bf16") and not torch.cuda.is_available() and not given.get("use_cpu"):
+        given["bf16"] = False
+        print("neobert contrastive: no GPU here, training in float32 instead of bfloat16", file=sys.stderr)
+    base = SentenceTransformerTrainingArguments
+    return arguments, training_arguments(Path(arguments.output) / "checkpoints", given, FIXED, base)
 
 
 def main(argv=None):
-    """`neobert contrastive [RECIPE.yaml] [--key value ...]`; returns the exit code."""
-    arguments, training = read_recipe((ContrastiveArguments, ContrastiveTrainingArguments), argv or [], prog="neobert contrastive")
-    if training.bf16 and not torch.cuda.is_available() and not training.use_cpu:
-        training.bf16 = False
-        print("neobert contrastive: no GPU here, training in float32 instead of bfloat16", file=sys.stderr)
-    folder = training.output_dir
+    """`neobert contrastive [RECIPE.yaml] [--option value ...]`; returns the exit code."""
+    arguments, training = parse(argv or [])
     summary = train(arguments, training)
     if training.process_index == 0:
         if summary is None:
-            print(f"{folder}: finished already with this recipe; --overwrite trains again")
+            print(f"{arguments.output}: finished already with this recipe; --overwrite trains again")
         else:
-            print(f"{folder}: sentence encoder after {summary['steps']:,} steps in {summary['seconds']:.0f} s")
+            seconds = f" in {summary['seconds']:.0f} s" if summary["seconds"] else ""
+            print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps{seconds}")
     return 0

@@ -5,26 +5,27 @@ proportional to size^alpha (paper, section 4.3).
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 
-from ..common.errors import UserError, one_line
-from ..common.rows import FORMATS, check_corpus, corpus_columns
+from ..common.errors import UserError, listed, one_line
+from ..common.identity import files_digest
+from ..common.rows import FORMATS, check_characters, read_rows, row_columns, row_format
 
 
-@dataclass
-class DataSource:
-    """One entry of `datasets` in a recipe.
+@dataclass(frozen=True)
+class PairSource:
+    """One data set: an entry of `datasets` in a recipe, or a file of `--pairs`.
 
     A text is named by a path into the row: `question`, `set.0`, `set.query`, `pos_paras.0.text`; `*` is every item: `neg_paras.*.text`.
     """
 
     name: str
-    path: str  # Hub name, or a local .jsonl or .parquet file
+    path: str  # Hub name, or a local file of common.rows
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -39,7 +40,12 @@ class DataSource:
 
     @property
     def is_local(self):
-        return Path(self.path).suffix in FORMATS
+        return row_format(self.path) is not None
+
+    @property
+    def columns(self):
+        """The columns of a row that hold all of this."""
+        return list(dict.fromkeys(path.split(".")[0] for path in (self.anchor, self.positive, *self.negatives, *self.above)))
 
     @classmethod
     def from_dict(cls, values):
@@ -57,9 +63,8 @@ class DataSource:
         missing = [key for key in ("name", "path") if not values.get(key)]
         if missing:
             raise UserError(f"datasets: an entry has no {missing[0]!r}: {values}")
-        values = dict(values)
         if isinstance(values.get("negatives"), str):
-            values["negatives"] = [values["negatives"]]
+            values = {**values, "negatives": [values["negatives"]]}
         source = cls(**values)
         if source.max_negatives < 1:
             raise UserError(f"datasets: max_negatives of {source.name} must be at least 1, but {source.max_negatives} was given")
@@ -68,7 +73,12 @@ class DataSource:
     @classmethod
     def from_file(cls, path, instruction=""):
         """A local file with columns anchor, positive and perhaps negative, negative_1, ...; its name is the file's."""
-        return cls(name=Path(path).stem, path=str(path), instruction=instruction)
+        if row_format(path) is None:
+            raise UserError(f"pairs must be files that end in {', '.join(FORMATS)}, but {path} was given")
+        return cls(name=Path(path).name.split(".")[0], path=str(path), instruction=instruction)
+
+    def replaced(self, **values):
+        return replace(self, **values)
 
 
 def lookup(row, path):
@@ -121,53 +131,70 @@ def _is_text(value):
     return isinstance(value, str) and value.strip() != ""
 
 
-def check_source(source):
-    """Checks a local data set, row by row, before any work; finds its negative columns.
+def _is_negative(column):
+    return column == "negative" or column.startswith("negative_")
+
+
+def inspected(source):
+    """The source with its negative columns named; a local file is read row by row, and so checked.
 
     Raises:
         UserError: no such file, a broken row, a column that is missing, negatives in some rows only.
     """
     if not source.is_local:
-        return
-    columns = corpus_columns(source.path) if Path(source.path).is_file() else []
-    uniform = None
+        return source
+    alike = None
     if not source.negatives:
-        source.negatives = sorted(filter(_is_negative, columns), key=lambda name: (len(name), name))
-        uniform = _is_negative
+        found = sorted(filter(_is_negative, row_columns(source.path)), key=lambda name: (len(name), name))
+        source, alike = source.replaced(negatives=found), _is_negative
     texts = [path for path in (source.anchor, source.positive) if "." not in path]
-    wanted = [path.split(".")[0] for path in (source.anchor, source.positive, *source.negatives, *source.above)]
-    check_corpus(source.path, list(dict.fromkeys(wanted)), texts, uniform=uniform)
+    for place, row in read_rows(source.path, source.columns, texts, alike=alike):
+        for text in _negatives(row, source):
+            check_characters(place, "negatives", text)
+    return source
 
 
-def _is_negative(column):
-    return column == "negative" or column.startswith("negative_")
+def _local_examples(source, count, digest):
+    """Examples of a local file; `digest` is that of its content, which the library's cache goes by."""
+    for _, row in read_rows(source.path, source.columns):
+        if all(row[column] > lowest for column, lowest in source.above.items()):
+            made = example(row, source, count)
+            if made is not None:
+                yield made
 
 
-def load_source(source, seed=0):
-    """A data set as a `datasets.Dataset` with columns anchor, positive, negative_1, ....
+def _load_local(source):
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetsError
 
-    Raises:
-        UserError: it cannot be loaded, has other columns, or no usable row.
-    """
+    count = max((len(_negatives(row, source)) for _, row in read_rows(source.path, source.columns)), default=0)
+    names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
+    features = Features({name: Value("string") for name in names})
+    given = {"source": source, "count": count, "digest": files_digest([source.path])}
+    try:
+        return Dataset.from_generator(_local_examples, features=features, gen_kwargs=given)
+    except (TypeError, ValueError, DatasetsError) as error:  # `above` of what has no order; no row at all
+        raise UserError(f"{source.name} ({source.path}) has no usable row ({one_line(error.__cause__ or error)})") from error
+
+
+def _load_from_hub(source, seed):
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
     try:
-        if source.is_local:
-            kind = "parquet" if source.path.endswith(".parquet") else "json"
-            data = load_dataset(kind, data_files=source.path, split="train")
-        elif source.qrels:
-            data = _load_qrels(source)
-        else:
-            data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+        data = (
+            _load_qrels(source) if source.qrels else load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+        )
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"the data set {source.path} cannot be loaded: {one_line(error)}") from error
-    for path in (source.anchor, source.positive, *source.negatives, *source.above):
-        if path.split(".")[0] not in data.column_names:
-            raise UserError(f"{source.name} ({source.path}) has no column {path.split('.')[0]!r}; it has: {', '.join(data.column_names)}")
+    if source.qrels:
+        return data
+    for column in source.columns:
+        if column not in data.column_names:
+            raise UserError(f"{source.name} ({source.path}) has no column {column!r}; it has: {listed(data.column_names)}")
     for column, lowest in source.above.items():
         data = data.filter(lambda values, lowest=lowest: [value > lowest for value in values], input_columns=column, batched=True)
-    if source.max_rows is not None and len(data) > source.max_rows:
+    if source.max_rows is not None and len(data) > source.max_rows:  # before the work of the conversion
         data = data.shuffle(seed=seed).select(range(source.max_rows))
     count = 0
     if source.negatives:
@@ -179,7 +206,18 @@ def load_source(source, seed=0):
         names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
         return {name: [row[name] for row in made] for name in names}
 
-    data = data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
+    return data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
+
+
+def load_source(source, seed=0):
+    """A data set as a `datasets.Dataset` with columns anchor, positive, negative_1, ....
+
+    Raises:
+        UserError: it cannot be loaded, has other columns, or no usable row.
+    """
+    data = _load_local(source) if source.is_local else _load_from_hub(source, seed)
+    if source.max_rows is not None and len(data) > source.max_rows:
+        data = data.shuffle(seed=seed).select(range(source.max_rows))
     if not len(data):
         raise UserError(f"{source.name} ({source.path}) has no usable row")
     return data
@@ -201,7 +239,6 @@ def _load_qrels(source):
         texts[subset] = {row["_id"]: f"{row.get('title') or ''} {row['text']}".strip() for row in data.select(rows)}
     pairs = zip(wanted["queries"], wanted["corpus"])
     pairs = [(texts["queries"].get(query), texts["corpus"].get(document)) for query, document in pairs]
-    source.anchor, source.positive = "anchor", "positive"
     return Dataset.from_dict({"anchor": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]})
 
 

@@ -2,11 +2,10 @@
 
 # ruff: noqa: E402  (a missing extra is named before the imports that need it)
 
-import functools
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import require
@@ -20,50 +19,56 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
+from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line
-from ..common.files import check_folder, write_json, write_text
-from ..common.loading import choose_device, choose_dtype
-from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
-from ..common.recipe import read_recipe
-from ..common.results import environment, markdown_table
-from .contrastive import INSTRUCTION_TEMPLATE
+from ..common.files import check_folder, write_json
+from ..common.loading import DTYPES, choose_device
+from ..common.results import environment
+from .instructions import TEMPLATE, check_template
+from .instructions import read_instructions as read_file
 from .local_tasks import LOCAL_TASKS
-from .packed_encoder import TOKENS_HELP, PackedEncoder
+from .mteb_tables import PAPER_BENCHMARK, averages, task_table, write_tables
+from .packed_encoder import POOLINGS, TOKENS_HELP, PackedEncoder
 
 
-PAPER_BENCHMARK = "MTEB(eng, v1)"
 # Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone does.
 _INSTRUCTED_SIDES = (None, PromptType.query)
 
 
 @dataclass
-class MtebArguments:
+class MtebArguments(Arguments):
     """Options of `neobert mteb`."""
 
-    model: str = field(metadata={"help": "sentence encoder or bare encoder: a folder or a Hub name"})
-    output: str = field(metadata={"help": "folder for <name>.json, the tables and MTEB's result cache"})
-    tasks: list[str] = field(
-        default_factory=lambda: [PAPER_BENCHMARK], metadata={"help": "task names, benchmark names, or 'local' (WordNet, movie sentiment)"}
+    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
+    output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
+    tasks: list[str] = option(
+        default_factory=lambda: [PAPER_BENCHMARK], help="task names, benchmark names, or 'local' (WordNet, movie sentiment)"
     )
-    name: str | None = field(default=None, metadata={"help": "name of the row; the model's by default"})
-    dtype: str = field(default="auto", metadata={"help": "auto (float16 on CUDA, float32 elsewhere), float32, float16 or bfloat16"})
-    instructions: str = field(default="mteb", metadata={"help": "mteb (each task's own prompt), none, or a JSON file {task, type: text}"})
-    instruction_template: str = field(default=INSTRUCTION_TEMPLATE, metadata={"help": "how an instruction is put before a text"})
-    max_length: int | None = field(default=None, metadata={"help": "tokens per text"})
-    pooling: str = field(default="mean", metadata={"help": "mean or cls, for a bare encoder"})
-    tokenizer: str | None = field(default=None, metadata={"help": "tokenizer, where the model's folder has none"})
-    tokens_per_batch: int | None = field(default=None, metadata={"help": TOKENS_HELP})
-    device: str | None = field(default=None, metadata={"help": "cpu, cuda, cuda:1, ..."})
-    attn_implementation: str | None = field(default=None, metadata={"help": "attention implementation of transformers"})
-    trust_remote_code: bool = field(default=False, metadata={"help": "run the model repository's own code"})
-    stop_on_error: bool = field(default=False, metadata={"help": "stop at the first task that fails, rather than after the others"})
+    name: str | None = option(None, "name of the row; the model's by default")
+    dtype: str = option("auto", "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement", choices=DTYPES)
+    instructions: str = option("mteb", "mteb (each task's own prompt), none, or a YAML or JSON file {task or type: text}")
+    instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
+    max_length: int | None = option(None, "tokens per text", least=3)
+    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
+    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
+    tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
+    device: str | None = option(None, "cpu, cuda, cuda:1, ...")
+    attn_implementation: str | None = option(None, "attention implementation of transformers")
+    trust_remote_code: bool = option(False, "run the model repository's own code")
+    stop_on_error: bool = option(False, "stop at the first task that fails, rather than after the others")
 
     def __post_init__(self):
-        choose_dtype(self.dtype, "cpu")
-        if "{instruction}" not in self.instruction_template:
-            raise UserError(f"instruction_template must contain {{instruction}}, but {self.instruction_template!r} was given")
+        super().__post_init__()
+        check_template(self.instruction_template)
         if not self.tasks:
             raise UserError("no task was given; give names, a benchmark such as 'MTEB(eng, v1)', or 'local'")
+        if not re.fullmatch(r"[\w.+-]+", self.row):
+            raise UserError(f"name may hold letters, digits and . _ + -, but {self.row!r} was given")
+
+    @property
+    def row(self):
+        """Name of the row in the table."""
+        return self.name or Path(self.model.rstrip("/")).name
 
 
 def choose_tasks(names):
@@ -101,29 +106,15 @@ def choose_tasks(names):
 
 
 def read_instructions(choice, tasks):
-    """{task name or task type: text} from a JSON file, {} for "mteb", None for "none".
+    """{task name or task type: text} from a file, {} for "mteb", None for "none".
 
     Raises:
-        UserError: not such a file, or a key that is neither a chosen task (or a part of one) nor its type.
+        UserError: not such a file, or a name that is neither a chosen task (or a part of one) nor its type.
     """
-    if choice == "mteb":
-        return {}
-    if choice == "none":
-        return None
-    path = Path(choice)
-    if not path.is_file():
-        raise UserError(f"instructions must be mteb, none or a JSON file, but there is no file {choice}")
-    try:
-        instructions = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error})") from None
-    if not isinstance(instructions, dict) or not all(isinstance(text, str) for text in instructions.values()):
-        raise UserError(f"{path} must map names of tasks or task types to texts")
-    known = {name for task in tasks for part in (task, *getattr(task, "tasks", ())) for name in (part.metadata.name, part.metadata.type)}
-    for key in instructions:
-        if key not in known:
-            raise UserError(f"{path}: {key!r} is neither a chosen task nor the type of one; allowed: {', '.join(sorted(known))}")
-    return instructions
+    if choice in ("mteb", "none"):
+        return {} if choice == "mteb" else None
+    parts = [part for task in tasks for part in (task, *getattr(task, "tasks", ()))]
+    return read_file(choice, {name for part in parts for name in (part.metadata.name, part.metadata.type)})
 
 
 class PackedModel(AbsEncoder):
@@ -169,115 +160,6 @@ def fingerprint(encoder, arguments, instructions):
     return digest.hexdigest()
 
 
-def averages(scores, types):
-    """Mean over all tasks, and per type; scores in percent.
-
-    Args:
-        scores: {task: score}; a task that failed has None.
-        types: {task: type}.
-    Returns:
-        dict type -> mean, with "all" -> mean over the tasks. None where a task of the mean has no score: no task is ever left out.
-    """
-    groups = {"all": list(scores)}
-    for task in scores:
-        groups.setdefault(types[task], []).append(task)
-    means = {}
-    for group, tasks in groups.items():
-        values = [scores[task] for task in tasks]
-        means[group] = None if any(value is None for value in values) else float(np.mean(values))
-    return means
-
-
-def _cell(value, digits=1):
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def table4(runs):
-    """Markdown table in the layout of Table 4: published rows, then `runs` of the whole benchmark.
-
-    Args:
-        runs: {name: result dict}, results as `evaluate` returns them; tasks beyond the 56 do not count.
-    """
-    header = ["model", "source", *MTEB_TYPES.values(), "avg (56)"]
-    rows = [[name, "published", *(_cell(value) for value in values)] for name, values in MTEB.items()]
-    for name, run in runs.items():
-        rows.append([name, "measured", *_means(run, _paper_tasks())])
-    return markdown_table(header, rows) + "\n" + MTEB_NOTE + "\n"
-
-
-def table4_of_other_tasks(runs):
-    """The same layout for `runs` of other tasks: the source of a row says how many, and the note that they are not those of the paper."""
-    header = ["model", "source", *MTEB_TYPES.values(), "avg"]
-    rows = [[name, "published, 56 tasks", *(_cell(value) for value in values)] for name, values in MTEB.items()]
-    for name, run in runs.items():
-        count = len(run["scores"])
-        rows.append([name, f"measured, {count} other task{'s' if count > 1 else ''}", *_means(run, run["scores"])])
-    note = "Rows of other tasks share the layout alone: their scores are not those of MTEB(eng, v1), and not to be compared with published rows."
-    return markdown_table(header, rows) + f"\n{note} {MTEB_NOTE}\n"
-
-
-def _means(run, tasks):
-    means = averages({task: score for task, score in run["scores"].items() if task in tasks}, run["types"])
-    return [*(_cell(means.get(kind)) for kind in MTEB_TYPES), _cell(means["all"])]
-
-
-def task_table(runs):
-    """Markdown table of every task (rows) and run (columns), with the means per type and over all tasks."""
-    tasks = {task: run["types"][task] for run in runs.values() for task in run["scores"]}
-    rows = []
-    for kind in dict.fromkeys(tasks.values()):
-        members = [task for task in tasks if tasks[task] == kind]
-        rows += [[task, kind, *(_cell(run["scores"].get(task), 2) for run in runs.values())] for task in members]
-        if len(members) > 1:
-            rows.append([f"**mean of {len(members)}**", kind, *(_cell(run["averages"].get(kind), 2) for run in runs.values())])
-    whole = [_cell(run["averages"]["all"], 2) if set(run["scores"]) == set(tasks) else "" for run in runs.values()]
-    rows.append([f"**mean over {len(tasks)} tasks**", "", *whole])
-    return markdown_table(["task", "type", *runs], rows)
-
-
-def settings_table(runs):
-    """Markdown table of the settings that every run's scores depend on, after a sentence that names those in which runs differ."""
-    columns = {"max_length": [], "instructions": [], "dtype": []}
-    for run in runs.values():
-        template = run.get("instruction_template", INSTRUCTION_TEMPLATE)
-        own = run["instructions"] != "none" and template != INSTRUCTION_TEMPLATE
-        columns["max_length"].append(run["max_length"])
-        columns["instructions"].append(run["instructions"] + (f", put as {json.dumps(template)}" if own else ""))
-        columns["dtype"].append(run["environment"]["dtype"])
-    differing = [name for name, values in columns.items() if len(set(values)) > 1]
-    text = f"These rows were not measured alike: they differ in {', '.join(differing)}.\n\n" if differing else ""
-    return text + markdown_table(["model", *columns], zip(runs, *columns.values()))
-
-
-@functools.cache
-def _paper_tasks():
-    return frozenset(task.metadata.name for task in mteb.get_benchmark(PAPER_BENCHMARK).tasks)
-
-
-def is_paper_benchmark(run):
-    """Whether a result covers the 56 tasks of the paper's benchmark."""
-    return _paper_tasks() <= set(run["scores"])
-
-
-def write_tables(folder):
-    """Writes table.md from every result in `folder`."""
-    runs = {}
-    for path in sorted(Path(folder).glob("*.json")):
-        run = json.loads(path.read_text())
-        if "scores" in run and "averages" in run:
-            runs[run["name"]] = run
-    whole = {name: run for name, run in runs.items() if is_paper_benchmark(run)}
-    rest = {name: run for name, run in runs.items() if name not in whole}
-    parts = []
-    if whole:
-        parts += ["# MTEB(eng, v1), the layout of Table 4", table4(whole), task_table(whole)]
-    if rest:
-        parts += ["# Other tasks, in the layout of Table 4", table4_of_other_tasks(rest)]
-        parts += ["## Each task", "Main score of each task in percent (its own metric).\n\n" + task_table(rest)]
-    parts += ["## Settings of the measured rows", settings_table(runs)]
-    write_text(Path(folder) / "table.md", "\n\n".join(parts))
-
-
 def _earlier(folder, name, revision):
     """The result that `folder` holds under this name, {} where there is none.
 
@@ -318,15 +200,12 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         of other tasks that it holds already.
     """
     tasks = choose_tasks(arguments.tasks)
-    instructions = read_instructions(arguments.instructions, tasks)
-    name = arguments.name or Path(arguments.model.rstrip("/")).name
-    if not re.fullmatch(r"[\w.+-]+", name):
-        raise UserError(f"name may hold letters, digits and . _ + -, but {name!r} was given")
-    folder = Path(arguments.output)
+    texts = read_instructions(arguments.instructions, tasks)
+    name, folder = arguments.row, Path(arguments.output)
     check_folder(folder, "output")
-    revision = fingerprint(encoder, arguments, instructions)
+    revision = fingerprint(encoder, arguments, texts)
     earlier = _earlier(folder, name, revision)
-    model = PackedModel(encoder, f"neobert/{name}", revision, instructions, arguments.instruction_template)
+    model = PackedModel(encoder, f"neobert/{name}", revision, texts, arguments.instruction_template)
     cache = mteb.ResultCache(cache_path=folder / "cache")
     _remove_broken_results(cache, model)
     results = mteb.evaluate(
@@ -355,19 +234,31 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
         "instructions": arguments.instructions,
         "instruction_template": arguments.instruction_template,
+        "dtype": arguments.dtype,
         "max_length": encoder.max_length,
-        "environment": environment(dtype=str(encoder.dtype).removeprefix("torch."), device=str(encoder.device)),
+        "environment": environment(dtype=encoder.dtype_name, device=str(encoder.device)),
     }
     write_json(folder / f"{name}.json", report)
     write_tables(folder)
     return report
 
 
+def _earlier_dtype(arguments):
+    """The dtype that an earlier run of this row chose by itself, so that a measurement that turns out otherwise does not part them."""
+    try:
+        run = json.loads((Path(arguments.output) / f"{arguments.row}.json").read_text())
+        return run["environment"]["dtype"] if run["dtype"] == "auto" and run["environment"]["dtype"] in DTYPES else "auto"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "auto"
+
+
 def main(argv=None):
     """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
-    (arguments,) = read_recipe((MtebArguments,), argv or [], prog="neobert mteb")
+    (arguments,) = read_arguments([MtebArguments], argv or [], "neobert mteb", __doc__)
+    check_folder(arguments.output, "output")
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
-    encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device))
+    dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype
+    encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)
     report = evaluate(encoder, arguments)
     print(task_table({report["name"]: report}))
     if report["errors"]:

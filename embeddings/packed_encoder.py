@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line, require
 from ..common.loading import TOKENIZER, choose_device, choose_dtype, position_limit
+from ..common.packing import mean_of_sequences, pack
 
 
 # Tokens of a batch where none are given; on the CPU more leave the caches.
@@ -19,6 +20,14 @@ CUDA_TOKENS, CPU_TOKENS = 65536, 3072
 TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
 POOLINGS = ("mean", "cls")
 _PROBE = "A short text."
+
+
+class NotFinite(UserError):
+    """A vector with infinite values or none at all; `index` is that of its text."""
+
+    def __init__(self, index, dtype):
+        super().__init__(f"the vector is not finite in {dtype}; give --dtype float32, or bfloat16")
+        self.index = index
 
 
 def load_sentence_transformer(
@@ -132,11 +141,11 @@ class PackedEncoder:
         self.width = vector.shape[1]
 
     @classmethod
-    def from_arguments(cls, arguments, device):
-        """The encoder that a command's arguments describe (fields named as the settings above), on `device`."""
+    def from_arguments(cls, arguments, device, dtype=None):
+        """The encoder that a command's arguments describe (fields named as the settings above), on `device`; `dtype` in place of theirs."""
         return cls(
             arguments.model,
-            dtype=arguments.dtype,
+            dtype=dtype or arguments.dtype,
             device=device,
             tokens_per_batch=arguments.tokens_per_batch,
             max_length=arguments.max_length,
@@ -150,6 +159,10 @@ class PackedEncoder:
     def packs(self):
         """Whether this model runs without padding."""
         return self._packed_pooling is not None
+
+    @property
+    def dtype_name(self):
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def max_length(self):
@@ -204,6 +217,8 @@ class PackedEncoder:
         Args:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
+        Raises:
+            NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
         output = torch.empty(len(tokens), self.width, device=self.device)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
@@ -212,6 +227,9 @@ class PackedEncoder:
             output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
+        finite = output.isfinite().all(dim=1)
+        if not finite.all():
+            raise NotFinite(int((~finite).nonzero()[0]), self.dtype_name)
         return output.cpu().numpy()
 
     def encode(self, texts, prompt="", show_progress_bar=False):
@@ -220,20 +238,10 @@ class PackedEncoder:
             return self.embed(self.tokenize(texts, prompt), bar.update)
 
     def _embed_packed(self, batch):
-        lengths = torch.tensor([len(ids) for ids in batch], device=self.device)
-        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        input_ids = torch.from_numpy(np.concatenate(batch)).to(self.device)[None]
-        longest = max(len(ids) for ids in batch)
-        model = self.sentence_transformer[0].auto_model
-        hidden = model(
-            input_ids=input_ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest
-        ).last_hidden_state[0]
-        if self._packed_pooling == "cls":
-            pooled = hidden[bounds[:-1].long()]
-        else:
-            texts = torch.repeat_interleave(torch.arange(len(batch), device=self.device), lengths)
-            sums = torch.zeros(len(batch), hidden.shape[-1], device=self.device).index_add_(0, texts, hidden.float())
-            pooled = (sums / lengths[:, None]).to(hidden.dtype)
+        packed = pack(batch, self.device)
+        hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state
+        bounds = packed["cu_seq_lens_q"]
+        pooled = hidden[0, bounds[:-1].long()] if self._packed_pooling == "cls" else mean_of_sequences(hidden, bounds)
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)

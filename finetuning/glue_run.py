@@ -1,10 +1,10 @@
-"""One fine-tuning run of the GLUE protocol (PAPER section 6): model, data, Trainer, best weights, result."""
+"""One fine-tuning run of the GLUE protocol (paper, section 4.2): model, rows, Trainer, best weights, result."""
 
 import json
 import math
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,11 @@ from transformers import (
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     set_seed,
 )
 
-from ..common.checkpoints import last_whole_checkpoint
+from ..common import checkpoints
+from ..common.arguments import training_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import check_vocabulary, text_limit
@@ -31,49 +31,13 @@ from ..common.results import environment
 from .glue_tasks import TASKS, scores
 
 
-@dataclass(frozen=True)
-class RunSettings:
-    """Everything that a run's numbers depend on, machine and library versions apart; `rows` is a digest of the data's rows."""
-
-    task: str
-    revision: str
-    data: str
-    seed: int
-    batch_size: int
-    learning_rate: float
-    weight_decay: float
-    epochs: float
-    warmup: float
-    patience: int
-    max_eval_interval: int
-    evaluations_per_epoch: int
-    max_length: int
-    head_dropout: float
-    selection: str
-    heldout_fraction: float
-    heldout_rows: int
-    max_train_samples: int | None = None
-    max_eval_samples: int | None = None
-    bf16: bool = False
-    metric: str = "mean"
-    tokenizer: str | None = None
-    rows: str = ""
-    classifier_pooling: str | None = None
-    lora: dict | None = None
-    start: str | None = None
-
-    def key(self):
-        """The settings without the seed: runs that are repetitions of each other share it."""
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "seed"}, sort_keys=True)
-
-
 def process_state():
     """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's processes would not find each other."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
-    """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (PAPER section 6)."""
+    """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (the paper's appendix on GLUE)."""
     return max(1, min(at_most, batches_per_epoch // per_epoch))
 
 
@@ -101,7 +65,7 @@ def load_config(name, trust_remote_code=False):
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            raise UserError(f"{name} brings its own Python code; add --trust_remote_code if you trust it") from error
+            raise UserError(f"{name} brings its own Python code; add --trust-remote-code if you trust it") from error
         raise UserError(f"the model {name} was not loaded: {one_line(error)}") from error
     except OSError as error:
         raise UserError(f"{name!r} is neither a model folder nor a model that can be reached on the Hub: {one_line(error)}") from error
@@ -167,15 +131,15 @@ class Rows(torch.utils.data.Dataset):
         return {**{name: values[i] for name, values in self.encoded.items()}, "labels": self.labels[i]}
 
 
-def check_sizes(task, rows, batch_sizes, recipe):
+def check_sizes(task, rows, batch_sizes, arguments):
     """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few of `rows` training rows are there."""
     processes = process_state().num_processes
     for batch_size in batch_sizes:
         if batch_size % processes:
             raise UserError(f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} processes")
-    rows = min(rows, recipe.max_train_samples or rows)
-    if recipe.selection == "heldout" and not all(split_heldout(rows, recipe.heldout_fraction, recipe.heldout_rows)):
-        fraction = f"{recipe.heldout_fraction:g}"
+    rows = min(rows, arguments.max_train_samples or rows)
+    if arguments.selection == "heldout" and not all(split_heldout(rows, arguments.heldout_fraction, arguments.heldout_rows)):
+        fraction = f"{arguments.heldout_fraction:g}"
         raise UserError(f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use --selection dev")
 
 
@@ -249,7 +213,47 @@ class _EvaluateAtTheEnd(TrainerCallback):
             control.should_evaluate = True
 
 
-def fine_tune(settings, splits, model_name, tokenizer, folder, options):
+def trainer_arguments(settings, given, folder, rows):
+    """TrainingArguments of one run, and its steps.
+
+    Args:
+        settings: RunSettings.
+        given: {option of Trainer: value} of the user.
+        folder: of the checkpoints.
+        rows: of the training set.
+    """
+    if not given["num_train_epochs"] > 0:
+        raise UserError(f"num_train_epochs must be above 0, but {given['num_train_epochs']} was given")
+    batches = math.ceil(rows / settings.batch_size)
+    steps = math.ceil(batches * given["num_train_epochs"])
+    interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
+    processes = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
+    if settings.batch_size % processes:
+        raise UserError(f"the batch size {settings.batch_size} cannot be shared by processes x gradient_accumulation_steps = {processes}")
+    fixed = {
+        "per_device_train_batch_size": settings.batch_size // processes,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "warmup_steps": math.ceil(settings.warmup_ratio * steps),
+        "seed": settings.seed,
+        "eval_strategy": "steps",
+        "eval_steps": interval,
+        "save_strategy": "best",
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+        "label_names": ["labels"],
+        "remove_unused_columns": False,
+        "save_only_model": False,
+        "ignore_data_skip": False,
+        "restore_callback_states_from_checkpoint": True,  # how long the early stopping has waited
+    }
+    usual = {"save_total_limit": 1, "logging_steps": interval, "use_cpu": not torch.accelerator.is_available()}
+    usual["dataloader_pin_memory"] = torch.cuda.is_available()
+    return training_arguments(folder, usual | given, fixed), steps
+
+
+def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
     """Runs one fine-tuning, or continues it, and writes `folder`/result.json last.
 
     Args:
@@ -258,52 +262,24 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is used).
         tokenizer: the model's.
         folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA, adapter/.
-        options: GlueRecipe, for what does not change the numbers (evaluation batch, reporting, trust).
+        options: GlueArguments, for what does not change the numbers (name, trust).
+        given: {option of Trainer: value}.
     Returns:
         the result as written.
+    Raises:
+        Stopped: SIGTERM came; the step is saved, and there is no result.json.
     """
     task = TASKS[settings.task]
     folder = Path(folder)
     set_seed(settings.seed)
-    pooling = settings.classifier_pooling
-    model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code, pooling)
+    model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code, settings.classifier_pooling)
     check_vocabulary(tokenizer, model, model_name)
     limit = text_limit(model, tokenizer)
     if settings.lora:
-        heads = head_modules(model, new_head)
-        model = _with_lora(model, settings.lora, heads)
-    trained, total = trainable_parameters(model)
+        model = _with_lora(model, settings.lora, head_modules(model, new_head))
+    parameters = dict(zip(("trained", "all"), trainable_parameters(model)))
     train, evaluation, slices = prepare(task, splits, tokenizer, settings, limit)
-
-    processes = process_state().num_processes
-    batches = math.ceil(len(train) / settings.batch_size)
-    steps = math.ceil(batches * settings.epochs)
-    interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
-    arguments = TrainingArguments(
-        output_dir=str(folder / "checkpoints"),
-        num_train_epochs=settings.epochs,
-        per_device_train_batch_size=settings.batch_size // processes,
-        per_device_eval_batch_size=options.eval_batch_size,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        lr_scheduler_type="linear",
-        warmup_steps=math.ceil(settings.warmup * steps),
-        eval_strategy="steps",
-        eval_steps=interval,
-        save_strategy="best",
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="score",
-        greater_is_better=True,
-        logging_steps=interval,
-        report_to=options.report_to.split(","),
-        seed=settings.seed,
-        bf16=settings.bf16,
-        use_cpu=not torch.accelerator.is_available(),
-        label_names=["labels"],
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-    )
+    arguments, steps = trainer_arguments(settings, given, folder / "checkpoints", len(train))
 
     def compute_metrics(output):
         logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
@@ -318,45 +294,46 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options):
         compute_metrics=compute_metrics,
         callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
     )
-    checkpoint = last_whole_checkpoint(folder / "checkpoints")
-    memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, mebibytes(memory.peak)
-
-    history = _history(trainer.state.log_history)
-    best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
-    result = {
-        "kind": "glue run",
-        "task": task.name,
-        "name": options.name,
-        "model": str(options.model),
-        "starts_from": settings.start or "the model",
-        "settings": asdict(settings),
-        "score": best["dev_score"],
-        "metrics": _only_dev(task, best),
-        "selected": {"by": "held-out training rows" if "heldout" in slices else "dev", "score": best["score"], "step": best["step"]},
-        "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
-        "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-        "rows": {"train": len(train), **{name: part.stop - part.start for name, part in slices.items()}},
-        "evaluation_interval": interval,
-        "planned_steps": steps,
-        "stopped_early": trainer.state.global_step < steps,
-        "parameters": {"trained": trained, "all": total},
-        "new_head": new_head,
-        "seconds": round(seconds, 1),
-        "seconds_per_step": round(seconds / max(1, trainer.state.global_step), 4),
-        "cpu_seconds": round(cpu_seconds, 1),
-        "resumed": checkpoint is not None,
-        "peak_memory_mib": peak,
-        "memory_before_mib": mebibytes(memory.before),
-        "evaluations": history,
-    }
-    if trainer.is_world_process_zero():
-        result["reload_difference"] = _save(trainer, tokenizer, evaluation, folder, settings, options)
-        result["environment"] = environment(dtype="bfloat16 autocast" if settings.bf16 else "float32", processes=processes)
-        write_json(folder / "result.json", result)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
+    with checkpoints.lock_run(folder):
+        resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
+        memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
+        checkpoints.train(trainer)
+        seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, mebibytes(memory.peak)
+        history = _history(trainer.state.log_history)
+        best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
+        result = {
+            "kind": "glue run",
+            "task": task.name,
+            "name": options.name,
+            "model": str(options.model),
+            "starts_from": settings.start or "the model",
+            "settings": asdict(settings),
+            "score": best["dev_score"],
+            "metrics": _only_dev(task, best),
+            "selected": {"by": "held-out training rows" if "heldout" in slices else "dev", "score": best["score"], "step": best["step"]},
+            "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
+            "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
+            "rows": {"train": len(train), **{name: part.stop - part.start for name, part in slices.items()}},
+            "evaluation_interval": arguments.eval_steps,
+            "planned_steps": steps,
+            "stopped_early": trainer.state.global_step < steps,
+            "parameters": parameters,
+            "new_head": new_head,
+            "seconds": round(seconds, 1),
+            "seconds_per_step": round(seconds / max(1, trainer.state.global_step), 4),
+            "cpu_seconds": round(cpu_seconds, 1),
+            "resumed": resumed,
+            "peak_memory_mib": peak,
+            "memory_before_mib": mebibytes(memory.before),
+            "evaluations": history,
+        }
+        if trainer.is_world_process_zero():
+            result["reload_difference"] = _save(trainer, tokenizer, evaluation, folder, settings, options)
+            dtype = "bfloat16 autocast" if arguments.bf16 else "float16 autocast" if arguments.fp16 else "float32"
+            result["environment"] = environment(dtype=dtype, processes=process_state().num_processes)
+            write_json(folder / "result.json", result)
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
     return result
 
 

@@ -1,14 +1,16 @@
-"""The eight GLUE tasks of the paper's Table 3: their data schema, their metrics, and the published figures."""
+"""The eight GLUE tasks of the paper's Table 3: their data schema, their rows, their metrics."""
 
-import csv
 import hashlib
-import io
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError, one_line, require
+from ..common.rows import check_characters, read_rows, row_format, short
+
+
+_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -68,27 +70,6 @@ TASKS = {
     )
 }
 _ALIASES = {"sst": "sst2", "sst-2": "sst2", "sts": "stsb", "sts-b": "stsb"}
-
-# Table 3 of the paper, dev sets: name, then one score a task in the order of TASKS, then the average.
-PUBLISHED = (
-    ("BERT base", 84.0, 90.5, 71.2, 66.4, 93.5, 88.9, 52.1, 85.8, 79.6),
-    ("RoBERTa base", 87.6, 92.8, 91.9, 78.7, 94.8, 90.2, 63.6, 91.2, 86.4),
-    ("GTE-en-8192 base", 86.7, 91.9, 88.8, 84.8, 93.3, 92.1, 57.0, 90.2, 85.6),
-    ("NomicBERT-2048", 86.0, 92.0, 92.0, 82.0, 93.0, 88.0, 50.0, 90.0, 84.0),
-    ("ModernBERT base", 89.1, 93.9, 92.1, 87.4, 96.0, 92.2, 65.1, 91.8, 88.5),
-    ("NeoBERT-1024", 88.9, 93.9, 90.7, 91.0, 95.8, 93.4, 64.8, 92.1, 88.8),
-    ("NeoBERT-4096", 89.0, 93.7, 90.7, 91.3, 95.6, 93.4, 66.2, 91.8, 89.0),
-    ("BERT large", 86.3, 92.7, 72.1, 70.1, 94.9, 89.3, 60.5, 86.5, 82.1),
-    ("RoBERTa large", 90.2, 94.7, 92.2, 86.6, 96.4, 90.9, 68.0, 92.4, 88.9),
-    ("DeBERTaV3 large", 91.9, 96.0, 93.0, 92.7, 96.9, 91.9, 75.3, 93.0, 91.4),
-    ("GTE-en-8192 large", 89.2, 93.9, 89.2, 88.1, 95.1, 93.5, 60.4, 91.4, 87.6),
-    ("ModernBERT large", 90.8, 95.2, 92.7, 92.1, 97.1, 91.7, 71.4, 92.8, 90.5),
-)
-PUBLISHED_NOTE = (
-    "Rows marked 'published' are Table 3 of arXiv 2502.19587: one seed, the best of all evaluations on the dev set, baselines copied "
-    "from other papers (BERT's from the test server)."
-)
-
 
 HUB_DATA = "nyu-mll/glue"
 
@@ -172,17 +153,11 @@ def load_task(task, source):
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
-        UserError: no such folder or data set, a split without rows or in two files that are no shards, a column that is missing, a broken row,
-            a label out of range.
+        UserError: no such folder or data set, a split without rows or in two files that are not shards, a column that is missing, a broken
+            row, a label out of range.
     """
-    splits = {}
-    for split in ("train", *task.validation):
-        if Path(source).is_dir():
-            where, rows = _local_rows(Path(source) / task.name, split)
-        else:
-            where, rows = _hub_rows(source, task.name, split)
-        splits[split] = _checked(task, where, rows)
-    return splits
+    rows = _local_rows if Path(source).is_dir() else _hub_rows
+    return {split: _checked(task, rows(source, task.name, split)) for split in ("train", *task.validation)}
 
 
 def rows_digest(splits):
@@ -194,61 +169,24 @@ def rows_digest(splits):
     return digest.hexdigest()[:12]
 
 
-def _local_rows(folder, split):
-    """(description, [(place, row)]) of one split of a local folder."""
+def _local_rows(source, task, split):
+    """(place, row) of one split of a local folder."""
+    folder = Path(source) / task
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; a local GLUE folder holds <task>/<split>.jsonl, .csv, .tsv or .parquet")
-    suffixes = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-    files = [p for p in sorted(folder.iterdir()) if p.suffix in suffixes and (p.stem == split or p.stem.startswith(f"{split}-0"))]
+    files = [
+        path for path in sorted(folder.iterdir()) if row_format(path) in _FORMATS and path.name.partition(".")[0].split("-0")[0] == split
+    ]
     if not files:
         raise UserError(f"{folder} has no split {split!r}; expected {split}.jsonl, .csv, .tsv or .parquet")
     if len({(path.suffix, path.stem == split) for path in files}) > 1:
         names = ", ".join(path.name for path in files)
         raise UserError(f"{folder} has the split {split!r} more than once ({names}); leave one file, or shards of one format")
-    rows = [row for path in files for row in _file_rows(path)]
-    return str(files[0]) if len(files) == 1 else f"{folder}/{split}-*", rows
-
-
-def _file_rows(path):
-    """[(place for messages, row)] of one file."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return [(f"{path}, row {i}", row) for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)]
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if path.suffix in (".csv", ".tsv"):
-        return _table_rows(path, text)
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append((f"{path}, line {number}", json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{path}, line {number} is not valid JSON ({error}); one object a line is expected") from error
-    return rows
-
-
-def _table_rows(path, text):
-    """The same for .csv with its standard quotes, and for .tsv, where a quote is a character as any other: GLUE's texts have single ones."""
-    format = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {"strict": True}
-    reader, rows = csv.DictReader(io.StringIO(text, newline=""), **format), []
-    try:
-        for row in reader:
-            place = f"{path}, line {reader.line_num}"
-            if None in row:
-                raise UserError(f"{place} has more columns than the first line, {len(reader.fieldnames)}; a separator in a text?")
-            rows.append((place, row))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num} is broken ({error}); are its quotes closed?") from error
-    return rows
+    for path in files:
+        yield from read_rows(path)
 
 
 def _hub_rows(name, task, split):
-    from ..common.errors import require
-
     require("train", "datasets")
     from datasets import load_dataset
 
@@ -256,24 +194,22 @@ def _hub_rows(name, task, split):
         data = load_dataset(name, task, split=split)
     except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
         reason = one_line(error)
-        raise UserError(f"{name!r} is no local folder, and task {task} was not loaded from the Hub: {reason}") from error
-    return f"{name}/{task}/{split}", [(f"{name}/{task}/{split}, row {i}", row) for i, row in enumerate(data, 1)]
+        raise UserError(f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: {reason}") from error
+    for number, row in enumerate(data, 1):
+        yield f"{name}/{task}/{split}, row {number:,}", row
 
 
-def _checked(task, where, rows):
+def _checked(task, rows):
     """{column: list} of rows that have the task's columns, texts and labels."""
-    if not rows:
-        raise UserError(f"{where} is empty; at least one row is needed")
     columns = {name: [] for name in (*task.texts, "label")}
     for place, row in rows:
-        if not isinstance(row, dict):
-            raise UserError(f"{place} is a {type(row).__name__}, but an object with {', '.join(columns)} is expected")
         for name in columns:
             if row.get(name) is None:
                 raise UserError(f"{place} has no {name!r}; {task.name} needs the columns {', '.join(columns)}")
         for name in task.texts:
             if not isinstance(row[name], str):
-                raise UserError(f"{place}: {name!r} must be text, but {row[name]!r} was given")
+                raise UserError(f"{place}: {name!r} must be text, but {short(row[name])} was given")
+            check_characters(place, name, row[name])
             columns[name].append(row[name])
         columns["label"].append(_checked_label(task, place, row["label"]))
     return columns
@@ -281,16 +217,12 @@ def _checked(task, where, rows):
 
 def _checked_label(task, place, label):
     """A class number, or a float for regression."""
-    if task.regression:
-        allowed = f"a number from {task.low:g} to {task.high:g}"
-    else:
-        allowed = f"a whole number from 0 to {len(task.labels) - 1} ({', '.join(task.labels)})"
+    low, high = (task.low, task.high) if task.regression else (0, len(task.labels) - 1)
     try:
-        number = float(label)
+        number = math.nan if isinstance(label, bool) else float(label)
     except (TypeError, ValueError):
         number = math.nan
-    whole = task.regression or number == math.floor(number) if math.isfinite(number) else False
-    low, high = (task.low, task.high) if task.regression else (0, len(task.labels) - 1)
-    if isinstance(label, bool) or not whole or not low <= number <= high:
-        raise UserError(f"{place}: label {label!r} is out of range; {task.name} takes {allowed}")
+    if not low <= number <= high or not (task.regression or number.is_integer()):
+        allowed = f"a number from {low:g} to {high:g}" if task.regression else f"a whole number from 0 to {high} ({', '.join(task.labels)})"
+        raise UserError(f"{place}: label {short(label)} is out of range; {task.name} takes {allowed}")
     return number if task.regression else int(number)

@@ -2,27 +2,28 @@
 
 import hashlib
 import itertools
-import json
 import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import UserError, one_line, require
+from ..common.errors import UserError, listed, one_line, require
+from ..common.rows import read_rows
+from .sources import is_path
 
 
 logger = logging.getLogger("neobert.pseudo_perplexity")
 
 
-def read_texts(recipe):
+def read_texts(given):
     """Yields texts in the order of the data, from at most `max_documents` rows; rows without text are counted, and named at the end.
 
     Raises:
         UserError: no such file or data set, one that cannot be read, or no row with text in the column.
     """
     texts, broken, columns = 0, 0, {}
-    for row in _rows(recipe):
-        value = row.get(recipe.column) if isinstance(row, dict) else None
+    for row in _rows(given):
+        value = row.get(given.column) if isinstance(row, dict) else None
         if isinstance(value, str) and value.strip():
             texts += 1
             yield value
@@ -31,60 +32,42 @@ def read_texts(recipe):
         columns.update(row if isinstance(row, dict) else {})
     if not texts:
         found = f"; it has {', '.join(map(str, columns))}" if columns else ""
-        raise UserError(f"{recipe.text} has no row with text in the column {recipe.column!r}{found}")
+        raise UserError(f"{given.text} has no row with text in the column {given.column!r}{found}")
     if broken:
-        logger.warning("%s: %d of %d rows are broken or empty and were skipped", recipe.text, broken, texts + broken)
+        logger.warning("%s: %d of %d rows are broken or empty and were skipped", given.text, broken, texts + broken)
 
 
-def _rows(recipe):
+def _rows(given):
     """At most `max_documents` rows: dicts, or None for one that is broken."""
-    path = Path(recipe.text)
-    if path.is_dir():
-        rows = ({recipe.column: p.read_text(encoding="utf-8", errors="replace")} for p in sorted(path.glob("*.txt")))
-    elif not path.is_file():
-        rows = _hub_rows(recipe)
-    elif path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        rows = _json_rows(path)
-    elif path.suffix == ".txt":
+    path = Path(given.text)
+    broken = []
+    if path.is_dir() and any(path.glob("*.txt")):
+        rows = ({given.column: p.read_text(encoding="utf-8", errors="replace")} for p in sorted(path.glob("*.txt")))
+    elif path.suffix == ".txt" and path.is_file():
         texts = re.split(r"\r?\n[ \t]*\r?\n", path.read_bytes().decode("utf-8", errors="replace"))
-        rows = ({recipe.column: text} for text in texts if text.strip())
+        rows = ({given.column: text} for text in texts if text.strip())
+    elif path.exists():
+        rows = (row for _, row in read_rows(path, broken=broken.append))
+    elif is_path(given.text):
+        raise UserError(f"there is no file or folder {given.text}")
     else:
-        raise UserError(f"{path} is no .txt, .jsonl or .parquet file")
-    return itertools.islice(rows, recipe.max_documents)
+        rows = _hub_rows(given)
+    for row in itertools.islice(rows, given.max_documents):
+        yield from [None] * len(broken)
+        broken.clear()
+        yield row
+    yield from [None] * len(broken)
 
 
-def _json_rows(path):
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                yield None
-
-
-def _parquet_rows(path):
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(256):
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-
-
-def _hub_rows(recipe):
+def _hub_rows(given):
     require("train", "datasets")
     from datasets import load_dataset
 
     try:
-        rows = iter(load_dataset(recipe.text, recipe.config, split=recipe.split, streaming=True).take(recipe.max_documents))
+        rows = iter(load_dataset(given.text, given.subset, split=given.split, streaming=True).take(given.max_documents))
         first = next(rows, None)
     except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
-        reason = one_line(error)
-        raise UserError(f"{recipe.text!r} is no local file, and was not loaded from the Hub: {reason}") from error
+        raise UserError(f"{given.text!r} is not a local file, and was not loaded from the Hub: {one_line(error)}") from error
     if first is not None:
         yield first
         yield from rows
@@ -99,10 +82,10 @@ class Unit:
     ids: tuple
 
 
-def make_units(recipe, tokenizer, limit):
+def make_units(given, tokenizer, limit):
     """Texts at the lengths where they are evaluated, shortest first.
 
-    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it reaches. "own": every text whole (cut at the
+    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it reaches. "own": every text in full (cut at the
     largest length), in the smallest bucket that holds it.
 
     Args:
@@ -113,26 +96,31 @@ def make_units(recipe, tokenizer, limit):
         UserError: no text is long enough.
     """
     special = tokenizer.num_special_tokens_to_add()
-    lengths = [length for length in recipe.length_list if limit is None or length <= limit]
-    if len(lengths) < len(recipe.length_list):
-        logger.warning("%s takes at most %d tokens; longer buckets are left out", recipe.name, limit)
+    lengths = [length for length in given.lengths if limit is None or length <= limit]
+    if len(lengths) < len(given.lengths):
+        logger.warning("%s takes at most %d tokens; longer buckets are left out", given.name, limit)
     lengths = [length for length in lengths if length > special]
     if not lengths:
-        raise UserError(f"no length of {recipe.lengths} fits {recipe.name}, which takes at most {limit} tokens, {special} of them special")
+        raise UserError(
+            f"none of the lengths {listed(given.lengths)} fits {given.name}, which takes at most {limit} tokens, {special} of them special"
+        )
     longest = lengths[-1] - special
     tokenised = {}
-    for text in read_texts(recipe):
+    for text in read_texts(given):
         ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)["input_ids"]
         tokenised[hashlib.sha256(text.encode()).hexdigest()[:12]] = tuple(ids)
     # The same texts at every length, as far as they reach: lengths then differ in length alone.
-    chosen = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: recipe.texts]
+    chosen = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: given.texts]
+    short = sum(len(ids) + special < lengths[0] for _, ids in chosen) if given.bucketing == "cut" else 0
+    if short:
+        logger.warning("%s: %d texts are shorter than %d tokens, the shortest length, and are left out", given.text, short, lengths[0])
     units = []
     for name, ids in chosen:
-        if recipe.bucketing == "cut":
+        if given.bucketing == "cut":
             units += [Unit(name, length, ids[: length - special]) for length in lengths if length <= len(ids) + special]
         elif ids:
             units.append(Unit(name, next(length for length in lengths if len(ids) + special <= length), ids))
     if not units:
         reach = f"the longest has {len(chosen[0][1]) + special} tokens" if chosen else "there is no text"
-        raise UserError(f"no text of {recipe.text} reaches {lengths[0]} tokens: {reach}")
+        raise UserError(f"no text of {given.text} reaches {lengths[0]} tokens: {reach}")
     return sorted(units, key=lambda unit: (len(unit.ids), unit.text)), set(tokenised)

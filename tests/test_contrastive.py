@@ -5,6 +5,7 @@ import collections
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,24 +17,18 @@ import yaml
 
 pytest.importorskip("sentence_transformers")
 
+import huggingface_hub
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.utils.data import ConcatDataset
 from transformers import AutoTokenizer, TrainerCallback
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.common.errors import UserError
-from neobert.common.recipe import read_recipe
+from neobert.common.errors import Stopped, UserError
+from neobert.common.locks import FolderLock
 from neobert.embeddings import contrastive
-from neobert.embeddings.contrastive import (
-    ContrastiveArguments,
-    ContrastiveTrainingArguments,
-    build_datasets,
-    build_loss,
-    build_trainer,
-    main,
-)
-from neobert.embeddings.contrastive_data import DataSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
+from neobert.embeddings.contrastive import ContrastiveArguments, build_datasets, build_loss, build_trainer, main, parse
+from neobert.embeddings.contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 
@@ -78,13 +73,9 @@ def pairs(tmp_path):
 
 
 def arguments_for(model_folder, output, *more):
-    argv = ["--model", str(model_folder), "--output_dir", str(output), "--max_length", "32", "--per_device_train_batch_size", "8"]
+    argv = ["--model", str(model_folder), "--output", str(output), "--max_length", "32", "--per_device_train_batch_size", "8"]
     argv += ["--use_cpu", "true", "--logging_steps", "1", "--save_steps", "4", "--max_steps", "8", *more]
     return argv
-
-
-def parse(argv):
-    return read_recipe((ContrastiveArguments, ContrastiveTrainingArguments), argv)
 
 
 def loss_of(arguments, anchors, positives, negatives):
@@ -101,7 +92,7 @@ def loss_of(arguments, anchors, positives, negatives):
 def test_loss_is_infonce_of_cosine_over_temperature(model_folder):
     generator = torch.Generator().manual_seed(0)
     anchors, positives, first, second = (torch.randn(6, 16, generator=generator) for _ in range(4))
-    arguments = ContrastiveArguments(model=str(model_folder), pairs=["x.jsonl"])
+    arguments = ContrastiveArguments(model=str(model_folder), output="o", pairs=["x.jsonl"])
     got = loss_of(arguments, anchors, positives, [first, second])
     candidates = torch.nn.functional.normalize(torch.cat([positives, first, second]), dim=1)
     logits = torch.nn.functional.normalize(anchors, dim=1) @ candidates.T / 0.07
@@ -113,7 +104,7 @@ def test_cached_loss_equals_the_plain_one(model_folder):
     model = load_sentence_transformer(str(model_folder), max_length=32)
     losses, gradients = [], []
     for mini_batch_size in (None, 3):
-        loss = build_loss(model, ContrastiveArguments(model=str(model_folder), pairs=["x"], mini_batch_size=mini_batch_size))
+        loss = build_loss(model, ContrastiveArguments(model=str(model_folder), output="o", pairs=["x"], mini_batch_size=mini_batch_size))
         features = [model.preprocess([f"{word} {i}" for i in range(8)]) for word in ("query", "answer", "wrong")]
         model.zero_grad()
         value = loss(features, None)
@@ -239,7 +230,7 @@ def test_a_path_leads_into_the_row(path):
 
 
 def test_rows_become_examples_with_as_many_negatives_each():
-    source = DataSource(name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3)
+    source = PairSource(name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3)
     row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
     assert example(row, source, 3) == {"anchor": "q", "positive": "p", "negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
     assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", "a shorter list is repeated"
@@ -250,13 +241,13 @@ def test_rows_become_examples_with_as_many_negatives_each():
 def test_pairs_with_a_low_score_are_left_out(tmp_path):
     rows = [{"sentence1": f"s{i}", "sentence2": f"t{i}", "score": i / 2} for i in range(11)]
     path = write_jsonl(tmp_path / "sts.jsonl", rows)
-    data = load_source(DataSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
+    data = load_source(PairSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
     assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
 
 
 def test_the_recipe_of_the_paper():
     values = yaml.safe_load(RECIPE.read_text())
-    arguments, training = parse([str(RECIPE), "--model", "m", "--output_dir", "o", "--use_cpu", "true", "--bf16", "false"])
+    arguments, training = parse([str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"])
     sources = {source.name: source for source in arguments.sources()}
     assert len(sources) == len(values["datasets"]) == 22
     assert all(source.instruction for source in sources.values()), "every data set has an instruction"
@@ -300,7 +291,7 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, "these two are read as queries, corpus and judgements"
     for name, row in SHAPES.items():
         path = write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3)
-        data = load_source(DataSource.from_dict({**sources[name], "path": path}))
+        data = load_source(PairSource.from_dict({**sources[name], "path": path}))
         count = len([column for column in data.column_names if column.startswith("negative_")])
         assert data[0] == {"anchor": "A", "positive": "P", **{f"negative_{i + 1}": "N" for i in range(count)}}, f"{name} is read wrongly"
         assert (count > 0) == ("N" in json.dumps(row)), f"{name}: {count} negatives"
@@ -320,7 +311,7 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
     write_jsonl(tmp_path / "default.jsonl", [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgements])
     write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{i}", "text": f"query {i}"} for i in (1, 2, 3)])
     write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)])
-    data = load_source(DataSource(name="fever", path=str(tmp_path), qrels=True))
+    data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
     assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, "judgements of 0 are no positives"
 
@@ -430,6 +421,182 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, t
         assert torch.equal(whole["encoder.weight"], start["model.encoder.weight"]), "LoRA left the embedding as it was"
 
 
+class _At(TrainerCallback):
+    """Calls a function at the end of one step."""
+
+    def __init__(self, step, function):
+        self.step, self.function = step, function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.function()
+
+
+def stop_at(monkeypatch, step, function):
+    build = contrastive.build_trainer
+
+    def build_and_add(*arguments):
+        trainer = build(*arguments)
+        trainer.add_callback(_At(step, function))
+        return trainer
+
+    monkeypatch.setattr(contrastive, "build_trainer", build_and_add)
+    return lambda: monkeypatch.setattr(contrastive, "build_trainer", build)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(one, two):
+    one, two = weights(one), weights(two)
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one), "the weights differ"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_a_damaged_checkpoint_is_passed_over(model_folder, pairs, tmp_path, monkeypatch, capsys, name):
+    """A disk that was full, or a machine that lost its power, cuts a file of the newest checkpoint."""
+    arguments = ["--pairs", pairs, "--save_steps", "2", "--learning_rate", "1e-3"]
+    go_on = stop_at(monkeypatch, 6, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments_for(model_folder, tmp_path / "out", *arguments))
+    go_on()
+    newest = tmp_path / "out" / "checkpoints" / "checkpoint-4" / name
+    newest.write_bytes(newest.read_bytes()[:-9])
+    assert main(arguments_for(model_folder, tmp_path / "out", *arguments)) == 0
+    assert f"damaged: checkpoint-4 ({name} has" in (message := capsys.readouterr().err) and "going on from checkpoint-2" in message
+    assert main(arguments_for(model_folder, tmp_path / "whole", *arguments)) == 0
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_sigterm_loses_no_step(model_folder, pairs, tmp_path, monkeypatch):
+    """As schedulers send it before they kill: the step is saved, nothing looks finished, and the same command goes on."""
+    arguments = ["--pairs", pairs, "--save_steps", "100", "--learning_rate", "1e-3"]
+    go_on = stop_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step [56] of 8, which is saved"):
+        main(arguments_for(model_folder, tmp_path / "out", *arguments))
+    go_on()
+    assert not (tmp_path / "out" / "modules.json").exists(), "an interrupted run looks finished"
+    assert main(arguments_for(model_folder, tmp_path / "out", *arguments)) == 0
+    assert main(arguments_for(model_folder, tmp_path / "whole", *arguments)) == 0
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_two_runs_do_not_write_together(model_folder, pairs, tmp_path):
+    with FolderLock(tmp_path / "out"):
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on .*; wait until that run has ended"):
+            main(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs))
+    assert not list((tmp_path / "out").iterdir()), "something was written"
+
+
+SECRET = "hf_" + "Qw3rTy" * 6
+
+
+def test_no_secret_is_stored(model_folder, pairs, tmp_path, monkeypatch):
+    """Trainer writes its arguments into every checkpoint, training_args.bin."""
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(sys, "argv", ["neobert", "contrastive", "--hub-token", SECRET])
+    found, seen = [], []
+
+    def look():
+        for path in (tmp_path / "out").rglob("*"):
+            seen.append(path.name)
+            if path.is_file() and SECRET.encode() in path.read_bytes():
+                found.append(path.name)
+
+    stop_at(monkeypatch, 6, look)
+    assert main(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--hub-token", SECRET)) == 0
+    look()
+    assert "training_args.bin" in seen and "contrastive.json" in seen, "vacuous: nothing was looked at"
+    assert not found, f"the token is in {found}"
+    assert huggingface_hub.get_token() == SECRET, "the token does not reach the library that needs it"
+
+
+def test_the_folder_has_both_forms_of_a_pooling(model_folder, pairs, tmp_path):
+    """sentence-transformers 5.1 and 6.2 each read one of them, and take the first token's vector where theirs is missing."""
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "1", "--max_length", "20")
+    assert main(argv) == 0
+    pooling = json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())
+    assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True and pooling["word_embedding_dimension"] == 32
+    flags = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
+    assert flags == ["pooling_mode_mean_tokens"] and "embedding_dimension" not in pooling
+    modules = [module["type"] for module in json.loads((tmp_path / "out" / "modules.json").read_text())]
+    assert modules == ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"]
+    settings = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert settings == {"max_seq_length": 20, "do_lower_case": False}
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path, ending):
+    texts = {"triplets": "Find the animal: its colour.", "pairs": ""}
+    path = tmp_path / f"instructions.{ending}"
+    path.write_text(json.dumps(texts) if ending == "json" else yaml.safe_dump(texts))
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path))
+    arguments, training = parse(argv)
+    _, prompts = build_datasets(arguments, training, contrastive.check(arguments, training))
+    assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
+    for wrong, message in (
+        ({"triplets": "x"}, "has no instruction for pairs; give every data set one, '' for none"),
+        ({**texts, "other": "x"}, "there is no 'other' here; the names are pairs, triplets"),
+        ({"triplets": 1}, "must map names to texts"),
+        (["x"], "must map names to texts"),
+    ):
+        path.write_text(json.dumps(wrong) if ending == "json" else yaml.safe_dump(wrong))
+        with pytest.raises(UserError, match=message):
+            contrastive.check(*parse(argv))
+    with pytest.raises(UserError, match="there is no file"):
+        contrastive.check(*parse([*argv, "--instructions", "nothing.json"]))
+    with pytest.raises(UserError, match="must contain {instruction}, and no other braces"):
+        parse([*argv, "--instruction-template", "{task}: {instruction}"])
+
+
+def test_the_papers_instructions_have_a_place_for_each_data_set(tmp_path):
+    names = [entry["name"] for entry in yaml.safe_load(RECIPE.read_text())["datasets"]]
+    path = tmp_path / "table6.yaml"
+    path.write_text(yaml.safe_dump({name: f"Instruction of {name}." for name in names}))
+    argv = [str(RECIPE), "--model", "m", "--output", "o", "--use-cpu", "true", "--instructions", str(path)]
+    sources = parse([*argv, "--bf16", "false"])[0].sources()
+    assert [source.instruction for source in sources] == [f"Instruction of {name}." for name in names]
+
+
+def test_pairs_of_a_csv_file(model_folder, tmp_path):
+    path = tmp_path / "faq.csv"
+    path.write_text("anchor,positive\n" + "".join(f'"question, {i}",answer {i}\n' for i in range(9)))
+    arguments, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", str(path)))
+    data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
+    assert data["faq"][3] == {"anchor": "question, 3", "positive": "answer 3"} and len(data["faq"]) == 9
+    path.write_text(path.read_text().replace("question, 3", "question, 99"))
+    data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
+    assert data["faq"][3]["anchor"] == "question, 99", "the library's cache gave the rows of the file before its change"
+
+
+def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monkeypatch):
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "3", "--save_steps", "1")
+    assert main(argv) == 0
+    old = (tmp_path / "out" / "model.safetensors").read_bytes()
+    anew = [*argv, "--learning_rate", "1e-3", "--overwrite"]
+    go_on = stop_at(monkeypatch, 2, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        main(anew)
+    go_on()
+    kept = tmp_path / "out.before-overwrite" / "model.safetensors"
+    assert kept.read_bytes() == old, "the old encoder went before the new one was complete"
+    steps = []
+    go_on = stop_at(monkeypatch, 2, lambda: steps.append(2))
+    assert main(anew) == 0
+    go_on()
+    assert steps == [2] and (tmp_path / "out" / "model.safetensors").read_bytes() != old and not kept.exists()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="did not write, or that were changed since: notes.txt"):
+        main([*argv, "--overwrite"])
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
 def test_a_small_data_set_with_shared_answers_trains(model_folder, tmp_path):
     path = write_jsonl(tmp_path / "faq.jsonl", [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)])
     argv = arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--per_device_train_batch_size", "64")
@@ -462,10 +629,10 @@ def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_p
         ([], ["--pairs", bad_row], "line 2 has no 'positive'"),
         ([], ["--pairs", str(empty)], "has no rows"),
         ([], ["--pairs", "missing.jsonl"], "there is no file missing.jsonl"),
-        ([], ["--pairs", str(tmp_path)], "pairs must be files that end in .jsonl or .parquet"),
+        ([], ["--pairs", str(tmp_path)], "pairs must be files that end in .jsonl, .ndjson, .json, .parquet"),
         ([], ["--pairs", triplets, "--per_device_train_batch_size", "1"], "per_device_train_batch_size must be at least 2"),
         ([], ["--pairs", triplets, "--report_to", "nonsense"], "report_to 'nonsense' is unknown"),
-        ([], ["--pairs", triplets, "--output_dir", triplets], "output_dir must be a folder"),
+        ([], ["--pairs", triplets, "--output", triplets], "output must be a folder"),
         ([], ["--pairs", triplets, triplets], "two data sets are called 'triplets'"),
         ([], ["--pairs", triplets, "--temperature", "0"], "temperature must be above 0"),
         ([], ["--pairs", triplets, "--instruction_template", "Query: "], "must contain {instruction}"),
@@ -476,11 +643,11 @@ def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_p
         ([], ["--pairs", half], "line 2: 'anchor' has half a surrogate pair"),
         ([], ["--pairs", triplets, "--fp16", "true"], "fp16 needs a GPU"),
         ([], ["--pairs", triplets, "--seed", "-1"], "seed must be between 0 and 4294967295, but -1 was given"),
-        ([], ["--pairs", triplets, "--num_train_epochs", "1"], "num_train_epochs does not apply here, but 1.0 was given; give max_steps"),
-        ([], ["--pairs", triplets, "--eval_strategy", "steps"], "eval_strategy does not apply here, but 'steps' was given"),
-        ([], ["--pairs", triplets, "--resume_from_checkpoint", "x"], "the same command continues by itself"),
-        ([], ["--pairs", triplets, "--batch_sampler", "no_duplicates"], "batch_sampler does not apply here"),
-        ([], ["--pairs", triplets, "--warmup_ratio", "0.1"], "warmup_ratio does not apply here"),
+        ([], ["--pairs", triplets, "--num-train-epochs", "1"], "max_steps 8 decides, so that num_train_epochs would be ignored"),
+        ([], ["--pairs", triplets, "--eval-strategy", "steps"], "eval_strategy is 'steps', but there are no rows to evaluate on"),
+        ([], ["--pairs", triplets, "--resume-from-checkpoint", "x"], "resume_from_checkpoint is set to None by this command"),
+        ([], ["--pairs", triplets, "--output-dir", "x"], "output_dir is set by this command; give --output"),
+        ([], ["--pairs", triplets, "--batch-sampler", "x"], "unknown argument '--batch-sampler'"),
         ([str(unknown)], [], "unknown key 'positives'"),
     ]
     for front, back, message in cases:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from neobert.common.checkpoints import MANIFEST
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 
 
@@ -46,15 +47,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def _train(folder, name, launcher, accumulation):
-    """Runs six steps and returns the log of each."""
+def _launch(folder, name, launcher, **more):
     values = {
-        "dataset": "texts.txt", "prepared_dir": "prepared", "output_dir": name, "model_config": json.dumps(MODEL), "max_length": 32,
-        "tokens_per_batch": 256, "gradient_accumulation_steps": accumulation, "max_steps": 6, "warmup_steps": 2, "learning_rate": 3e-3,
+        "dataset": "texts.txt", "prepared": "prepared", "output": name, "model_config": json.dumps(MODEL), "max_length": 32,
+        "tokens_per_batch": 256, "tokens_per_step": 512, "max_steps": 6, "warmup_steps": 2, "learning_rate": 3e-3,
         "logging_steps": 1, "save_steps": 3, "report_to": "none", "disable_tqdm": "true", "use_cpu": "true", "peak_tflops": 0.01,
-        "dataloader_pin_memory": "false",
+        **more,
     }  # fmt: skip
-    arguments = [piece for key, value in values.items() for piece in (f"--{key}", str(value))]
+    arguments = [piece for key, value in values.items() for piece in (f"--{key.replace('_', '-')}", str(value))]
     environment = {
         **os.environ,
         "PYTHONPATH": str(folder / "path"),
@@ -62,13 +62,25 @@ def _train(folder, name, launcher, accumulation):
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", *launcher, "-m", "neobert", "pretrain", *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
     )
+
+
+def _fails(folder, name, launcher, **more):
+    """What a run that must fail says."""
+    run = _launch(folder, name, launcher, **more)
+    assert run.returncode != 0, f"{name} must fail"
+    return run.stderr
+
+
+def _train(folder, name, launcher, **more):
+    """Runs six steps of two micro-batches, however many processes there are, and returns the log of each."""
+    run = _launch(folder, name, launcher, **more)
     assert run.returncode == 0, f"{name} failed:\n{run.stderr[-3000:]}"
     records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
     return [record for record in records if "loss" in record]
@@ -80,7 +92,6 @@ def single(folder):
         folder,
         "single",
         ("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml"), "--mixed_precision", "no", "--cpu"),
-        2,
     )
 
 
@@ -104,7 +115,7 @@ def _launcher(way):
 def test_two_processes_give_the_losses_of_one(folder, single, way):
     if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    both = _train(folder, way, _launcher(way), 1)
+    both = _train(folder, way, _launcher(way))
     result = json.loads((folder / way / "result.json").read_text())
     assert (result["processes"], result["distributed"]) == (2, WAYS[way]), f"{way} must really have run, not {result['distributed']}"
     assert len(both) == len(single) == 6
@@ -114,14 +125,29 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3), f"{way}: another gradient norm in step {one['step']}"
         assert two["tokens_seen"] == one["tokens_seen"] and two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
     # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
-    (folder / way / "checkpoint-6" / "whole.json").unlink()
-    again = _train(folder, way, _launcher(way), 1)
+    (folder / way / "checkpoint-6" / MANIFEST).unlink()
+    again = _train(folder, way, _launcher(way), raw_checkpoint="float32")
     numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
     assert [[record[name] for name in numbers] for record in again] == [[record[name] for name in numbers] for record in both], (
         f"{way}: the continued run must equal the uninterrupted one"
     )
+    final = NeoBERTForMaskedLM.from_pretrained(folder / way, dtype=torch.float32).state_dict()
+    raw = torch.load(folder / way / "raw" / "model_checkpoints" / "6" / "state_dict.pt", weights_only=True)
+    assert all(torch.equal(raw[f"module.{name}"], value) for name, value in final.items()), "raw_checkpoint must be written for every way"
     if way == "zero2":
         _check_conversion(folder)
+
+
+def test_zero_3_without_gathered_weights_is_refused(folder):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    config = (CONFIGS / "zero3.yaml").read_text().replace("zero3_save_16bit_model: true", "zero3_save_16bit_model: false")
+    (folder / "ungathered.yaml").write_text(config)
+    launcher = list(_launcher("zero3"))
+    launcher[launcher.index(str(CONFIGS / "zero3.yaml"))] = str(folder / "ungathered.yaml")
+    error = _fails(folder, "refused", launcher)
+    assert "ZeRO-3 would leave no final model" in error, error[-2000:]
+    assert not (folder / "refused").exists(), "nothing may be written"
 
 
 def _check_conversion(folder):
@@ -152,7 +178,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.common.optimisation import make_optimizer
+from neobert.common.optimisation import decay_parameter_names
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -163,7 +189,10 @@ for block in model.model.transformer_encoder:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 assert isinstance(model, FSDPModule) and all(isinstance(parameter, DTensor) for parameter in model.parameters())
-optimizer = make_optimizer(model, "adamw", 3e-3, (0.9, 0.95), 1e-8, 0.1)
+decayed = decay_parameter_names(model)
+groups = [[parameter for name, parameter in model.named_parameters() if (name in decayed) == kept] for kept in (True, False)]
+groups = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0))]
+optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
 losses = []
 for step in range(6):
     batches = []

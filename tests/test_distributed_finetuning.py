@@ -89,10 +89,10 @@ def test_glue_in_two_processes(folder):
         str(folder / "data"),
         "--seeds",
         "1",
-        "--epochs",
+        "--num-train-epochs",
         "2",
     ]
-    arguments += ["--batch_size", "16", "--learning_rate", "3e-3", "--head_dropout", "0", "--output"]
+    arguments += ["--batch_size", "16", "--learning_rate", "3e-3", "--head-dropout", "0", "--output"]
     one, two = both_ways(folder, "glue", arguments, [], [])
     (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
     assert first.name == second.name, "The number of processes is no setting: the same command continues a run on more or fewer of them."
@@ -108,8 +108,8 @@ def test_glue_in_two_processes(folder):
 def test_contrastive_in_two_processes(folder):
     arguments = ["contrastive", "--model", str(folder / "model"), "--pairs", str(folder / "pairs.jsonl"), "--max_steps", "6"]
     arguments += ["--use_cpu", "true", "--max_length", "32", "--logging_steps", "1", "--learning_rate", "1e-3"]
-    double = ["--per_device_train_batch_size", "4", "--gather_negatives", "true", "--output_dir"]
-    one, two = both_ways(folder, "contrastive", arguments, ["--per_device_train_batch_size", "8", "--output_dir"], double)
+    double = ["--per_device_train_batch_size", "4", "--gather_negatives", "true", "--output"]
+    one, two = both_ways(folder, "contrastive", arguments, ["--per_device_train_batch_size", "8", "--output"], double)
     results = [json.loads((output / "contrastive.json").read_text()) for output in (one, two)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     losses = [[loss for _, loss in result["training"]["losses"]] for result in results]

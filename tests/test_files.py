@@ -273,11 +273,11 @@ def test_set_aside_until_the_new_output_is_complete(tmp_path):
     output = write(tmp_path / "out", "old", command="encode")
     before = digests(output)
     files.set_aside(output, "encode")
-    assert not output.exists() and digests(tmp_path / "out.replaced") == before
+    assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     # An interrupted new run is given up for another one: the complete old output still waits.
     write(output, "half", command="encode")
     files.set_aside(output, "encode")
-    assert not output.exists() and digests(tmp_path / "out.replaced") == before
+    assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     write(output, "new", command="encode")
     files.remove_set_aside(output, "encode")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

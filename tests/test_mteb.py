@@ -24,21 +24,8 @@ from neobert.common.errors import UserError
 from neobert.common.local_text import is_held_out
 from neobert.common.published import MTEB
 from neobert.embeddings import local_tasks, mteb_evaluation
-from neobert.embeddings.mteb_evaluation import (
-    MtebArguments,
-    PackedModel,
-    averages,
-    choose_tasks,
-    evaluate,
-    fingerprint,
-    is_paper_benchmark,
-    main,
-    read_instructions,
-    settings_table,
-    table4,
-    task_table,
-    write_tables,
-)
+from neobert.embeddings.mteb_evaluation import MtebArguments, PackedModel, choose_tasks, evaluate, fingerprint, main, read_instructions
+from neobert.embeddings.mteb_tables import averages, is_paper_benchmark, settings_table, table4, task_table, write_tables
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
@@ -284,9 +271,9 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
     sts = choose_tasks(["STS12,STS13"])
     for choice, message in (
         ("nothing.json", "there is no file"),
-        (str(tmp_path / "list.json"), "must map"),
-        (str(tmp_path / "unknown.json"), "'STS99' is neither a chosen task"),
-        (str(tmp_path / "broken.json"), "is not JSON"),
+        (str(tmp_path / "list.json"), "must map names to texts"),
+        (str(tmp_path / "unknown.json"), "there is no 'STS99' here; the names are STS, STS12, STS13"),
+        (str(tmp_path / "broken.json"), "is not valid JSON"),
     ):
         with pytest.raises(UserError, match=message):
             read_instructions(choice, sts)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConf
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
 from neobert.pretraining import pseudo_perplexity as module
+from neobert.pretraining import pseudo_perplexity_report as report
 
 
 pytest.importorskip("matplotlib")
@@ -50,7 +51,9 @@ def arguments(folder, output, **more):
         "positions": "exact",
         **more,
     }
-    return [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    lists = ("lengths", "yarn")
+    named = [(key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)]) for key, value in given.items()]
+    return [part for key, values in named for part in (f"--{key}", *values)]
 
 
 def run(folder, output, **more):
@@ -167,7 +170,7 @@ def table(folder, output, **more):
 
 def test_the_table_is_of_the_command_that_ran(folder, tmp_path, monkeypatch):
     """One folder for everything, against a folder of its own for each command."""
-    monkeypatch.setattr(module, "plot", lambda *given: None)
+    monkeypatch.setattr(report, "plot", lambda *given: None)
     lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
     for name, part in (("p1", lines[:3]), ("p2", lines[3:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
@@ -182,7 +185,7 @@ def test_the_table_is_of_the_command_that_ran(folder, tmp_path, monkeypatch):
 
 
 def test_models_and_yarn_share_a_table_where_they_compare(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "plot", lambda *given: None)
+    monkeypatch.setattr(report, "plot", lambda *given: None)
     neobert, yarn = table(folder, tmp_path, positions=4), table(folder, tmp_path, positions=4, yarn=2)
     assert neobert.items() < yarn.items() and {key[1] for key in yarn} == {"off", "2"}, "Another YaRN factor stands beside the first."
     both = table(folder, tmp_path, positions=4, model=folder / "bert")
@@ -222,14 +225,14 @@ def test_the_committed_results_continue(tmp_path):
     """The committed CSV gives the committed table, where its own command runs again."""
     committed = module.Path(__file__).resolve().parents[1] / "results" / "pseudo_perplexity"
     rows = module.read_finished(committed / "pseudo_perplexity.csv")
-    recipe = module.PseudoPerplexityRecipe(
-        model="m", text="t", name="bundled model", lengths="32,64,128,256,512,1024", positions="48", yarn="off,4", yarn_from=128
+    given = module.PseudoPerplexityArguments(
+        model="m", text="t", name="bundled model", lengths=[32, 64, 128, 256, 512, 1024], positions="48", yarn=["off", "4"], yarn_from=128
     )
-    planned = [(None, None, {name: row[name] for name in module._KEY if name != "yarn"}) for row in rows]
+    planned = [(None, None, {name: row[name] for name in module.KEY if name != "yarn"}) for row in rows]
     for name in ("bundled model", "another"):
-        recipe.name = name
-        found = module.comparable_rows(recipe, rows, planned, {row["text"] for row in rows})
-        assert module.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"], name
+        given.name = name
+        found = module.comparable_rows(given, rows, planned, {row["text"] for row in rows})
+        assert report.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"], name
 
 
 def test_yarn(folder, tmp_path):
@@ -272,30 +275,43 @@ def test_positions_that_start_behind_the_padding(folder, tmp_path):
     assert {row["length"] for row in rows} == {"32"}, "A bucket beyond the position table was evaluated."
 
 
+def test_texts_below_the_shortest_length_are_named(folder, tmp_path, caplog):
+    """Six texts of 22 to 72 tokens."""
+    assert len(run(folder, tmp_path, lengths="40", positions=2)) == 4
+    assert "texts.jsonl: 2 texts are shorter than 40 tokens, the shortest length, and are left out" in caplog.text
+    caplog.clear()
+    run(folder, tmp_path / "own", lengths="40", positions=2, bucketing="own")
+    assert "left out" not in caplog.text, "each text at its own length misses none"
+
+
 def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
     lines = [b'{"text": "caf\xe9"}', b"{broken", b'{"text": null}', b"[1]", b"", (folder / "texts.jsonl").read_bytes().strip()]
     (tmp_path / "texts.jsonl").write_bytes(b"\n".join(lines))
     assert len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2)) == 6
-    assert "5 of 11 rows are broken or empty and were skipped" in caplog.text
+    assert "4 of 10 rows are broken or empty and were skipped" in caplog.text, "a blank line is not a row"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="bad.parquet cannot be read"):
+    with pytest.raises(UserError, match="bad.parquet is not a parquet file"):
         run(folder, tmp_path / "none", text=tmp_path / "bad.parquet")
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"positions": 0}, "positions must be whole numbers of at least 1 or exact"),
-        ({"lengths": "16,x"}, "lengths must be whole numbers"),
+        ({"positions": 0}, "positions must be a whole number of at least 1, or exact"),
+        ({"lengths": "16,x"}, "lengths on the command line must be a list"),
+        ({"lengths": "16,0"}, "lengths must be at least 1, but 0 was given"),
         ({"lengths": 512}, "no text of .* reaches 512 tokens: the longest has 72 tokens"),
         ({"yarn": "0.5"}, "yarn takes off or a factor above 1, but '0.5' was given"),
         ({"column": "body"}, "no row with text in the column 'body'; it has text"),
-        ({"text": __file__}, "is no .txt, .jsonl or .parquet file"),
+        ({"text": __file__}, "must end in .jsonl"),
+        ({"text": "no/such/folder"}, "there is no file or folder no/such/folder"),
+        ({"text": "missing.txt"}, "there is no file or folder missing.txt"),
+        ({"text": "tests/missing"}, "there is no file or folder tests/missing"),
         ({"yarn": "2", "yarn_from": 0}, "yarn_from must be at least 1"),
-        ({"text": "no_such_data"}, "'no_such_data' is no local file, and was not loaded from the Hub"),
+        ({"text": "no_such_data"}, "'no_such_data' is not a local file, and was not loaded from the Hub"),
         ({"model": "no_such_model"}, "the model 'no_such_model' was not loaded"),
         ({"dtype": "int8"}, "dtype must be one of float32"),
-        ({"bucketing": "both"}, "bucketing must be cut or own"),
+        ({"bucketing": "both"}, "bucketing must be one of cut, own"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
     ],
 )
@@ -335,6 +351,6 @@ def test_models_that_cannot(folder, tmp_path):
     assert rows[0]["mean_cross_entropy"] == run(folder, tmp_path / "same", lengths=16, texts=1)[0]["mean_cross_entropy"]
     other = tmp_path / "pseudo_perplexity.csv"
     other.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="no pseudo-perplexity CSV"):
+    with pytest.raises(UserError, match="not a pseudo-perplexity CSV"):
         run(folder, tmp_path)
     assert other.read_text() == "a,b\n1,2\n", "A foreign file was changed."

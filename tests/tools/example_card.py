@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 
 from neobert.common.files import write_json, write_text
-from neobert.common.recipe import read_recipe
+from neobert.common.loading import load_tokenizer
 from neobert.common.results import environment
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import pretrain
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.pretrain_trainer import evaluate_batches, save_raw_checkpoint
-from neobert.pretraining.pretraining_data import load_prepared
+from neobert.pretraining.prepared import load_prepared
+from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
+from neobert.pretraining.trainer import evaluate_batches
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,21 +160,19 @@ def main():
         stages = f": {first_steps:,} steps of the first stage, {steps:,} of the second"
         steps, tokens_seen = steps + first_steps, tokens_seen + first_tokens
 
-    # Everything is made beside the old checkpoint, which goes only when the new one is whole.
+    # Everything is made beside the old checkpoint, which goes only when the new one is complete.
     partial = arguments.out.with_name(f".{arguments.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    path = save_raw_checkpoint(model, partial, steps, torch.float16)
+    path = write_raw_checkpoint(model.state_dict(), config, partial, steps, torch.float16)
     stored = {name.removeprefix("module."): tensor.float() for name, tensor in torch.load(path, weights_only=True).items()}
     model.load_state_dict(stored)
 
-    model_arguments, data, training = read_recipe(
-        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), [str(RECIPE), "--report_to", "none"]
-    )
-    tokenizer = pretrain.load_tokenizer(model_arguments.tokenizer)
-    masking = TokenMasking(tokenizer, data.mask_probability)
+    run = pretrain.read_run([str(RECIPE), "--report-to", "none"])
+    tokenizer = load_tokenizer(run.model.tokenizer)
+    masking = TokenMasking(tokenizer, run.batch.mlm_probability)
     train, train_summary = load_prepared(arguments.run / "prepared" / "train", tokenizer)
     held, held_summary = load_prepared(arguments.run / "prepared" / "heldout", tokenizer)
-    batches = pretrain.make_batches(data, held, tokenizer, masking, None, training.seed + 1)
+    batches = pretrain.make_batches(held, tokenizer, masking, run.spec.whole(run.spec.seed + 1), "heldout")
     measured = evaluate_batches(model.eval(), batches)
     frequent = pretrain.unigram(train, tokenizer)
     baseline = pretrain.unigram_accuracy(batches, frequent)

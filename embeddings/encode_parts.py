@@ -1,0 +1,269 @@
+"""What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one file made of all parts."""
+
+import base64
+import contextlib
+import io
+import itertools
+import json
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..common.errors import UserError
+from ..common.files import new_file, write_json
+from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format, short
+
+
+FORMATS = ("parquet", "safetensors")
+# Windows that a reader goes through to reach one further on, rather than enter the file anew.
+_AHEAD = 32
+
+
+class Window(NamedTuple):
+    """Neighbouring rows of a corpus that become one part."""
+
+    start: Place
+    rows: int
+    characters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The windows of a corpus, and the Arrow schema of the columns that are copied from it."""
+
+    windows: list
+    schema: pyarrow.Schema
+
+    @property
+    def rows(self):
+        return sum(window.rows for window in self.windows)
+
+    def save(self, path):
+        names = list(dict.fromkeys(window.start.path.name for window in self.windows))
+        numbers = {name: number for number, name in enumerate(names)}
+        windows = [[numbers[start.path.name], start.number, start.offset, *sizes] for start, *sizes in self.windows]
+        schema = base64.b64encode(self.schema.serialize()).decode()
+        write_json(path, {"files": names, "schema": schema, "windows": windows})
+
+    @classmethod
+    def load(cls, path, source):
+        """The plan that `save` wrote to `path`, of the file or folder `source`; None where there is none."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        files = [source / name if source.is_dir() else source for name in data["files"]]
+        windows = [
+            Window(Place(files[file], number, offset), rows, characters) for file, number, offset, rows, characters in data["windows"]
+        ]
+        return cls(windows, pyarrow.ipc.read_schema(pyarrow.BufferReader(base64.b64decode(data["schema"]))))
+
+
+def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=None):
+    """Reads the corpus once, from its first to its last row, and so checks it.
+
+    Args:
+        source: file or folder of `common.rows`.
+        keep: columns to copy.
+        shard_rows, shard_characters: most of a window; a longer text is a window of its own.
+        alike: of `read_rows`.
+    Raises:
+        UserError: a broken row, by its place; no rows; a copied column whose values have no common type.
+    """
+    types, windows = _ColumnTypes(source, keep), []
+    start, rows, characters = None, 0, 0
+    for place, row in read_rows(source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike):
+        length = len(row[text_column])
+        if rows and (rows == shard_rows or characters + length > shard_characters):
+            windows.append(Window(start, rows, characters))
+            rows = characters = 0
+        start = start if rows else place
+        rows, characters = rows + 1, characters + length
+        types.add(place, row)
+    return Plan([*windows, Window(start, rows, characters)], types.schema())
+
+
+class WindowReader:
+    """Reads windows by their numbers; one that comes a little after the last is read on to, any other is entered at its start."""
+
+    def __init__(self, source, columns, windows):
+        self.source, self.columns, self.windows = source, columns, windows
+        self._rows, self._next = None, None
+
+    def read(self, number):
+        """[(Place, row), ...] of one window."""
+        if self._rows is None or not 0 <= number - self._next <= _AHEAD:
+            self._rows, self._next = read_rows(self.source, self.columns, start=self.windows[number].start), number
+        passed = sum(window.rows for window in self.windows[self._next : number])
+        self._next = number + 1
+        return list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
+
+
+class _ColumnTypes:
+    """The Arrow type of each of `columns` over all rows: of the schema (parquet), else from the values, 1,024 rows at a time."""
+
+    def __init__(self, source, columns):
+        self.types, self.places, self.values = dict.fromkeys(columns), [], {column: [] for column in columns}
+        files = row_files(source)
+        if row_format(files[0]) == ".parquet":
+            self.values = {}
+            for file in files:
+                for field in open_parquet(file).schema_arrow:
+                    if field.name in self.types and self.types[field.name] not in (None, field.type):
+                        raise UserError(f"{file}: {field.name!r} is {field.type}, but {self.types[field.name]} in the files before it")
+                    if field.name in self.types:
+                        self.types[field.name] = field.type
+
+    def add(self, place, row):
+        for column, values in self.values.items():
+            value = row[column]
+            if isinstance(value, str):
+                check_characters(place, column, value)
+                value = value[:60]  # a long text has no other type
+            values.append(value)
+        if self.values:
+            self.places.append(place)
+        if len(self.places) == 1024:
+            self._merge()
+
+    def _merge(self):
+        for column, values in self.values.items():
+            try:
+                self.types[column] = _merged_type(self.types[column], values)
+            except _ARROW_ERRORS:
+                self._refuse(column, values)
+            values.clear()
+        self.places.clear()
+
+    def _refuse(self, column, values):
+        """Raises UserError for the first of `values` that does not go with those before it."""
+        kind = self.types[column]
+        for place, value, end in zip(self.places, values, range(1, len(values) + 1)):
+            try:
+                kind = _merged_type(self.types[column], values[:end])
+            except _ARROW_ERRORS:
+                before = "" if kind is None else f" after values of type {kind}"
+                raise UserError(
+                    f"{place}: {column!r} is {short(value)}{before}; all values of a column that is copied must have one type "
+                    "(integers: 64 bits): make them text, or give --keep without this column"
+                ) from None
+
+    def schema(self):
+        """The schema of all columns; UserError for a type that parquet does not know."""
+        if self.places:
+            self._merge()
+        for column, kind in self.types.items() if self.values else ():
+            try:
+                pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array([], kind)}), io.BytesIO())
+            except _ARROW_ERRORS:
+                raise UserError(f"parquet cannot hold {column!r} ({kind}); give --keep without it") from None
+        return pyarrow.schema(list(self.types.items()))
+
+
+_ARROW_ERRORS = (pyarrow.ArrowException, OverflowError, UnicodeEncodeError)
+
+
+def _merged_type(known, values):
+    """Arrow type of a column with values of type `known` (or None) and then `values`; one of `_ARROW_ERRORS` where there is none."""
+    found = pyarrow.array(values).type
+    if known is None or found == known:
+        return found
+    schemas = [pyarrow.schema([("", kind)]) for kind in (known, found)]
+    merged = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
+    pyarrow.array(values, merged)  # an integer above 2^53 has no float64
+    return merged
+
+
+# --------------------------------------------------------------------------------------------------------------------- files
+
+
+def part_path(folder, number, format):
+    return folder / f"part-{number:06d}.{format}"
+
+
+def write_part(path, rows, vectors, schema, mark):
+    """Writes one part completely or not at all.
+
+    Args:
+        path: ends in .parquet or .safetensors.
+        rows: [(Place, row), ...].
+        vectors: (N, width).
+        schema: of the columns to copy.
+        mark: {name: text} in the file's own metadata, by which `is_part` knows it again.
+    """
+    with _new_part(path) as file:
+        if path.suffix == ".safetensors":
+            file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
+            return
+        columns = {field.name: pyarrow.array([row[field.name] for _, row in rows], field.type) for field in schema}
+        columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
+        # Vectors of floats do not compress.
+        pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
+
+
+@contextlib.contextmanager
+def _new_part(path):
+    """`new_file`; where the process that finishes the run has removed it meanwhile, the part was there already."""
+    try:
+        with new_file(path) as file:
+            yield file
+    except FileNotFoundError:
+        if not path.exists():
+            raise
+
+
+def read_mark(path):
+    """(rows, metadata) of a part or of an output file; None for a damaged file or one of another kind."""
+    try:
+        if path.suffix == ".parquet":
+            metadata = pyarrow.parquet.read_metadata(path)
+            return metadata.num_rows, {key.decode(): value.decode() for key, value in (metadata.metadata or {}).items()}
+        with safe_open(path, framework="numpy") as file:
+            return file.get_slice("embeddings").get_shape()[0], file.metadata() or {}
+    except (OSError, ValueError, SafetensorError):
+        return None
+
+
+def is_part(path, mark, rows=None):
+    """Whether a file carries this mark and has so many rows, if told."""
+    found = read_mark(path)
+    return found is not None and mark.items() <= found[1].items() and rows in (None, found[0])
+
+
+def merge_parts(parts, output, mark):
+    """One file from its parts, part by part, completely or not at all; rows keep their order."""
+    for part in parts:
+        if read_mark(part) is None:
+            raise UserError(f"{part} is damaged; remove it, and give the same command again")
+    with new_file(output) as file:
+        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, file, mark)
+
+
+def _merge_parquet(parts, file, mark):
+    schema = pyarrow.parquet.read_schema(parts[0]).with_metadata(mark)
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+        for part in parts:
+            writer.write_table(pyarrow.parquet.read_table(part).cast(schema))
+
+
+def _merge_safetensors(parts, file, mark):
+    """The library writes a file from tensors in memory only; the format is 8 bytes of header size, a JSON header, and the data."""
+
+    def load(part):
+        with safe_open(part, framework="numpy") as opened:
+            return opened.get_tensor("embeddings")
+
+    first, rows = load(parts[0]), sum(read_mark(part)[0] for part in parts)
+    shape, name = [rows, first.shape[1]], {"float32": "F32", "float16": "F16"}[first.dtype.name]
+    tensor = {"dtype": name, "shape": shape, "data_offsets": [0, rows * first.shape[1] * first.dtype.itemsize]}
+    header = json.dumps({"__metadata__": mark, "embeddings": tensor}).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for part in parts:
+        file.write(load(part).tobytes())

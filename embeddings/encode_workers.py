@@ -1,0 +1,197 @@
+"""Who encodes which windows: this process, worker processes of one machine, or the ranks of torchrun, accelerate launch and SLURM."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..common.errors import UserError
+from ..common.loading import choose_device
+from .encode_parts import Plan, WindowReader, is_part, part_path, read_mark, write_part
+from .packed_encoder import NotFinite, PackedEncoder
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every process of a run knows.
+
+    Attributes:
+        arguments: `EncodeArguments`; dtype is no longer "auto".
+        source: the corpus.
+        folder: of the parts.
+        format: of the parts.
+        plan: the windows.
+        mark: in the metadata of every part.
+    """
+
+    arguments: object
+    source: Path
+    folder: Path
+    format: str
+    plan: Plan
+    mark: dict
+
+    def path(self, number):
+        return part_path(self.folder, number, self.format)
+
+    def missing(self, numbers, progress=None):
+        """Those of the windows whose part is not there; a damaged part is removed.
+
+        Args:
+            progress: called with the rows of each part that is there.
+        Raises:
+            UserError: a file has the name of a part and is not of this run.
+        """
+        missing = []
+        for number in numbers:
+            path = self.path(number)
+            if path.exists() and read_mark(path) is not None:
+                if not is_part(path, self.mark, self.plan.windows[number].rows):
+                    raise UserError(f"{path} is not a part of this run; move it, or choose another output")
+                if progress is not None:
+                    progress(self.plan.windows[number].rows)
+                continue
+            path.unlink(missing_ok=True)
+            missing.append(number)
+        return missing
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among those that a launcher started on all machines."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+
+    @classmethod
+    def from_environment(cls):
+        """Of torchrun and accelerate launch (RANK), or of a SLURM step (srun); alone without a launcher."""
+        for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
+            if os.environ.get(names[0]) and os.environ.get(names[1]):
+                given = [os.environ.get(name) or "0" for name in names]
+                if not all(number.isdigit() for number in given) or not int(given[0]) < int(given[1]):
+                    raise UserError(f"{names[0]}={given[0]} and {names[1]}={given[1]} must be the number of a process and of all processes")
+                return cls(*map(int, given))
+        return cls()
+
+    def share(self, sizes):
+        """Numbers of this rank's windows: neighbours, together about as large as any other rank's. Every window has one rank.
+
+        Args:
+            sizes: of all windows.
+        """
+        sizes = np.asarray(sizes, dtype=np.float64) + 1
+        owners = ((sizes.cumsum() - sizes / 2) / sizes.sum() * self.world).astype(int)
+        return np.flatnonzero(owners == self.rank).tolist()
+
+
+def build_encoder(arguments, device, encoder=None):
+    """The `PackedEncoder` of these arguments on `device` (or the one given), and the text of its prompt."""
+    encoder = encoder or PackedEncoder.from_arguments(arguments, device)
+    return encoder, encoder.prompt(arguments.prompt_name) if arguments.prompt is None else arguments.prompt
+
+
+def encode_windows(encoder, prompt, run, numbers, progress):
+    """Encodes and writes the windows `numbers`; the next one is read and tokenized while one is embedded.
+
+    Args:
+        numbers: an iterator.
+        progress: called with (rows, tokens) of each finished batch or part.
+    """
+    reader = WindowReader(run.source, dict.fromkeys([run.arguments.text_column, *run.plan.schema.names]), run.plan.windows)
+    numbers = iter(numbers)
+
+    def tokenized():
+        for number in numbers:
+            if not run.path(number).exists():  # another rank may have made it meanwhile
+                rows = reader.read(number)
+                return number, rows, encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt)
+        return None
+
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(tokenized)
+        while (job := following.result()) is not None:
+            number, rows, tokens = job
+            following = pool.submit(tokenized)
+            try:
+                vectors = encoder.embed(tokens, lambda count: progress(count, 0))
+            except NotFinite as error:
+                raise UserError(f"{rows[error.index][0]}: {error}") from None
+            if run.arguments.normalize:
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+            write_part(run.path(number), rows, vectors.astype(run.arguments.output_dtype, copy=False), run.plan.schema, run.mark)
+            progress(0, sum(map(len, tokens)))
+
+
+# ---------------------------------------------------------------------------------------------------- processes of one machine
+
+
+def _end_with_parent():
+    """Ends this process when its parent is gone, also after a kill -9."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def _worker(number, jobs, reports, run, device, threads):
+    """A process: takes numbers of windows from `jobs` until None comes; reports ("progress", rows, tokens), ("done",), ("error", text)."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        torch.set_num_threads(threads)
+        encoder, prompt = build_encoder(run.arguments, device)
+        encode_windows(encoder, prompt, run, iter(jobs.get, None), lambda *counts: reports.put(("progress", *counts)))
+        reports.put(("done",))
+    except KeyboardInterrupt:
+        pass
+    except UserError as error:
+        reports.put(("refused", str(error)))
+    except BaseException:
+        reports.put(("error", f"process {number}: {traceback.format_exc()}"))
+
+
+def encode_in_processes(count, run, numbers, progress):
+    """`encode_windows` shared out among `count` processes; each takes the next window when it is ready."""
+    context = multiprocessing.get_context("spawn")
+    jobs, reports = context.Queue(), context.Queue()
+    for number in (*numbers, *[None] * count):
+        jobs.put(number)
+    device = choose_device(run.arguments.device)
+    gpus = torch.cuda.device_count() if device == torch.device("cuda") else 0
+    threads = max(1, torch.get_num_threads() // count)
+    workers = []
+    for number in range(count):
+        place = f"cuda:{number % gpus}" if gpus else str(device)
+        workers.append(context.Process(target=_worker, args=(number, jobs, reports, run, place, threads), daemon=True))
+        workers[-1].start()
+    done = 0
+    try:
+        while done < count:
+            try:
+                kind, *values = reports.get(timeout=0.5)
+            except queue.Empty:
+                dead = next((worker for worker in workers if worker.exitcode not in (None, 0)), None)
+                if dead is not None:
+                    raise RuntimeError(f"a worker process ended with code {dead.exitcode}; the finished parts are kept") from None
+                continue
+            if kind == "refused":
+                raise UserError(values[0])
+            if kind == "error":
+                raise RuntimeError(f"a worker failed; the finished parts are kept\n{values[0]}")
+            if kind == "progress":
+                progress(*values)
+            done += kind == "done"
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+        jobs.cancel_join_thread()
