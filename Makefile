@@ -4,11 +4,12 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 OLDEST = .venv-4.57
 HARSH = .venv-5.0
+BARE = .venv-gpu
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream bench clean
+.PHONY: demo test lint test-oldest test-upstream bench gpu test-gpu clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -35,7 +36,21 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
 bench: $(VENV)/.test
-	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume true
+	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
+
+# All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers and pytest is enough.
+gpu:
+	bash benchmarks/gpu.sh
+
+# The same on the CPU, tiny, with the packages of a bare GPU machine and no others.
+test-gpu: $(BARE)/.ready
+	rm -rf .cache/gpu-rehearsal
+	PYTHON=$(BARE)/bin/python OUT=.cache/gpu-rehearsal bash benchmarks/gpu.sh --rehearse
+
+$(BARE)/.ready: constraints-gpu.txt
+	$(PYTHON) -m venv $(BARE)
+	$(BARE)/bin/python $(PIP_INSTALL) constraints-gpu.txt torch transformers triton sentence-transformers peft accelerate matplotlib scikit-learn pytest
+	touch $@
 
 $(VENV)/.demo: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,4 +73,4 @@ $(HARSH)/.ready: setup.cfg constraints-5.0.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(HARSH) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info

@@ -1,6 +1,6 @@
 """The models that `neobert throughput` compares: built from their configurations with random weights, so that nothing is downloaded.
 
-A run is a model and an implementation ("neobert", "sdpa"); `build` gives a `Run` that takes batches of token ids and an attention mask.
+A run is a model and an implementation ("neobert", "sdpa"); `build` gives a `Run` that takes a `Batch`.
 """
 
 import inspect
@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, RobertaConfig, RobertaModel
 
-from ..common.errors import UserError
 from ..configuration_neobert import NeoBERTConfig
-from ..modeling_neobert import NeoBERTModel, prepare_rotary, rotary_table
+from ..modeling_neobert import NeoBERTModel
 
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -33,9 +32,10 @@ MODELS = {
 # name: (attention implementation, layout of the batch, compiled, what it is)
 IMPLEMENTATIONS = {
     "sdpa": ("sdpa", "own", False, "the model's own default; NeoBERT packs, the others compute on padding"),
+    "masked": ("sdpa", "masked", False, "as sdpa, and a batch without padding has a mask of ones, which the others have without a mask"),
     "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
     "published": ("sdpa", "published", False, "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)"),
-    "compiled": ("sdpa", "own", True, "torch.compile; NeoBERT: its blocks, with a dynamic token count"),
+    "compiled": ("sdpa", "own", True, "as sdpa, every block compiled, with a dynamic token count"),
     "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
     "flash_attention_2-packed": ("flash_attention_2", "packed", False, "flash-attn 2, packed by the caller (no padding for the peers)"),
     "flash_attention_2-compiled": ("flash_attention_2", "own", True, "flash-attn 2 under torch.compile"),
@@ -46,10 +46,9 @@ NEOBERT_ONLY = ("padded", "published")
 
 
 class PublishedConstruction(nn.Module):
-    """The published forward around this package's blocks: every layer computes on padding, under a (B, H, L, L) additive mask, and the
+    """The forward of the published code around this package's weights and norms, written out here so that nothing of the model's own helpers
+    is in it: every layer computes on padding, under an additive mask expanded to (B, H, L, L); RoPE is a complex product in float32; the
     feed-forward runs in one piece.
-
-    Norms, RoPE and projections are ours, so that a comparison shows what layout, mask and slicing cost, and nothing else.
     """
 
     def __init__(self, model):
@@ -59,20 +58,32 @@ class PublishedConstruction(nn.Module):
     def forward(self, input_ids, attention_mask):
         """(B, L) ids and ones-and-zeros mask -> hidden states (B, L, D)."""
         model, length = self.model, input_ids.shape[1]
+        heads = model.config.num_attention_heads
         hidden = model.encoder(input_ids)
         mask = torch.where(attention_mask.bool(), 0.0, float("-inf")).to(hidden.dtype)
-        mask = mask[:, None, None, :].repeat(1, model.config.num_attention_heads, length, 1)
-        positions = torch.arange(length, device=input_ids.device)[None]
-        rotary = prepare_rotary(*rotary_table(model.config, positions, length))
+        mask = mask[:, None, None, :].repeat(1, heads, length, 1)
+        rotary = _complex_rotary(length, model.config.hidden_size // heads, model.config.rope_theta, input_ids.device)
         for block in model.transformer_encoder:
-            hidden = hidden + block.attend(block.attention_norm(hidden), rotary, _masked_sdpa, mask)[0]
-            gate, value = block.ffn.w12(block.ffn_norm(hidden)).chunk(2, dim=-1)
-            hidden = hidden + block.ffn.w3(F.silu(gate) * value)
+            query, key, value = block.qkv(block.attention_norm(hidden)).unflatten(-1, (heads, -1)).chunk(3, dim=-1)
+            query, key, value = (x.transpose(1, 2) for x in (_rotated(query, rotary), _rotated(key, rotary), value))
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            hidden = hidden + block.wo(attended.transpose(1, 2).flatten(-2))
+            gate, up = block.ffn.w12(block.ffn_norm(hidden)).chunk(2, dim=-1)
+            hidden = hidden + block.ffn.w3(F.silu(gate) * up)
         return model.layer_norm(hidden)
 
 
-def _masked_sdpa(module, query, key, value, mask, dropout=0.0, scaling=None, **kwargs):
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling).transpose(1, 2), None
+def _complex_rotary(length, head_dim, theta, device):
+    """exp(i * position * theta^(-2j / K)), (L, 1, K / 2) complex."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)[:, None]
+
+
+def _rotated(x, rotary):
+    """(B, L, H, K) with each adjacent pair turned by its angle."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
 
 
 class Run:
@@ -87,15 +98,14 @@ class Run:
         self.name, self.implementation, self.model, self.longest, self.backend = name, implementation, model, longest, backend
         self.layout = IMPLEMENTATIONS[implementation][1]
 
-    def __call__(self, input_ids, attention_mask):
-        """Last hidden states of a padded batch, (B, L); packed by the caller it is one row."""
+    def __call__(self, batch):
+        """Last hidden states of a `Batch`, (B, L, D); packed by the caller it is one row, (1, T, D)."""
         if self.layout == "published":
-            return self.model(input_ids, attention_mask)
+            return self.model(batch.input_ids, batch.attention_mask)
         if self.layout == "packed":
-            return self.model(**packed_inputs(input_ids, attention_mask)).last_hidden_state
-        if attention_mask.all():
-            attention_mask = None
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            return self.model(**batch.packed).last_hidden_state
+        mask = batch.attention_mask if batch.has_padding or self.layout == "masked" else None
+        return self.model(input_ids=batch.input_ids, attention_mask=mask).last_hidden_state
 
     def flops(self, lengths):
         """Floating-point operations that the real tokens need: 2 a weight of every linear layer, and 4 D a pair of visible tokens.
@@ -120,33 +130,20 @@ def _local_window(config, layer):
     return config.local_attention + 1 if local else None
 
 
-def packed_inputs(input_ids, attention_mask):
-    """One row without padding and its packing arguments, as `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=1)
-    bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
-    positions = (mask.cumsum(dim=1) - 1)[mask][None]
-    packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return {"input_ids": input_ids[mask][None], "position_ids": positions, **packing}
+# Options of torch.compile for every compiled block.
+COMPILE_OPTIONS = {}
 
 
 def compile_blocks(model, **options):
-    """Regional compilation: every block is compiled in place, with a dynamic token count, and all share one graph.
+    """Regional compilation: every block is compiled in place, with a dynamic token count, and equal blocks share one graph.
 
     Packing and scattering stay outside of the graphs, so that batches of any shape reuse them.
     """
-    for block in model.transformer_encoder:
-        block.compile(dynamic=True, **options)
+    count = model.config.num_hidden_layers
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    for block in blocks:
+        block.compile(dynamic=True, **{**COMPILE_OPTIONS, **options})
     return model
-
-
-def check_runs(models, implementations):
-    """Raises UserError for a name that does not exist."""
-    for given, known, what in ((models, MODELS, "model"), (implementations, IMPLEMENTATIONS, "implementation")):
-        for name in given:
-            if name not in known:
-                raise UserError(f"there is no {what} {name!r} to measure; choose from {', '.join(known)}")
 
 
 def build(name, implementation, device, dtype, small=None, shared=None):
@@ -177,6 +174,6 @@ def build(name, implementation, device, dtype, small=None, shared=None):
     if layout == "published":
         model, backend = PublishedConstruction(model), "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
-        model = compile_blocks(model) if name == "neobert" else torch.compile(model, dynamic=True)
+        model = compile_blocks(model)
         backend = f"compiled; {backend}"
     return Run(name, implementation, model, longest, backend)

@@ -1,32 +1,22 @@
 """Plots of `neobert throughput`: length against tokens per second, and fill rate against speed-up (the paper's Figure 3, and its gap)."""
 
-import math
-import os
-import statistics
-import tempfile
 from pathlib import Path
 
-from ..common.errors import require
+from ..common.figures import GREY, length_axis, line, ratio_axis, save, subplots
+from .throughput_results import ratios
 
 
-_COLOURS = {
-    "neobert": "#0b6e4f",
-    "modernbert-base": "#d1495b",
-    "modernbert-large": "#8d2e3c",
-    "bert-base": "#3d6fb6",
-    "bert-large": "#1d3f72",
-    "roberta-base": "#edae49",
-    "roberta-large": "#b07a16",
-}
+# In the order of the legends; NeoBERT is drawn last, above the others.
 _NAMES = {
-    "neobert": "NeoBERT",
-    "modernbert-base": "ModernBERT base",
-    "modernbert-large": "ModernBERT large",
     "bert-base": "BERT base",
-    "bert-large": "BERT large",
     "roberta-base": "RoBERTa base",
+    "modernbert-base": "ModernBERT base",
+    "bert-large": "BERT large",
     "roberta-large": "RoBERTa large",
+    "modernbert-large": "ModernBERT large",
+    "neobert": "NeoBERT",
 }
+_LAYOUTS = {"neobert/padded": "NeoBERT, padded", "neobert/published": "NeoBERT as published"}
 
 
 def draw(folder, data):
@@ -37,31 +27,9 @@ def draw(folder, data):
     Returns:
         paths written.
     """
-    require("eval", "matplotlib")
     rows = [row for row in data["rows"] if not row.get("error")]
-    env = data["environment"]
-    caption = f"{env['hardware']}, {env['threads']} threads, {env['dtype']}, commit {env['commit']}"
-    written = []
-    for name, plot in (("fixed.png", _fixed), ("fill.png", _fill)):
-        figure = plot(rows)
-        if figure is not None:
-            figure.text(0.5, 0.005, caption, ha="center", va="bottom", fontsize=6.5, color="#666666")
-            written.append(_save(figure, Path(folder) / name))
-    return written
-
-
-def _axes(title, xlabel, ylabel):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), dpi=150)
-    axes = figure.add_subplot()
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(True, color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    figures = {"fixed.png": _fixed(rows), "fill.png": _fill(rows)}
+    return [save(figure, Path(folder) / name, data["environment"]) for name, figure in figures.items() if figure is not None]
 
 
 def _fixed(rows):
@@ -74,68 +42,76 @@ def _fixed(rows):
                 best[key] = row
     if not best:
         return None
-    figure, axes = _axes("Texts of one length, no padding", "length (tokens)", "tokens per second")
-    for model in _NAMES:
+    figure, axes = subplots("Texts of one length, no padding", "length in tokens", "tokens per second")
+    models = [name for name in _NAMES if any(model == name for model, _ in best)]
+    for i, model in enumerate(models):
         points = sorted((length, row) for (name, length), row in best.items() if name == model)
-        if points:
-            lengths = [length for length, _ in points]
-            speeds = [row["tokens_per_second"] for _, row in points]
-            spread = [[max(y - row["quartiles"][0], 0) for y, (_, row) in zip(speeds, points)],
-                      [max(row["quartiles"][1] - y, 0) for y, (_, row) in zip(speeds, points)]]  # fmt: skip
-            axes.errorbar(lengths, speeds, yerr=spread, marker="o", ms=4, capsize=2, color=_COLOURS[model], label=_NAMES[model])
-    axes.set_xscale("log", base=2)
-    ticks = sorted({length for _, length in best})
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    # Room for the legend above the highest spread.
+        # A little beside each other, so that models of one speed do not hide each other.
+        places = [length * 1.025 ** (i - (len(models) - 1) / 2) for length, _ in points]
+        speeds = [row["tokens_per_second"] for _, row in points]
+        spreads = [row["quartiles"] for _, row in points]
+        line(axes, places, speeds, _NAMES[model], list(_NAMES).index(model), spreads, own=model == "neobert")
+    length_axis(axes, [length for _, length in best])
+    axes.set_xlim(0.88 * min(length for _, length in best), 1.14 * max(length for _, length in best))
     axes.set_ylim(0, 1.3 * max(row["quartiles"][1] for row in best.values()))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+    axes.legend(loc="upper center", ncols=4)
     return figure
 
 
 def _fill(rows):
-    """Fill rate of a batch against the speed of packed NeoBERT over the padded layouts and over other models."""
-    packed = {row["set"]: row for row in rows if (row["model"], row["implementation"]) == ("neobert", "sdpa")}
-    lines = {}
-    for row in rows:
-        mine = packed.get(row["set"])
-        if mine is None or row is mine or row["set"].isdigit() or mine["batch"] != row["batch"]:
-            continue
-        pairs = zip(mine["seconds"], row["seconds"])
-        speed_up = statistics.median(b / a for a, b in pairs)
-        lines.setdefault((row["model"], row["implementation"]), []).append((mine["fill"], speed_up, row["set"]))
-    if not lines:
+    """The speed of packed NeoBERT over everything else: against the fill rate of mixed batches, and against the length of full ones."""
+    fills = {row["set"]: row["fill"] for row in rows if (row["model"], row["implementation"]) == ("neobert", "sdpa")}
+    found = ratios(rows)
+    mixed = {name for name in found if not name.isdigit()}
+    full = found.keys() - mixed
+    if not found:
         return None
-    figure, axes = _axes("What packing saves", "real tokens in the batch (fill rate)", "NeoBERT packed, times as fast as")
-    styles = {"padded": ("#0b6e4f", "o", "NeoBERT padded"), "published": ("#555555", "s", "published construction (padded, expanded mask)")}
-    fills = [fill for points in lines.values() for fill, _, _ in points]
-    curve = [0.01 * i for i in range(max(int(100 * min(fills)) - 3, 5), 101)]
-    axes.plot(curve, [1 / f for f in curve], color="#bbbbbb", linestyle="--", label="1 / fill (no other cost)")
-    for (model, implementation), points in lines.items():
-        points.sort()
-        if model == "neobert":
-            colour, marker, label = styles.get(implementation, ("#9c6ade", "^", f"NeoBERT {implementation}"))
+    panels = [names for names in (mixed, full) if names]
+    figure, axes = subplots(
+        "What packing saves: NeoBERT packed is so many times as fast as", columns=len(panels), size=(4.2 * len(panels) + 2.4, 4.2),
+        sharey=True, squeeze=False,
+    )  # fmt: skip
+    others = sorted({other for values in found.values() for other in values}, key=_order)
+    for panel, names in zip(axes[0], panels):
+        for i, other in enumerate(others):
+            points = sorted((int(name) if names is full else fills[name], found[name][other]) for name in names if other in found[name])
+            if points:
+                # Series a little beside each other, so that equal ones do not hide each other.
+                shift = i - (len(others) - 1) / 2
+                places = [x * 1.025**shift if names is full else x + 0.01 * shift for x, _ in points]
+                values, spreads = [value["ratio"] for _, value in points], [value["quartiles"] for _, value in points]
+                line(panel, places, values, _label(other), **_look(other), spread=spreads)
+        panel.axhline(1, color=GREY, linewidth=0.8)
+        if names is full:
+            panel.set(title="texts of one length: nothing to save", xlabel="length in tokens")
+            length_axis(panel, map(int, names))
         else:
-            colour, marker, label = _COLOURS[model], "D", f"{_NAMES[model]} ({implementation})"
-        axes.plot([p[0] for p in points], [p[1] for p in points], marker=marker, ms=4, color=colour, label=label)
-    highest = max(speed for points in lines.values() for _, speed, _ in points)
-    axes.set_ylim(0, math.ceil(highest * 1.1))
-    axes.set_xlim(0, 1.02)
-    axes.axhline(1, color="#999999", linewidth=0.8)
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+            low = max(min(fills[name] for name in names) - 0.04, 0.05)
+            curve = [low + (1 - low) * i / 50 for i in range(51)]
+            panel.plot(curve, [1 / fill for fill in curve], color="#bbbbbb", linestyle="--", label="1 / fill (if padding were all)")
+            panel.set(title="mixed lengths", xlabel="real tokens in the batch (fill rate)", xlim=(0, 1.02))
+    ends = [end for values in found.values() for value in values.values() for end in value["quartiles"]]
+    ratio_axis(axes[0][0], min([*ends, 1]), max([*ends, 1]))
+    axes[0][0].set_ylabel("times as fast (above 1: NeoBERT is faster)")
+    handles = {label: handle for panel in axes[0] for handle, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center")
     return figure
 
 
-def _save(figure, path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".png")
-    os.close(handle)
-    try:
-        figure.savefig(temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+def _order(other):
+    model, _, implementation = other.partition("/")
+    return list(_NAMES).index(model), implementation
+
+
+def _label(other):
+    model, _, implementation = other.partition("/")
+    return _LAYOUTS.get(other, f"{_NAMES[model]}, {implementation}")
+
+
+def _look(other):
+    """Each model has its colour in both plots; variants of NeoBERT are green and grey."""
+    model = other.partition("/")[0]
+    if model == "neobert":
+        return {"series": 6, "own": other == "neobert/padded"}
+    return {"series": list(_NAMES).index(model)}

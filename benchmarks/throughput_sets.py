@@ -2,9 +2,12 @@
 
 import math
 import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from ..common.errors import UserError
 from ..common.loading import TOKENIZER
@@ -63,9 +66,36 @@ def lengths_of_file(path, tokenizer=None):
     return [len(ids) for ids in tokenizer(lines, truncation=True, max_length=8192)["input_ids"]]
 
 
-def make_batch(lengths, device, seed=0):
-    """input_ids and attention_mask, (B, longest), padded on the right."""
+@dataclass(frozen=True)
+class Batch:
+    """Texts of known lengths.
+
+    Attributes:
+        lengths: of the texts, in tokens; Python numbers, so that nobody waits for the device to learn them.
+        input_ids, attention_mask: (B, longest), padded on the right.
+    """
+
+    lengths: tuple
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+    @property
+    def has_padding(self):
+        return min(self.lengths) < max(self.lengths)
+
+    @cached_property
+    def packed(self):
+        """One row without padding and its packing arguments, as `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
+        mask, longest = self.attention_mask.bool(), max(self.lengths)
+        bounds = F.pad(mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+        positions = (mask.cumsum(dim=1) - 1)[mask][None]
+        packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        return {"input_ids": self.input_ids[mask][None], "position_ids": positions, **packing}
+
+
+def make_batch(lengths, device="cpu", seed=0):
+    """A `Batch` of random token ids."""
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     ids = torch.randint(1000, 30000, mask.shape, generator=generator) * mask
-    return ids.to(device), mask.to(device)
+    return Batch(tuple(lengths), ids.to(device), mask.to(device))

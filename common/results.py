@@ -11,14 +11,35 @@ from pathlib import Path
 
 import torch
 
-from .files import redacted_arguments
+from .files import redacted_arguments, write_json, write_text
 
 
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "sentence-transformers", "mteb", "flash-attn", "numpy")
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "sentence-transformers", "mteb", "flash-attn", "triton", "numpy")
+
+# What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of which any one means it).
+_UNITS = (
+    ("AVX2", ("avx2",)),
+    ("AVX-512", ("avx512f",)),
+    ("VNNI", ("avx512_vnni", "avx_vnni")),
+    ("AVX512-BF16", ("avx512_bf16",)),
+    ("AVX512-FP16", ("avx512_fp16",)),
+    ("AMX-BF16", ("amx_bf16",)),
+    ("AMX-INT8", ("amx_int8",)),
+    ("AMX-FP16", ("amx_fp16",)),
+    ("SVE", ("sve",)),
+    ("dot product", ("asimddp",)),
+    ("i8mm", ("i8mm",)),
+    ("bf16", ("bf16",)),
+)
 
 
-def environment(**more):
-    """What a reader needs to repeat a measurement: command, commit, date, hardware, threads, versions; `more` is added as given."""
+def environment(packages=(), **more):
+    """What a reader needs to repeat a measurement: command, commit, date, hardware, threads, versions.
+
+    Args:
+        packages: distributions whose versions are told beside the usual ones.
+        more: added as given: dtype, attention, settings.
+    """
     return {
         "command": _command(),
         "commit": _commit(),
@@ -26,22 +47,85 @@ def environment(**more):
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in (*_PACKAGES, *packages) if (version := _version(name))},
         **more,
     }
 
 
+def environment_line(environment):
+    """One line of markdown: what was run, where, with what. `environment` may lack any field."""
+    told = ("command", "commit", "date", "hardware", "threads", "python", "versions")
+    parts = []
+    if environment.get("command"):
+        parts.append(f"`{environment['command']}`")
+    if environment.get("commit"):
+        parts.append(f"commit {environment['commit']}")
+    parts += [str(environment[name]) for name in ("date", "hardware") if environment.get(name)]
+    if environment.get("threads"):
+        parts.append(f"{environment['threads']} thread{'s' if environment['threads'] != 1 else ''}")
+    for name, value in environment.items():
+        if name not in told and value not in (None, "", [], {}):
+            value = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            value = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            parts.append(f"{name.replace('_', ' ')} {value}")
+    parts += [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
+    return ", ".join(parts)
+
+
+def write_result(output, title, environment, data, text):
+    """Writes OUTPUT.json and OUTPUT.md, the one form of every result: the figures, and the page that a person reads.
+
+    Args:
+        output: path without its ending.
+        title: heading of the page.
+        environment: as `environment()` returns it; "environment" in the JSON, a line under the page's heading.
+        data: dictionary of JSON values.
+        text: the page below that line, in markdown.
+    Returns:
+        the page.
+    """
+    output = Path(output)
+    page = f"# {title}\n\n{environment_line(environment)}.\n\n{text.strip()}\n"
+    write_json(output.with_name(f"{output.name}.json"), {"environment": environment, **data})
+    write_text(output.with_name(f"{output.name}.md"), page)
+    return page
+
+
 def hardware():
-    """One line: processor with its cores, and the GPUs."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    parts = [f"{name}, {os.cpu_count()} cores"]
+    """One line: the processor's model, its cores, its vector and matrix units, and the GPUs."""
+    parts = [", ".join([f"{_processor()}, {os.cpu_count()} cores", *processor_units()])]
     parts += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "; ".join(parts)
+
+
+def processor_units():
+    """The vector and matrix units that the processor says it has: AVX-512, VNNI, AVX512-BF16, AMX-BF16 and so on.
+
+    A unit that is not named may still be there: AMX-FP16 is missing from many lists of flags. Empty where the system does not tell.
+    """
+    flags = set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
+    return [name for name, any_of in _UNITS if flags & set(any_of)]
+
+
+def _processor():
+    """The processor's name; with family and model number where there are such, since many names of rented machines say little."""
+    name = _cpuinfo("model name")
+    if not name and sys.platform == "darwin":
+        run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        name = run.stdout.strip()
+    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    numbers = f" (family {family}, model {model})" if family and model else ""
+    return (name or platform.processor() or platform.machine()) + numbers
+
+
+def _cpuinfo(field):
+    """The first value of a field of /proc/cpuinfo, or ""."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    pairs = (line.partition(":")[::2] for line in lines)
+    return next((value.strip() for name, value in pairs if name.strip() == field), "")
 
 
 def _command():
@@ -57,6 +141,8 @@ def _command():
 
 
 def _commit():
+    """The commit of the sources, with "-dirty" where Python files differ from it. NEOBERT_COMMIT tells it for a copy without git."""
+
     def git(*arguments):
         run = subprocess.run(["git", *arguments], cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True, timeout=10)
         return run.stdout.strip()
@@ -65,8 +151,8 @@ def _commit():
         commit = git("rev-parse", "--short", "HEAD")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/*.py")
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return commit + ("-dirty" if changed else "") or None
+        commit, changed = "", ""
+    return (commit + ("-dirty" if changed else "")) or os.environ.get("NEOBERT_COMMIT") or None
 
 
 def _version(name):

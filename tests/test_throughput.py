@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neobert.benchmarks import throughput
-from neobert.benchmarks.throughput import Meter, ThroughputArguments, largest_batch, main, ratios
-from neobert.benchmarks.throughput_models import IMPLEMENTATIONS, MODELS, build, packed_inputs
-from neobert.benchmarks.throughput_sets import draw_lengths
+from neobert.benchmarks import measuring, throughput
+from neobert.benchmarks.measuring import BatchLimit, Timing, in_turns, largest_batch, ratio
+from neobert.benchmarks.throughput import Benchmark, main
+from neobert.benchmarks.throughput_models import IMPLEMENTATIONS, MODELS, build
+from neobert.benchmarks.throughput_results import ratios, tables
+from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common import memory
 from neobert.common.errors import UserError
 
@@ -26,8 +28,8 @@ TINY = ["--device", "cpu", "--sets", "16", "short", "--batch", "3", "--repeats",
 
 @pytest.fixture(autouse=True)
 def small_matrix_product(monkeypatch):
-    monkeypatch.setattr(throughput, "GEMM_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(throughput, "GEMM_SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(measuring, "GEMM_SECONDS", 0.0)
     # Half a second a time; tests/test_memory.py has it.
     monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
 
@@ -89,12 +91,13 @@ def test_lengths_of_a_file(tmp_path, tokenizer_dir):
     (
         (["--sets", "long"], "there is no set 'long'"),
         (["--sets", "texts"], "needs --texts"),
-        (["--models", "gpt"], "there is no model 'gpt'"),
-        (["--implementations", "xformers"], "there is no implementation 'xformers'"),
-        (["--dtype", "int8"], "dtype must be"),
+        (["--models", "gpt"], "models must be one of neobert, .*, but 'gpt' was given"),
+        (["--implementations", "xformers"], "implementations must be one of sdpa, .*, but 'xformers' was given"),
+        (["--dtype", "int8"], "dtype must be one of float32"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--preset", "huge"], "preset must be one of"),
         (["--clock", "processor", "--device", "cpu", "--threads", "2"], "give --device cpu --threads 1"),
+        (["--memory-gib", "0"], "memory_gib must be above 0"),
         (["--reapets", "3"], "did you mean --repeats"),
     ),
 )
@@ -116,23 +119,52 @@ def test_batch_search(limit, fits):
     assert len(tried) <= 14, "few batches are tried"
 
 
-def test_out_of_memory_ends_the_search(tmp_path):
-    arguments = ThroughputArguments(output=str(tmp_path), device="cpu", preset="quick", max_batch=64, max_tokens=4096, memory_gib=1000.0)
-    meter, seen = Meter(arguments, "16"), []
+def test_out_of_memory_ends_the_search():
+    limit, seen = BatchLimit(texts=64, tokens=4096, memory=1000 * 2**30), []
 
-    def run(ids, mask):
-        seen.append(len(ids))
-        if len(ids) > 5:
+    def run(batch):
+        seen.append(len(batch.lengths))
+        if len(batch.lengths) > 5:
             raise torch.OutOfMemoryError("out of memory")
 
-    assert meter.search(run) == 5, "a batch for which memory ran out is not used"
+    assert limit.search(run, lambda count: [16] * count, "cpu") == 5, "a batch for which memory ran out is not used"
     assert seen == [1, 2, 4, 8, 6, 5], "every size is tried, as runs that take next to no memory foretell nothing"
+    seen.clear()
+    assert BatchLimit(texts=64, tokens=48).search(run, lambda count: [16] * count, "cpu") == 3, "at most so many padded tokens"
 
-    def broken(ids, mask):
+    def broken(batch):
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        meter.search(broken)
+        limit.search(broken, lambda count: [16] * count, "cpu")
+
+
+def test_calls_take_turns_and_complete_repeats_survive_an_interrupt():
+    order, clock = [], iter(range(1000))
+
+    def call(name, at=None):
+        order.append(name)
+        if len(order) == at:
+            raise KeyboardInterrupt
+
+    calls = {name: lambda name=name: call(name) for name in "ab"}
+    timings, interrupted = in_turns(calls, 3, clock=lambda: next(clock))
+    assert order == list("ababab") and not interrupted, "the calls take turns"
+    assert timings == {"a": Timing([1, 1, 1]), "b": Timing([1, 1, 1])}, "one tick of this clock from before a call to after it"
+    order.clear()
+    timings, interrupted = in_turns({name: lambda name=name: call(name, at=4) for name in "ab"}, 3)
+    assert interrupted and [len(timing.seconds) for timing in timings.values()] == [1, 1], "the half repeat is dropped for both"
+    order.clear()
+    with pytest.raises(KeyboardInterrupt):
+        in_turns({name: lambda name=name: call(name, at=2) for name in "ab"}, 3)
+
+
+def test_ratios_and_shares_are_medians_of_neighbours():
+    assert ratio([2.0, 6.0, 2.0], [1.0, 2.0, 2.0]) == {"ratio": 2.0, "quartiles": [1.0, 3.0]}, "repeat by repeat: 2, 3 and 1"
+    assert ratio([1.0, 4.0], [1.0, 1.0]) == {"ratio": 2.5, "quartiles": [1.0, 4.0]}, "of two repeats: the lower and the higher"
+    timing = Timing([1.0, 2.0, 4.0], [100.0, 100.0, 50.0])
+    assert timing.per_second(8) == {"median": 4.0, "quartiles": [2.0, 8.0]}
+    assert timing.share(50.0) == 0.25, "0.5, 0.25 and 0.25 of the rate that the matrix product had then"
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -149,17 +181,27 @@ def test_operation_count(name):
 
 @torch.no_grad()
 def test_the_published_construction_computes_the_same():
-    from neobert.benchmarks.throughput_sets import make_batch
-
-    ids, mask = make_batch([9, 4, 1], "cpu")
+    batch = make_batch([9, 4, 1])
+    real = batch.attention_mask.bool()
     ours = build("neobert", "sdpa", "cpu", torch.float32, SMALL)
-    outputs = [ours(ids, mask)]
+    outputs = [ours(batch)]
     for implementation in ("padded", "published"):
-        outputs.append(build("neobert", implementation, "cpu", torch.float32, SMALL, shared=ours.model)(ids, mask))
-        difference = (outputs[-1] - outputs[0])[mask.bool()].abs().max()
+        outputs.append(build("neobert", implementation, "cpu", torch.float32, SMALL, shared=ours.model)(batch))
+        difference = (outputs[-1] - outputs[0])[real].abs().max()
         assert difference < 1e-5 * outputs[0].abs().max(), f"{implementation} is the same model"
-    assert (outputs[0][~mask.bool()] == 0).all(), "NeoBERT under sdpa packs"
-    assert (outputs[1][~mask.bool()] != 0).any(), "padded computes on padding"
+    assert (outputs[0][~real] == 0).all(), "NeoBERT under sdpa packs"
+    for padded in outputs[1:]:
+        assert (padded[~real] != 0).any(), "padded and published compute on padding"
+
+
+def test_what_a_batch_without_padding_is_given():
+    """No mask under sdpa, as the peers; a mask of ones under "masked"; padding always has its mask. Nobody reads the mask to know."""
+    seen = []
+    for implementation, lengths in (("sdpa", [5, 5]), ("masked", [5, 5]), ("sdpa", [5, 3])):
+        run = build("neobert", implementation, "cpu", torch.float32, SMALL)
+        run.model.forward = lambda input_ids, attention_mask: seen.append(attention_mask) or SimpleNamespace(last_hidden_state=None)
+        run(make_batch(lengths))
+    assert seen[0] is None and seen[1].tolist() == [[1] * 5] * 2 and seen[2].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("implementation", ("flash_attention_2", "flash_attention_2-packed"))
@@ -167,22 +209,25 @@ def test_the_published_construction_computes_the_same():
 @torch.no_grad()
 def test_peers_on_a_flash_kernel(name, implementation, monkeypatch):
     """With a stand-in for flash-attn: every model computes on real tokens alone there, and the same as under sdpa."""
-    ids, mask = throughput.make_batch([9, 4, 1], "cpu")
+    batch = make_batch([9, 4, 1])
+    real = batch.attention_mask.bool()
     plain = build(name, "sdpa", "cpu", torch.float32, SMALL)
     flash, kernel = build(name, "sdpa", "cpu", torch.float32, SMALL, shared=plain.model), install_flash(monkeypatch)
     flash.model.config._attn_implementation = "flash_attention_2"
     flash.layout = IMPLEMENTATIONS[implementation][1]
-    output = flash(ids, mask)
+    output = flash(batch)
     assert kernel.calls and {call["q"].shape[0] for call in kernel.calls} == {14}, "the kernel sees 14 real tokens of 27"
-    output = output[0] if output.shape[0] == 1 else output[mask.bool()]
-    expected = plain(ids, mask)[mask.bool()]
+    output = output[0] if output.shape[0] == 1 else output[real]
+    expected = plain(batch)[real]
     assert (output - expected).abs().max() < 1e-5 * expected.abs().max(), "packed by the caller or not, it is the same model"
 
 
-def test_packed_inputs():
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
-    packed = packed_inputs(torch.tensor([[5, 6, 7], [8, 0, 0]]), mask)
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8]] and packed["position_ids"].tolist() == [[0, 1, 2, 0]]
+def test_a_batch_packed_by_the_caller():
+    batch = make_batch([3, 1])
+    packed, rows = batch.packed, batch.input_ids.tolist()
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]] and rows[1][1:] == [0, 0] and batch.has_padding
+    assert packed["input_ids"].tolist() == [[*rows[0], rows[1][0]]] and packed["position_ids"].tolist() == [[0, 1, 2, 0]]
+    assert not make_batch([3, 3]).has_padding
     assert packed["cu_seq_lens_q"].tolist() == [0, 3, 4] and packed["max_length_k"] == 3
     assert packed["cu_seq_lens_q"].dtype == torch.int32, "flash-attn takes int32 offsets"
 
@@ -193,10 +238,11 @@ class PretendedGpu:
     def __init__(self, monkeypatch, capacity):
         self.capacity, self.passes, self.built = capacity, [], []
         for name, value in (("is_available", True), ("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None),
-                            ("memory_reserved", 2**20), ("max_memory_reserved", 3 * 2**20), ("mem_get_info", (2**34, 2**35))):  # fmt: skip
+                            ("memory_reserved", 2**20), ("max_memory_reserved", 3 * 2**20)):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, lambda *arguments, value=value: value)
-        make, product, build = throughput.make_batch, throughput.MatrixProduct, throughput.build
-        monkeypatch.setattr(throughput, "make_batch", lambda lengths, device, *seed: make(lengths, "cpu", *seed))
+        product, build = throughput.MatrixProduct, throughput.build
+        for module in (throughput, measuring):
+            monkeypatch.setattr(module, "make_batch", lambda lengths, device, *seed: make_batch(lengths, "cpu", *seed))
         monkeypatch.setattr(throughput, "MatrixProduct", lambda device, *others: product("cpu", *others))
         monkeypatch.setattr(throughput, "build", lambda name, kind, device, *others: self.wrap(build(name, kind, "cpu", *others)))
 
@@ -215,7 +261,7 @@ class PretendedGpu:
 
     def measure(self, output, *more):
         argv = ["--output", str(output), "--preset", "gpu", "--device", "cuda", "--dtype", "float32", "--implementations", "sdpa"]
-        argv += ["--models", "neobert", "bert-base", "modernbert-base", "--repeats", "2", "--warmup", "1", "--max_batch", "32"]
+        argv += ["--models", "neobert", "bert-base", "modernbert-base", "--repeats", "2", "--warmup", "1", "--max-batch", "32"]
         return main([*argv, "--plots", "false", *more], small=SMALL)
 
 
@@ -225,7 +271,7 @@ def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
     assert gpu.measure(tmp_path, "--sets", "16") == 0
     rows = {row["model"]: row for row in rows_of(tmp_path)}
     assert 18 <= rows["neobert"]["batch"] <= 21, "21 texts fit; the search ends within an eighth"
-    assert rows["modernbert-base"]["batch"] == 32, "the search ends at --max_batch"
+    assert rows["modernbert-base"]["batch"] == 32, "the search ends at --max-batch"
     assert rows["bert-base"]["error"] == "out of memory with one text"
     assert rows["neobert"]["peak_memory_mib"] == 3.0, "on a GPU: what the allocator reserved, with the weights"
     assert len(rows["neobert"]["seconds"]) == 2 and rows["neobert"]["share_of_gemm"] > 0
@@ -238,12 +284,8 @@ def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
 def test_memory_that_is_short_after_the_search(tmp_path, monkeypatch):
     """What fitted once may not fit again; a batch given by the user is not made smaller in silence."""
     gpu = PretendedGpu(monkeypatch, {"neobert": 16 * 20, "bert-base": 16 * 20, "modernbert-base": 16 * 20})
-    search = Meter.search
-
-    def optimistic(self, run):
-        return search(self, run) + 8
-
-    monkeypatch.setattr(Meter, "search", optimistic)
+    search = BatchLimit.search
+    monkeypatch.setattr(BatchLimit, "search", lambda *given: search(*given) + 8)
     assert gpu.measure(tmp_path / "a", "--sets", "16", "--models", "neobert") == 0
     (row,) = rows_of(tmp_path / "a")
     assert 16 <= row["batch"] <= 20 and len(row["seconds"]) == 2, "an eighth fewer, until it fits"
@@ -253,20 +295,20 @@ def test_memory_that_is_short_after_the_search(tmp_path, monkeypatch):
 
 def test_an_interrupt_on_a_gpu_and_resume(tmp_path, monkeypatch):
     gpu = PretendedGpu(monkeypatch, {"neobert": 10**6, "bert-base": 10**6, "modernbert-base": 10**6})
-    search = Meter.search
+    search = BatchLimit.search
 
-    def interrupted(self, run):
+    def interrupted(self, run, *others):
         if run.name == "modernbert-base":
             raise KeyboardInterrupt
-        return search(self, run)
+        return search(self, run, *others)
 
-    monkeypatch.setattr(Meter, "search", interrupted)
+    monkeypatch.setattr(BatchLimit, "search", interrupted)
     assert gpu.measure(tmp_path, "--sets", "16", "short") == 130
     first = rows_of(tmp_path)
     assert [row["model"] for row in first] == ["neobert", "bert-base"], "the models that were measured are kept, in the middle of a set"
-    monkeypatch.setattr(Meter, "search", search)
+    monkeypatch.setattr(BatchLimit, "search", search)
     gpu.passes.clear()
-    assert gpu.measure(tmp_path, "--sets", "16", "short", "--resume", "true") == 0
+    assert gpu.measure(tmp_path, "--sets", "16", "short", "--resume") == 0
     rows = rows_of(tmp_path)
     assert rows[:2] == first and len(rows) == 6, "they are not measured again; the rest is added"
     assert gpu.passes[0][0] == "modernbert-base", "it goes on where it stopped"
@@ -322,35 +364,35 @@ def test_ratios_pair_neighbours():
 
 
 def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeypatch):
-    measure = Meter.measure
+    measure = Benchmark.measure
 
-    def interrupted(self, *arguments):
-        if self.name == "short":
+    def interrupted(self, name, *others):
+        if name == "short":
             raise KeyboardInterrupt
-        return measure(self, *arguments)
+        return measure(self, name, *others)
 
-    monkeypatch.setattr(Meter, "measure", interrupted)
+    monkeypatch.setattr(Benchmark, "measure", interrupted)
     assert tiny(tmp_path, "--implementations", "sdpa") == 130, "130 is the exit status of an interrupt"
     first = rows_of(tmp_path)
     assert [row["set"] for row in first] == ["16", "16"], "the finished set is kept"
-    monkeypatch.setattr(Meter, "measure", measure)
-    assert tiny(tmp_path, "--implementations", "sdpa", "--resume", "true") == 0
+    monkeypatch.setattr(Benchmark, "measure", measure)
+    assert tiny(tmp_path, "--implementations", "sdpa", "--resume") == 0
     rows = rows_of(tmp_path)
     assert rows[:2] == first, "what was measured is not measured again"
     assert [row["set"] for row in rows] == ["16", "16", "short", "short"], "the rest is added"
     data = json.loads((tmp_path / "throughput.json").read_text())
     assert all(row["date"] and "commit" in row for row in rows), "every row says when and of which commit it is"
     data["rows"][0].update(commit="abc1234", date="1999-01-01 00:00 UTC")
-    assert "kept from earlier runs (commit abc1234, 1999-01-01 00:00 UTC)" in throughput.tables(data), "the table names the other commit"
-    with pytest.raises(UserError, match="throughput.json holds results already; add to them with --resume true, or give another --output"):
+    assert "kept from earlier runs (commit abc1234, 1999-01-01 00:00 UTC)" in tables(data), "the table names the other commit"
+    with pytest.raises(UserError, match="throughput.json holds results already; add to them with --resume, or give another --output"):
         tiny(tmp_path, "--sets", "64")
     assert rows_of(tmp_path) == rows, "what was measured is still there"
     with pytest.raises(UserError, match="was measured with repeats=2"):
-        tiny(tmp_path, "--implementations", "sdpa", "--resume", "true", "--repeats", "5")
+        tiny(tmp_path, "--implementations", "sdpa", "--resume", "--repeats", "5")
 
 
 def test_output_must_be_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(throughput, "_measure_all", lambda *given: pytest.fail("the run began"))
+    monkeypatch.setattr(Benchmark, "run", lambda *given: pytest.fail("the run began"))
     (tmp_path / "out").write_text("mine")
     with pytest.raises(UserError, match="output must be a folder or a new name, but .*out is a file"):
         tiny(tmp_path / "out")
@@ -362,7 +404,39 @@ def test_a_text_that_a_model_cannot_take(tmp_path):
     assert rows_of(tmp_path)[0]["error"] == "takes texts of at most 512 tokens", "it has a row that says so"
 
 
-def test_plots(tmp_path):
+def row(model, implementation, name, seconds, fill=1.0):
+    speed = 100 / seconds
+    sizes = {"real_tokens": 100, "longest": int(name) if name.isdigit() else 512, "fill": fill}
+    figures = {"seconds": [seconds] * 3, "tokens_per_second": speed, "quartiles": [speed, speed]}
+    return {"set": name, "model": model, "implementation": implementation, **sizes, **figures}
+
+
+def test_plots_show_every_measured_point(tmp_path, monkeypatch):
+    """Mixed batches against their fill, full ones against their length; models of the same speed are beside each other."""
+    pytest.importorskip("matplotlib")
+    from neobert.benchmarks import throughput_plots
+
+    rows = [row("neobert", "sdpa", "short", 1.0, 0.3), row("neobert", "sdpa", "128", 1.0), row("neobert", "sdpa", "512", 2.0)]
+    rows += [row(model, "sdpa", "128", 0.5) for model in ("bert-base", "roberta-base")]
+    rows += [row("neobert", "padded", "short", 3.0, 0.3), row("neobert", "padded", "512", 2.0), {"error": "none", "set": "512"}]
+    drawn = {}
+    monkeypatch.setattr(throughput_plots, "save", lambda figure, path, environment: drawn.setdefault(path.name, figure))
+    throughput_plots.draw(tmp_path, {"rows": rows, "environment": {}})
+
+    def points(axes):
+        return {c.get_label(): [(x, y) for x, y in zip(*c.lines[0].get_data())] for c in axes.containers}
+
+    (fixed,) = drawn["fixed.png"].axes
+    assert [round(y) for _, y in points(fixed)["NeoBERT"]] == [100, 50] and fixed.get_ylim()[0] == 0
+    assert len({points(fixed)[name][0][0] for name in ("BERT base", "RoBERTa base", "NeoBERT")}) == 3, "one hides behind another"
+    mixed, full = drawn["fill.png"].axes
+    assert [y for _, y in points(mixed)["NeoBERT, padded"]] == [3.0], "three times as fast as padded"
+    assert [y for _, y in points(full)["NeoBERT, padded"]] == [1.0], "the full-length batches are there"
+    assert [y for _, y in points(full)["BERT base, sdpa"]] == [0.5], "and so are those where NeoBERT is slower"
+    assert [label.get_text() for label in full.get_xticklabels()] == ["128", "512"]
+
+
+def test_plots_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     argv = ["--output", str(tmp_path), "--preset", "cpu", *TINY[:-1], "true", "--models", "neobert"]
     assert main([*argv, "--implementations", "sdpa", "padded"], small=SMALL) == 0

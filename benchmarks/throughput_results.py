@@ -1,0 +1,111 @@
+"""Result files of `neobert throughput`: throughput.json, .csv and .md, what `--resume` takes from them, and the speed ratios."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+from ..common.errors import UserError
+from ..common.files import check_folder, write_text
+from ..common.results import markdown_table, write_result
+from .measuring import ratio
+
+
+_COLUMNS = ("set", "model", "implementation", "batch", "longest", "fill", "tokens_per_second", "quartiles", "share_of_gemm",
+            "peak_memory_mib", "error")  # fmt: skip
+NOTE = (
+    "Medians over repeats; padding is not counted as tokens or as work. Share: floating-point operations that the real tokens need, over "
+    "those that a plain matrix product did in the same time. Peak: reserved memory on CUDA; on the CPU resident memory beyond the weights."
+)
+
+
+def ratios(rows, implementation="sdpa"):
+    """Speed of NeoBERT over every other run of the same set: {set: {"model/implementation": {"ratio", "quartiles"}}}."""
+    result = {}
+    for mine in rows:
+        if (mine["model"], mine["implementation"]) != ("neobert", implementation) or not mine.get("seconds"):
+            continue
+        own = [second / mine["real_tokens"] for second in mine["seconds"]]
+        for other in rows:
+            if other["set"] == mine["set"] and other is not mine and other.get("seconds"):
+                found = ratio([second / other["real_tokens"] for second in other["seconds"]], own)
+                result.setdefault(mine["set"], {})[f"{other['model']}/{other['implementation']}"] = found
+    return result
+
+
+def row_table(rows):
+    """Every run, as a markdown table."""
+    lines = []
+    for row in rows:
+        if row.get("error"):
+            lines.append([row["set"], row["model"], row["implementation"], *[""] * 4, row["error"], "", ""])
+            continue
+        low, high = row["quartiles"]
+        peak = row["peak_memory_mib"]
+        numbers = [f"{row['fill']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{row['share_of_gemm']:.2f}"]
+        peak = "" if peak is None else f"{peak:,.0f}"
+        lines.append([row["set"], row["model"], row["implementation"], row["batch"], row["longest"], *numbers, peak])
+    header = ["set", "model", "implementation", "texts", "longest", "fill", "real tokens/s", "quartiles", "share of GEMM", "peak MiB"]
+    return markdown_table(header, lines)
+
+
+def ratio_table(rows, implementation="sdpa"):
+    """`ratios` as a markdown table."""
+    table = [
+        [name, other, f"{value['ratio']:.2f}", "{:.2f} to {:.2f}".format(*value["quartiles"])]
+        for name, others in ratios(rows, implementation).items()
+        for other, value in others.items()
+    ]
+    return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
+
+
+def tables(data):
+    """The page: every run, then the ratios."""
+    env = data["environment"]
+    kept = {(row.get("commit"), row.get("date")): None for row in data["rows"] if not row.get("error")}
+    kept.pop((env["commit"], env["date"]), None)
+    text = [f"Clock: {data['settings']['clock']}. {NOTE}", row_table(data["rows"]), "## NeoBERT (sdpa) over", ratio_table(data["rows"])]
+    if kept:
+        before = ", ".join(f"commit {commit}, {date}" for commit, date in kept)
+        text.insert(1, f"Some rows were kept from earlier runs ({before}).")
+    return "\n\n".join(part.strip() for part in text) + "\n"
+
+
+def write_results(folder, data, plots=True):
+    """throughput.json, .csv, .md and, with `plots`, fixed.png and fill.png."""
+    folder = Path(folder)
+    rest = {name: value for name, value in data.items() if name != "environment"}
+    write_result(folder / "throughput", "Throughput", data["environment"], {**rest, "ratios": ratios(data["rows"])}, tables(data))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, _COLUMNS, extrasaction="ignore", restval="")
+    writer.writeheader()
+    writer.writerows(data["rows"])
+    write_text(folder / "throughput.csv", buffer.getvalue())
+    if plots:
+        from .throughput_plots import draw
+
+        draw(folder, data)
+
+
+def load_done(output, settings, resume):
+    """Rows that an earlier run left in the folder `output`, for `resume`; without it there must be none.
+
+    Raises:
+        UserError: `output` is a file, or holds results that this run would replace, or that were measured with other settings.
+    """
+    check_folder(output, "output")
+    path = Path(output) / "throughput.json"
+    if not path.is_file():
+        return []
+    if not resume:
+        raise UserError(f"{path} holds results already; add to them with --resume, or give another --output")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        before, rows = data["settings"], data["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a result of neobert throughput; give another --output") from None
+    changed = [name for name, value in settings.items() if before.get(name) != value]
+    if changed:
+        was = ", ".join(f"{name}={before.get(name)}" for name in changed)
+        raise UserError(f"{path} was measured with {was}; give the same, or another --output")
+    return rows

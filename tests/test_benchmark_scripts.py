@@ -1,0 +1,200 @@
+"""Pins the scripts of benchmarks/ on tiny models: their arithmetic, that they write their result, and that bad input is one sentence. Speeds
+are not pinned."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.benchmarks import convert_memory, measuring, memory, profile_forward, training
+from neobert.benchmarks.measuring import in_a_process
+from neobert.benchmarks.memory import CONTRACT, Case
+from neobert.benchmarks.training import Steps, forward_operations
+from neobert.common.errors import UserError
+from neobert.convert_checkpoint import main as convert
+
+
+@pytest.fixture(autouse=True)
+def small_matrix_product(monkeypatch):
+    monkeypatch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
+    for module in (measuring, training, profile_forward):
+        monkeypatch.setattr(module, "GEMM_SECONDS", 0.0)
+
+
+def here(function, *arguments, **options):
+    """In place of `in_a_process`, which takes seconds to start one."""
+    return function(*arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_process_of_its_own():
+    assert in_a_process(os.getpid) != os.getpid()
+    assert in_a_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"}) == "7"
+    assert "NEOBERT_TEST_VARIABLE" not in os.environ, "the variable is that of the other process alone"
+    with pytest.raises(FileNotFoundError):
+        in_a_process(os.listdir, "/no/such/folder")
+    with pytest.raises(UserError, match="process was killed"):
+        in_a_process(os._exit, 9)
+
+
+@pytest.mark.parametrize("script", (memory, training, profile_forward, convert_memory))
+def test_bad_input_is_one_sentence(script):
+    with pytest.raises(UserError, match="layers on the command line must be a whole number, but 'x' was given"):
+        script.main(["--layers", "x"])
+
+
+def test_a_script_ends_with_exit_code_2_for_bad_input():
+    run = subprocess.run([sys.executable, "-m", "neobert.benchmarks.memory", "--layer", "3"], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr == "python -m neobert.benchmarks.memory: unknown argument '--layer'; did you mean --layers?\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_of_one_forward():
+    """The published width at one layer: at least qkv and the feed-forward of one slice are there at once, at most a few times that."""
+    growth = in_a_process(Case.measure, Case("neobert", "sdpa", 512, 1, 1, "cpu", 1), variables={"MALLOC_MMAP_THRESHOLD_": "131072"})
+    assert 512 * 4096 * 4 < growth < 512 * 4096 * 4 * 8
+
+
+def test_the_contract_gets_two_packed_texts(monkeypatch):
+    assert Case("neobert", CONTRACT, 512, 2, 1, "cpu", 1).lengths == [512, 256, 512, 256]
+    assert Case("neobert", "sdpa", 512, 2, 1, "cpu", 1).lengths == [512, 512]
+    q, k, v = torch.randn(3, 1, 2, 7, 4).unbind(0)
+    packed, _ = memory.flash_contract(None, q, k, v, None, scaling=0.5, cu_seq_lens_q=torch.tensor([0, 3, 7]))
+    for start, stop in ((0, 3), (3, 7)):
+        part = slice(start, stop)
+        scores = (q[0, :, part] @ k[0, :, part].transpose(1, 2) * 0.5).softmax(-1)
+        assert torch.allclose(packed[0, part], (scores @ v[0, :, part]).transpose(0, 1), atol=1e-6), "the texts see each other"
+    seen = []
+    monkeypatch.setattr(memory, "in_a_process", lambda function, case, variables: seen.append(case) or 3 * 2**20)
+    monkeypatch.setattr(memory, "tqdm", lambda cases, **options: cases)
+    monkeypatch.setattr(memory, "write_result", lambda output, title, env, data, text: text)
+    assert memory.main(["--lengths", "1024", "--check-depth", "2048"]) == 0
+    cases = [(case.model, case.implementation, case.length, case.layers) for case in seen]
+    assert cases == [("neobert", "sdpa", 1024, 3), ("modernbert-base", "sdpa", 1024, 3), ("neobert", CONTRACT, 1024, 3),
+                     ("neobert", "sdpa", 2048, 0), ("modernbert-base", "sdpa", 2048, 0)]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------------- training
+
+
+def tiny_steps(**changes):
+    given = {"way": "packed", "name": "short", "dtype": "float32", "device": "cpu", "threads": 1, "tokens": 100, "steps": 2}
+    return Steps(**{**given, "hidden": 64, "layers": 1, **changes})
+
+
+def test_a_step_has_the_tokens_that_were_asked_for():
+    lengths, inputs = tiny_steps(tokens=500).batch(seed=1)
+    assert 500 <= sum(lengths) < 500 + max(lengths), "one text fewer would be too few"
+    real = inputs["attention_mask"].bool()
+    assert real.sum() == sum(lengths)
+    masked = inputs["labels"] != -100
+    assert not (masked & ~real).any() and 0.1 < masked.sum() / real.sum() < 0.3, "20 % of the real tokens"
+    assert (inputs["input_ids"][masked] == 103).all() and (inputs["labels"][masked] >= 1000).all(), "[MASK] hides them, labels tell them"
+    assert tiny_steps(tokens=500, name="16").lengths(0) == [16] * 32
+
+
+def test_both_ways_train_to_the_same_losses():
+    packed, padded = (tiny_steps(way=way).measure() for way in ("packed", "padded"))
+    assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, "the first step is not timed"
+    assert packed["losses"] == pytest.approx(padded["losses"], rel=1e-5), "same texts, same masks, same weights"
+    assert packed["losses"][0] != packed["losses"][-1], "nothing was trained, so this test would be vacuous"
+    assert packed["operations"] == padded["operations"] and packed["tokens"] == padded["tokens"], (
+        "what is needed does not depend on the way"
+    )
+    half = tiny_steps(dtype="bfloat16").measure()
+    assert half["losses"] == pytest.approx(packed["losses"], rel=0.02) and half["losses"] != packed["losses"], "autocast acts"
+
+
+def test_operations_of_a_forward():
+    config = NeoBERTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=100)
+    blocks = 2 * (4 * 32 * 32 + 3 * 32 * 32)
+    expected = 2 * blocks * 14 + 2 * 100 * 32 * 3 + 4 * 32 * 2 * (100 + 16)
+    assert forward_operations(NeoBERTForMaskedLM(config), [10, 4], predicted=3) == expected
+
+
+def test_the_training_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "in_a_process", here)
+    argv = ["--output", str(tmp_path / "t"), "--tokens", "60", "--steps", "1", "--repeats", "2", "--hidden", "64", "--layers", "1"]
+    assert training.main([*argv, "--threads", "1"]) == 0
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == ["packed", "padded"] and all(len(row["seconds"]) == 2 for row in rows)
+    page = (tmp_path / "t.md").read_text()
+    assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, "the last way is what the others are compared with"
+
+
+# -------------------------------------------------------------------------------------------------------------------- profile
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "part"),
+    [
+        ("aten::mm", [[5, 768], [768, 2304]], "qkv"),
+        ("aten::mm", [[5, 768], [768, 4096]], "w12"),
+        ("aten::mm", [[5, 7], [7, 9]], "other products"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", [[1, 12, 9, 64]], "attention"),
+        ("aten::silu", [[5, 2048]], "SwiGLU"),
+        ("aten::mul_", [[5, 2048], [5, 2048]], "SwiGLU"),
+        ("aten::mul", [[1, 5, 12, 2, 32], [1, 5, 1, 1, 32]], "RoPE"),
+        ("aten::mul", [[1, 5, 768], [768]], "RMSNorm"),
+        ("aten::rsqrt_", [[1, 5, 1]], "RMSNorm"),
+        ("aten::copy_", [[1, 5, 768]], "casts and copies"),
+        ("aten::add", [[1, 5, 768], [1, 5, 768]], "residuals"),
+        ("aten::transpose", [[1, 5, 768]], "other operations"),
+    ],
+)
+def test_every_operation_has_its_part(name, shapes, part):
+    products = {(768, 2304): "qkv", (768, 768): "wo", (768, 4096): "w12", (2048, 768): "w3"}
+    assert profile_forward.part_of(name, shapes, products) == part
+
+
+def test_the_profile_of_a_tiny_model(tmp_path):
+    argv = ["--output", str(tmp_path / "p"), "--texts", "3", "--layers", "1", "--repeats", "2", "--threads", "1"]
+    assert profile_forward.main(argv) == 0
+    data = json.loads((tmp_path / "p.json").read_text())
+    parts = {part["part"]: part for part in data["parts"]}
+    assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), "a part is missing"
+    assert sum(part["of_the_pass"] for part in data["parts"]) == pytest.approx(1.0, abs=0.05), "the parts are the pass"
+    assert parts["attention"]["calls_a_layer"] >= 3 and parts["w12"]["share_of_gemm"] > 0, "one call a text"
+    assert "| w12 |" in (tmp_path / "p.md").read_text()
+
+
+def test_on_cuda_the_times_of_the_kernels_count():
+    event = SimpleNamespace(self_device_time_total=2e6, self_cpu_time_total=1e6)
+    assert profile_forward.own_seconds(event, "cuda") == 2.0 and profile_forward.own_seconds(event, "cpu") == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------- conversion
+
+
+def test_the_converter_reads_what_its_benchmark_writes(tmp_path):
+    """What is measured is a conversion that succeeds and gives the weights back: the hardest format, tiny."""
+    from safetensors.torch import load_file
+
+    config = NeoBERTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=48, vocab_size=30522)
+    weights = convert_memory.random_weights(config)
+    (tmp_path / "run" / "100").mkdir(parents=True)
+    convert_memory.write_checkpoint(tmp_path / "run" / "100", weights, "zero3")
+    assert not convert([str(tmp_path / "run"), str(tmp_path / "out")])
+    converted = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(converted) == set(weights) and all(torch.equal(converted[name], weights[name]) for name in weights)
+
+
+def test_the_limit_of_the_conversion_is_the_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_memory, "random_weights", lambda config: {"norm": torch.ones(256)})
+    for resident, code in ((1.0, 0), (3.0, 1)):
+        found = (1.0, dict.fromkeys(("together", "converter", "reload"), resident * 1024), "largest difference 0.0e+00 (x)\n")
+        monkeypatch.setattr(convert_memory, "convert", lambda *given, found=found: found)
+        argv = ["--output", str(tmp_path / "c"), "--formats", "state_dict", "--scratch", str(tmp_path)]
+        assert convert_memory.main(argv) == code, f"{resident} times the float32 size"
+    assert re.search(r"\| state_dict \| 1 \| .* \| 3.00 \| largest difference 0.0e\+00 \(x\) \|", (tmp_path / "c.md").read_text())
