@@ -12,15 +12,15 @@ _CHOICES = {
     "norm_type": ("rms", "layer"),
     "position_embedding_type": ("rope", "learned"),
     "classifier_pooling": ("cls", "mean"),
-    "masked_lm_logits": ("all", "masked"),
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 # Fields of published configs that say nothing about the model.
 _IGNORED_FIELDS = ("kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head")
 
-# llama.cpp, transformers.js and others match on the published class names.
-PUBLISHED_CLASS_NAMES = {"NeoBERTModel": "NeoBERT", "NeoBERTForMaskedLM": "NeoBERTLMHead"}
+# What `architectures` says for a class. llama.cpp and transformers.js match on the published name, which comes first; sentence-transformers
+# takes a name that ends in ForMaskedLM for a masked LM.
+ARCHITECTURES = {"NeoBERTModel": ["NeoBERT"], "NeoBERTForMaskedLM": ["NeoBERTLMHead", "NeoBERTForMaskedLM"]}
 
 # What `AutoModel...from_pretrained(folder, trust_remote_code=True)` resolves to. Written to every config.json.
 AUTO_MAP = {
@@ -45,7 +45,7 @@ class NeoBERTConfig(PretrainedConfig):
         vocab_size: rows V of the token embedding and of the masked-LM decoder.
         hidden_size: width D of the residual stream.
         num_hidden_layers: number of blocks.
-        num_attention_heads: heads H; the head size K is `hidden_size / num_attention_heads` and must be even for RoPE.
+        num_attention_heads: heads H; `head_dim` K is `hidden_size / num_attention_heads` and must be even for RoPE.
         intermediate_size: feed-forward width. SwiGLU uses 8 * ceil(int(2 * intermediate_size / 3) / 8) of it (`ffn_inner_size`).
         max_position_embeddings: context length in tokens. `max_length` of published configs is read as this.
         norm_eps: epsilon of the norms.
@@ -59,7 +59,7 @@ class NeoBERTConfig(PretrainedConfig):
         attention_dropout, hidden_dropout: probabilities; `dropout` / `dropout_prob` of training configs set both.
         classifier_dropout: dropout of the task heads.
         classifier_pooling: what the sequence heads read, "cls" (the first token) or "mean" (over real tokens).
-        masked_lm_logits: "all", or "masked": with labels, logits only for labelled positions, (labelled, V).
+        sparse_prediction: with labels, the masked LM computes logits for labelled tokens only, (labelled, V), as in ModernBERT.
         unpad_inputs: pack padded batches inside the model, so that no layer computes on padding.
         embedding_init_range, decoder_init_range: bounds of the uniform initialisation of embeddings and linear layers.
         classifier_init_range: standard deviation of the normal initialisation of the task heads.
@@ -91,7 +91,7 @@ class NeoBERTConfig(PretrainedConfig):
         hidden_dropout=None,
         classifier_dropout=0.1,
         classifier_pooling="cls",
-        masked_lm_logits="all",
+        sparse_prediction=False,
         unpad_inputs=True,
         embedding_init_range=0.02,
         decoder_init_range=0.02,
@@ -110,6 +110,10 @@ class NeoBERTConfig(PretrainedConfig):
         dropout = next((p for p in (dropout, dropout_prob) if p is not None), 0.0)
         rope = kwargs.pop("rope", None)
         rms_norm = kwargs.pop("rms_norm", None)
+        # What older folders call `sparse_prediction`.
+        masked_lm_logits = kwargs.pop("masked_lm_logits", None)
+        if masked_lm_logits is not None:
+            sparse_prediction = {"all": False, "masked": True}.get(masked_lm_logits, masked_lm_logits)
         max_length = kwargs.pop("max_length", None)
 
         self.vocab_size = vocab_size
@@ -128,7 +132,7 @@ class NeoBERTConfig(PretrainedConfig):
         self.hidden_dropout = dropout if hidden_dropout is None else hidden_dropout
         self.classifier_dropout = classifier_dropout
         self.classifier_pooling = classifier_pooling
-        self.masked_lm_logits = masked_lm_logits
+        self.sparse_prediction = sparse_prediction
         self.unpad_inputs = unpad_inputs
         self.embedding_init_range = embedding_init_range
         self.decoder_init_range = decoder_init_range
@@ -147,7 +151,7 @@ class NeoBERTConfig(PretrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
 
     @property
-    def head_size(self):
+    def head_dim(self):
         """K = hidden_size / num_attention_heads."""
         return self.hidden_size // self.num_attention_heads
 
@@ -238,17 +242,20 @@ class NeoBERTConfig(PretrainedConfig):
         pad = self.pad_token_id
         if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
             raise ValueError(f"pad_token_id must be None or lie between 0 and {self.vocab_size - 1}, but {pad!r} was given.")
-        if not isinstance(self.unpad_inputs, bool):
-            raise ValueError(f"unpad_inputs must be True or False, but {self.unpad_inputs!r} was given.")
+        for field in ("unpad_inputs", "sparse_prediction"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False, but {getattr(self, field)!r} was given.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads, but {self.hidden_size} and {self.num_attention_heads} were given."
             )
-        if self.position_embedding_type == "rope" and self.head_size % 2:
+        if self.position_embedding_type == "rope" and self.head_dim % 2:
             raise ValueError(
-                f"RoPE needs an even head size (hidden_size / num_attention_heads), but {self.hidden_size} / "
-                f"{self.num_attention_heads} = {self.head_size} was given."
+                f"RoPE needs an even head_dim (hidden_size / num_attention_heads), but {self.hidden_size} / "
+                f"{self.num_attention_heads} = {self.head_dim} was given."
             )
+        if self.rope_parameters["rope_type"] == "dynamic" and self.head_dim == 2:
+            raise ValueError("rope_type 'dynamic' needs a head_dim of at least 4, since its formula divides by head_dim - 2; 2 was given.")
 
     # transformers 5 makes every config class a dataclass, whose generated comparison would see none of our fields.
     def __eq__(self, other):
@@ -257,11 +264,11 @@ class NeoBERTConfig(PretrainedConfig):
     __hash__ = None
 
     def to_dict(self):
-        """Serialised form: the whole auto_map and the published class names, whichever head is being saved."""
+        """Serialised form: the complete auto_map and the published class names, whichever head is being saved."""
         output = super().to_dict()
         output.pop("_trained_length", None)
         if output.get("architectures"):
-            output["architectures"] = [PUBLISHED_CLASS_NAMES.get(name, name) for name in output["architectures"]]
+            output["architectures"] = list(dict.fromkeys(x for name in output["architectures"] for x in ARCHITECTURES.get(name, [name])))
         output["auto_map"] = dict(AUTO_MAP)
         return output
 

@@ -126,6 +126,23 @@ def reference_states(model, tokens, positions=None, angles=None):
     return states, attentions
 
 
+def count_rows(*modules):
+    """Makes modules note the tokens that each of their calls sees, in the list that is returned.
+
+    Not by hooks: a model with hooks on inner modules runs on dense batches.
+    """
+    seen = []
+    for module in modules:
+
+        def forward(*args, inner=module.forward, **kwargs):
+            output = inner(*args, **kwargs)
+            seen.append(output[..., 0].numel())
+            return output
+
+        module.forward = forward
+    return seen
+
+
 def assert_same(actual, expected, tolerance=1e-5, what="output"):
     """The largest difference is at most `tolerance` times the largest expected value."""
     expected = expected.detach().double()

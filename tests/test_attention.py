@@ -391,10 +391,10 @@ def test_switching_the_implementation_of_a_loaded_model(flash):
     expected = model(ids, attention_mask=mask).logits[mask.bool()]
     sentences = {}
     for name, words in (
-        ("eager", "matrix products"),
+        ("eager", "eager sequence by sequence"),
         ("flex_attention", "block mask"),
         ("my_attention", "not packed"),
-        ("sdpa", "text by text"),
+        ("sdpa", "sequence by sequence"),
     ):
         model.set_attn_implementation(name)
         assert_same(model(ids, attention_mask=mask).logits[mask.bool()], expected, 1e-5, f"logits under {name}")
@@ -413,28 +413,28 @@ def test_switching_the_implementation_of_a_loaded_model(flash):
     )
 
 
+REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
+
+
 @pytest.mark.parametrize(
-    "dtype,dropout,torch_has_it,words",
+    "dtype,fields,torch_has_it,capability,words",
     (
-        (torch.bfloat16, 0.0, True, "torch.nn.attention.varlen (flash kernels of torch itself)"),
-        (torch.float16, 0.0, True, "torch.nn.attention.varlen (flash kernels of torch itself)"),
-        (
-            torch.float32,
-            0.0,
-            True,
-            "re-padded q, k, v; not torch.nn.attention.varlen, since the kernel takes float16 and bfloat16, not float32",
-        ),
-        (torch.bfloat16, 0.1, True, "since the kernel has no dropout"),
-        (torch.bfloat16, 0.0, False, "has no torch.nn.attention.varlen (2.10 or newer has)"),
+        (torch.bfloat16, {}, True, (9, 0), "torch.nn.attention.varlen (flash kernels of torch itself)"),
+        (torch.float16, {}, True, (8, 0), "torch.nn.attention.varlen (flash kernels of torch itself)"),
+        (torch.float32, {}, True, (9, 0), f"{REPADDED}the kernel takes float16 and bfloat16, not float32"),
+        (torch.bfloat16, {"attention_dropout": 0.1}, True, (9, 0), f"{REPADDED}the kernel has no dropout"),
+        (torch.bfloat16, {}, False, (9, 0), "has no torch.nn.attention.varlen (2.10 or newer has)"),
+        (torch.float16, {}, True, (7, 5), f"{REPADDED}the kernel needs compute capability 8.0, and this GPU has 7.5"),
+        (torch.bfloat16, {"num_attention_heads": 16}, True, (9, 0), f"{REPADDED}the kernel takes a head_dim that is a multiple of 8"),
+        (torch.bfloat16, {"hidden_size": 528, "num_attention_heads": 2}, True, (9, 0), "at most 256, not 264"),
     ),
 )
-def test_the_sentence_on_cuda(dtype, dropout, torch_has_it, words, monkeypatch):
+def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
     """With a stand-in for the device: which kernel, and what keeps it from torch's own."""
-    model = make_model(NeoBERTModel, attention_dropout=dropout).to(dtype).train()
+    model = make_model(NeoBERTModel, **fields).to(dtype).train()
     monkeypatch.setattr(modeling_neobert, "varlen_attn", object() if torch_has_it else None)
-    monkeypatch.setattr(modeling_neobert, "_attention_dtype", lambda hidden: dtype)
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert words in model.attention_backend(), model.attention_backend()
 
 
@@ -489,14 +489,14 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
     """Re-padding and torch's variable-length kernel (here a plain stand-in of its signature) against one call per text."""
     block = make_model(NeoBERTModel).transformer_encoder[0]
     bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
-    layout = modeling_neobert._Layout.from_kwargs(bounds, 7)
+    packing = modeling_neobert.Packing(bounds, 7)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
     sdpa = modeling_neobert.ALL_ATTENTION_FUNCTIONS["sdpa"]
     expected = torch.cat(
         [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
     )
-    kwargs = {"dropout": 0.0, "scaling": 0.25, **layout.kwargs({})}
-    repadded, _ = modeling_neobert._Repadded(sdpa)(block, q, k, v, layout.padding(12), **kwargs)
+    kwargs = {"dropout": 0.0, "scaling": 0.25, **packing.kwargs({})}
+    repadded, _ = modeling_neobert._repadded(sdpa, packing.padding(12), block, q, k, v, **kwargs)
     assert_same(repadded[0], expected, 1e-5, "re-padded attention")
 
 
@@ -512,16 +512,20 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
         return FlashReference().varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale)
 
     monkeypatch.setattr(modeling_neobert, "varlen_attn", stand_in)
-    block = make_model(NeoBERTModel).transformer_encoder[0]
-    layout = modeling_neobert._Layout.from_kwargs(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
+    packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    out, weights = modeling_neobert.varlen_sdpa(block, q, k, v, None, dropout=0.0, scaling=0.25, **layout.kwargs({}))
+    out, weights = modeling_neobert._varlen(q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({}))
     assert weights is None and out.shape == (1, 12, 4, 16)
-    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 12))])
+    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.2) for a, b in ((0, 4), (4, 12))])
     assert_same(out[0], expected, 1e-5, "variable-length attention")
     offsets, longest, scale, others = calls[0]
-    assert offsets.dtype == torch.int32 and longest == 8 and scale == 0.25
+    assert offsets.dtype == torch.int32 and longest == 8 and scale == 0.2
     assert not set(others) - set(names), f"torch's kernel takes no {set(others) - set(names)}."
+    # torch 2.10 knows no scale, and its default is ours: head_dim^-0.5.
+    plain = lambda q, k, v, cu_seq_q, cu_seq_k, max_q, max_k: stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=0.25)  # noqa: E731
+    monkeypatch.setattr(modeling_neobert, "varlen_attn", plain)
+    modeling_neobert._varlen(q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
+    assert calls[1][2] == 0.25
 
 
 @pytest.mark.gpu

@@ -117,8 +117,8 @@ DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: L
 
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification))
 def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
-    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger than a part.
-    monkeypatch.setattr(modeling_neobert, "_CPU_PART", 50)
+    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger than a slice of the CPU.
+    monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
     program = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC)

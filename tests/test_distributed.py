@@ -157,7 +157,7 @@ from neobert.common.optimisation import make_optimizer
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = NeoBERTForMaskedLM(NeoBERTConfig(**json.loads(sys.argv[1]), vocab_size=500, masked_lm_logits="masked"))
+model = NeoBERTForMaskedLM(NeoBERTConfig(**json.loads(sys.argv[1]), vocab_size=500, sparse_prediction=True))
 mesh = init_device_mesh("cpu", (world,))
 for block in model.model.transformer_encoder:
     fully_shard(block, mesh=mesh)

@@ -1,5 +1,5 @@
 """Pins the task heads: logits and losses against formulas in float64, `num_items_in_batch` (accumulated gradients are the whole batch's),
-pooling under any padding and packed, `masked_lm_logits`, and the sentences about wrong labels.
+pooling under any padding and packed, `sparse_prediction`, and the sentences about wrong labels.
 """
 
 import pytest
@@ -12,6 +12,7 @@ from neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTForTokenClassification,
 )
+from neobert.modeling_neobert import Packing
 
 from .reference import assert_same, make_model, random_batch, reference_states
 
@@ -74,8 +75,8 @@ def test_masked_lm(unpad_inputs):
 
 
 def test_masked_lm_without_a_label_has_loss_zero():
-    for logits in ("all", "masked"):
-        model = make_model(NeoBERTForMaskedLM, masked_lm_logits=logits)
+    for sparse in (False, True):
+        model = make_model(NeoBERTForMaskedLM, sparse_prediction=sparse)
         batch = mlm_batch()
         batch["labels"].fill_(-100)
         for items in (None, 0, torch.tensor(0)):
@@ -85,8 +86,8 @@ def test_masked_lm_without_a_label_has_loss_zero():
             assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_masked_lm_logits_gives_the_same_loss_and_gradients():
-    everything, masked = make_model(NeoBERTForMaskedLM), make_model(NeoBERTForMaskedLM, masked_lm_logits="masked")
+def test_sparse_prediction_gives_the_same_loss_and_gradients():
+    everything, masked = make_model(NeoBERTForMaskedLM), make_model(NeoBERTForMaskedLM, sparse_prediction=True)
     batch = mlm_batch()
     seen = []
     masked.decoder.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
@@ -166,11 +167,11 @@ def test_mean_pooling_sums_in_float32(dtype, value):
     """bfloat16 has 8 bits: a running sum of 4,000 ones stops at 256; float16 ends at 65,504."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean").to(dtype)
     hidden = torch.full((1, 4000, 64), float(value), dtype=dtype)
-    bounds = torch.tensor([0, 1000, 4000], dtype=torch.int32)
+    packing = Packing(torch.tensor([0, 1000, 4000], dtype=torch.int32), 3000)
     for pooled in (
         model.pool(hidden),
         model.pool(hidden, attention_mask=torch.ones(1, 4000)),
-        model.pool(hidden, cu_seq_lens_q=bounds, max_length_q=3000),
+        model.pool(hidden, packing=packing),
     ):
         assert pooled.dtype == dtype
         assert ((pooled / value - 1).abs() < 0.01).all(), f"The mean of {value} is {pooled.flatten()[0].item()}."
@@ -353,7 +354,7 @@ def batches():
     candidates["input_ids"][:, 1] = candidates["input_ids"][:, 1] * 2 % 200
     return {
         "masked LM": (NeoBERTForMaskedLM, {}, {**common, "labels": words}),
-        "masked LM, labelled logits": (NeoBERTForMaskedLM, {"masked_lm_logits": "masked"}, {**common, "labels": words}),
+        "masked LM, labelled logits": (NeoBERTForMaskedLM, {"sparse_prediction": True}, {**common, "labels": words}),
         "single label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": torch.tensor([0, 2, 1, -100, 0])}),
         "regression": (NeoBERTForSequenceClassification, {"num_labels": 1}, {**common, "labels": torch.randn(5)}),
         "multi label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": (torch.rand(5, 3) > 0.5).float()}),

@@ -286,7 +286,7 @@ BAD_INPUTS = {
     "whole-number embeds": ({"inputs_embeds": torch.zeros(2, 6, 64, dtype=torch.long)}, "floating-point.*int64"),
     "mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).*\(2, 5\)"),
     "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(1, 6)}, r"\(2, 6\).*\(1, 6\)"),
-    "4-D mask": ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 6)}, r"\(2, 6\).*\(2, 1, 6, 6\)"),
+    "4-D mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)}, r"\(2, 6\).*\(2, 1, 6, 5\)"),
     "additive mask": ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for real tokens and 0"),
     "segment numbers as mask": ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for real tokens and 0"),
     "positions of another length": ({"input_ids": IDS, "position_ids": torch.arange(5)}, r"\(2, 6\) or \(1, 6\).*\(1, 5\)"),
@@ -337,7 +337,7 @@ def test_flex_attention_says_that_it_has_no_dropout():
 
 BAD_CONFIGS = {
     "hidden size and heads": ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
-    "odd head size": ({"hidden_size": 36}, "even head size.*36 / 4 = 9"),
+    "odd head_dim": ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers.*positive.*0"),
     "fractional width": ({"intermediate_size": 1.5}, "intermediate_size.*whole number.*1.5"),
     "text as vocabulary": ({"vocab_size": "many"}, "vocab_size.*'many'"),
@@ -345,7 +345,12 @@ BAD_CONFIGS = {
     "norm": ({"norm_type": "batch"}, "norm_type must be one of rms, layer"),
     "positions": ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
     "pooling": ({"classifier_pooling": "max"}, "classifier_pooling.*cls, mean.*max"),
-    "logits": ({"masked_lm_logits": "some"}, "masked_lm_logits.*all, masked"),
+    "logits": ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
+    "logits by the old name": ({"masked_lm_logits": "some"}, "sparse_prediction must be True or False, but 'some'"),
+    "dynamic RoPE of head_dim 2": (
+        {"hidden_size": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "head_dim of at least 4.*2 was",
+    ),
     "dropout of 1": ({"attention_dropout": 1.0}, "attention_dropout.*1.0"),
     "negative dropout": ({"dropout": -0.1}, "dropout.*-0.1"),
     "negative epsilon": ({"norm_eps": -1e-5}, "norm_eps"),

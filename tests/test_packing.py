@@ -1,13 +1,12 @@
 """Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
-of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the sliced feed-forward; large batches in parts of
-whole texts on the CPU.
+of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the
+slices in which the CPU works without gradients.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +14,7 @@ from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
 from neobert.benchmarks.throughput_models import compile_blocks
 
-from .reference import FlashReference, install_flash, make_model, random_batch
+from .reference import FlashReference, count_rows, install_flash, make_model, random_batch
 
 
 def scattered_batch():
@@ -106,24 +105,15 @@ def test_empty_batch_rows_are_zero():
     assert empty.shape == hidden.shape and torch.isfinite(empty).all(), "nor does a batch of padding alone"
 
 
-class Rows:
-    """Counts the tokens that a module sees."""
-
-    def __init__(self, *modules):
-        self.seen = []
-        for module in modules:
-            module.register_forward_hook(lambda module, inputs, output: self.seen.append(output[..., 0].numel()))
-
-
 @pytest.mark.parametrize("inputs", ("input_ids", "inputs_embeds"))
 @torch.no_grad()
 def test_no_layer_computes_on_padding(inputs):
     ids, mask = random_batch([9, 3, 7, 1])
     model = make_model(NeoBERTModel)
     given = {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
-    layers = Rows(*(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))))
+    seen = count_rows(*(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))))
     model(**given, attention_mask=mask)
-    assert layers.seen and set(layers.seen) == {20}, f"all layers see the 20 real tokens of 36, not {sorted(set(layers.seen))}"
+    assert seen and set(seen) == {20}, f"all layers see the 20 real tokens of 36, not {sorted(set(seen))}"
 
 
 class WholeTensors(TorchDispatchMode):
@@ -158,128 +148,75 @@ def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
 @torch.no_grad()
 def test_one_table_and_one_mask_a_forward(mask, monkeypatch):
     calls = []
-    for name in ("rotary_table", "prepare_rotary", "_attention_plan"):
+    for name in ("rotary_embeddings", "AttentionDispatch"):
         function = getattr(modeling, name)
         monkeypatch.setattr(modeling, name, lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k))
     ids, attention_mask = random_batch([9, 3])
     model = make_model(NeoBERTModel, unpad_inputs=mask != "padded")
     model(ids, attention_mask=None if mask == "none" else attention_mask)
-    assert sorted(calls) == ["_attention_plan", "prepare_rotary", "rotary_table"], "each once for all three layers"
+    assert sorted(calls) == ["AttentionDispatch", "rotary_embeddings"], "each once for all three layers"
 
 
 @torch.no_grad()
 def test_projections_are_not_copied_before_attention():
-    """Queries, keys and values reach the attention function as views: value of the projection itself, the others of the rotated pair."""
+    """Queries, keys and values reach the attention function as views of the projection, where q and k were rotated in place."""
     storages = []
 
     def spy(module, query, key, value, mask, **kwargs):
         storages.append([x.untyped_storage().nbytes() // x.element_size() for x in (query, key, value)])
-        return modeling.eager_attention(module, query, key, value, mask, **kwargs)
+        return modeling.eager_attention_forward(module, query, key, value, mask, **kwargs)
 
     model = make_model(NeoBERTModel, num_hidden_layers=1)
     modeling.ALL_ATTENTION_FUNCTIONS.register("spy", spy)
     model.config._attn_implementation = "spy"
     model(random_batch([8])[0])
-    assert storages == [[8 * 2 * 64, 8 * 2 * 64, 8 * 3 * 64]], "no tensor of its own for q, k or v"
+    assert storages == [[8 * 3 * 64] * 3], "no tensor of its own for q, k or v"
 
 
 # ------------------------------------------------------------------------------------------------------------- feed-forward
 
 
-@pytest.mark.parametrize("tokens", (1, 4, 5, 9))
+@pytest.mark.parametrize("shape", ((1, 1), (1, 4), (1, 5), (3, 3)))
 @torch.no_grad()
-def test_the_sliced_feed_forward(tokens, monkeypatch):
-    """On the CPU without gradients the feed-forward runs slice by slice; with gradients in one piece."""
+def test_the_sliced_feed_forward(shape, monkeypatch):
+    """On the CPU without gradients the feed-forward runs slice by slice; with gradients, or where its layers are not plain ones, in one piece."""
+    tokens = shape[0] * shape[1]
     block = make_model(NeoBERTModel).transformer_encoder[0].ffn
-    x = torch.randn(1, tokens, 64)
+    x = torch.randn(*shape, 64)
     gate, value = (x @ block.w12.weight.T).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * value) @ block.w3.weight.T
-    monkeypatch.setattr(modeling, "_CPU_SLICE", 4)
-    rows = Rows(block.w12)
+    monkeypatch.setattr(modeling, "_CPU_TOKENS", 4)
+    seen = count_rows(block.w12)
     assert_close(block(x), expected, 1e-5, "sliced")
-    assert max(rows.seen) <= 4 and sum(rows.seen) == tokens, "every token once, four at most at a time"
+    assert max(seen) <= 4 and sum(seen) == tokens, "every token once, four at most at a time"
     with torch.enable_grad():
         assert_close(block(x), expected, 1e-5, "in one piece")
-    assert rows.seen[-1] == tokens, "with gradients it is not sliced"
+    assert seen[-1] == tokens, "with gradients it is not sliced"
+
+    class Adapted(nn.Linear):
+        """As PEFT replaces a layer."""
+
+        def forward(self, x):
+            assert x.shape[:2] == shape, "an adapter's layer must see the batch axis"
+            return super().forward(x)
+
+    block.w12.__class__ = Adapted
+    assert_close(block(x), expected, 1e-5, "adapted")
+    block.w12.__class__ = nn.Linear
+    handle = block.w12.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
+    block(x)
+    handle.remove()
+    assert seen[-1] == shape, "a hook must see the batch in one piece"
 
 
-# --------------------------------------------------------------------------------------------------- parts of whole texts
-
-
-def packed_by_the_caller(lengths):
-    ids, _ = random_batch([sum(lengths)])
-    return {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)}
-
-
-PART_BATCHES = {
-    "padded": (lambda: dict(zip(("input_ids", "attention_mask"), random_batch([9, 3, 7, 1, 5]))), [9, 7, 9]),
-    "no padding": (lambda: {"input_ids": random_batch([4] * 5)[0]}, [8, 8, 4]),
-    "by the caller": (lambda: packed_by_the_caller([3, 7, 12, 2, 2]), [10, 12, 4]),
-    "one text": (lambda: {"input_ids": random_batch([30])[0]}, [30]),
-    "room for all": (lambda: dict(zip(("input_ids", "attention_mask"), random_batch([8, 1, 1]))), [10]),
-}
-
-
-def parts_seen(monkeypatch):
-    """Parts get at most 10 tokens; the list grows by the tokens of each part: one attention plan is made for each."""
-    plan, seen = modeling._attention_plan, []
-    monkeypatch.setattr(modeling, "_CPU_PART", 10)
-    monkeypatch.setattr(modeling, "_attention_plan", lambda *args: seen.append(args[2].shape[:2].numel()) or plan(*args))
-    return seen
-
-
-@pytest.mark.parametrize("positions", ("rope", "learned"))
-@pytest.mark.parametrize("name", PART_BATCHES)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
-def test_a_large_batch_runs_in_parts_of_whole_texts(name, positions, monkeypatch):
-    """On the CPU without gradients: 10 tokens at most in a part here, or one longer text; the same outputs as in one piece."""
-    make_batch, sizes = PART_BATCHES[name]
-    batch = make_batch()
-    model = make_model(NeoBERTModel, position_embedding_type=positions, hidden_act="swiglu")
-    expected = model(**batch).last_hidden_state
-    seen = parts_seen(monkeypatch)
-    given = model(**batch).last_hidden_state
-    assert_close(given, expected, 1e-5, "in parts")
-    assert seen == sizes, "whole texts, as many as there is room for"
-
-
-WHOLE = {
-    "hidden states": lambda model: {"output_hidden_states": True},
-    "a hook on a block": lambda model: model.transformer_encoder[0].register_forward_hook(lambda *args: None) and {},
-    "a hook in a block": lambda model: model.transformer_encoder[1].wo.register_forward_pre_hook(lambda *args: None) and {},
-    "a hook on the last norm": lambda model: model.layer_norm.register_forward_hook(lambda *args: None) and {},
-    "compiled blocks": lambda model: compile_blocks(model, backend="eager") and {},
-    "accelerate moves a block": lambda model: add_hook_to_module(model.transformer_encoder[0], ModelHook()) and {},
-    "training": lambda model: model.train() and {},
-    "the padded layout": lambda model: setattr(model.config, "unpad_inputs", False) or {},
-}
-
-
-@pytest.mark.parametrize("what", WHOLE)
-@torch.no_grad()
-def test_what_looks_into_the_blocks_sees_the_whole_batch(what, monkeypatch):
-    ids, mask = random_batch([9, 3, 7, 1, 5])
-    model, seen = make_model(NeoBERTModel), parts_seen(monkeypatch)
-    model(ids, attention_mask=mask)
-    assert seen == [9, 7, 9], "nothing looks"
-    given = WHOLE[what](model)
-    seen.clear()
-    model(ids, attention_mask=mask, **given)
-    assert seen == [45 if what == "the padded layout" else 25], f"{what}: one piece"
-    with torch.enable_grad():
-        model(ids, attention_mask=mask)
-    assert len(seen) == 2, "with gradients there is one piece"
-
-
-@torch.no_grad()
-def test_rows_without_padding_in_parts_need_no_weights_on_the_device(monkeypatch):
-    """Where accelerate has put the embedding on disk, its weight is on "meta"."""
-    ids, _ = random_batch([4] * 5)
-    model = make_model(NeoBERTModel)
-    expected, embeddings = model(ids).last_hidden_state, model.encoder(ids)
-    parts_seen(monkeypatch)
-    model.encoder.to("meta")
-    assert_close(model(inputs_embeds=embeddings).last_hidden_state, expected, 1e-5, "the device is that of the inputs")
+def test_sliced_norms_are_those_of_torch(dtype):
+    """Bit by bit, on the CPU without gradients, where they run 128 tokens at a time."""
+    norm = make_model(NeoBERTModel).layer_norm.to(dtype)
+    x = (torch.randn(2, 150, 64) * 3 + 0.5).to(dtype)
+    expected = nn.functional.rms_norm(x, (64,), norm.weight, norm.eps)
+    assert torch.equal(norm(x), expected) or (norm(x) - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
 
 
 # ----------------------------------------------------------------------------------------------------------- torch.compile
@@ -315,7 +252,7 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, scale):
     return torch.empty_like(q)
 
 
-@pytest.mark.parametrize("kernel", ("torch.nn.attention.varlen", "flash_attention_2", "re-padded"))
+@pytest.mark.parametrize("kernel", ("varlen", "flash_attention_2", "repadded"))
 @torch.no_grad()
 def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
     """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text (the CPU) runs between graphs."""
@@ -332,17 +269,8 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
             )
         )
     else:
-        monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors, scale: varlen_operation(*tensors, scale))
-        plan = modeling._attention_plan
-
-        def plan_of_cuda(config, implementation, hidden, mask, layout, *others):
-            if layout is None or kernel == "flash_attention_2":
-                return plan(config, implementation, hidden, mask, layout, *others)
-            if kernel == "re-padded":
-                return modeling._Repadded(modeling._plain_sdpa), layout.padding(hidden.shape[1])
-            return modeling.varlen_sdpa, None
-
-        monkeypatch.setattr(modeling, "_attention_plan", plan_of_cuda)
+        monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
+        monkeypatch.setattr(modeling, "attention_kernel", lambda *args: (kernel, None))
     torch._dynamo.reset()
     counters.clear()
     expected, model = make_model(NeoBERTModel).to(dtype), make_model(NeoBERTModel).to(dtype)
@@ -367,17 +295,14 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
     """What fp32 on CUDA runs (q, k, v scattered to a padded batch) against one call a text."""
     generator = torch.Generator().manual_seed(0)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    layout = modeling._Layout.from_kwargs(bounds, None)
+    packing = modeling.Packing(bounds, max(lengths))
     module = nn.Module()
     module.is_causal = False
     inputs = [torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True) for _ in range(3)]
     weights = torch.randn(1, sum(lengths), 2, 8, generator=generator)
     results = []
-    for attention, mask in (
-        (modeling._TextByText(modeling.eager_attention), layout),
-        (modeling._Repadded(modeling.eager_attention), layout.padding(sum(lengths))),
-    ):
-        output = attention(module, *inputs, mask, scaling=0.3)[0]
+    for attention, where in ((modeling._sequence_by_sequence, packing), (modeling._repadded, packing.padding(sum(lengths)))):
+        output = attention(modeling.eager_attention_forward, where, module, *inputs, scaling=0.3)[0]
         results.append((output, torch.autograd.grad((output * weights).sum(), inputs)))
     assert results[0][0].shape == (1, sum(lengths), 2, 8), "(1, T, H, K)"
     assert_close(results[1][0], results[0][0], 1e-5, "outputs")
@@ -401,12 +326,12 @@ def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
     monkeypatch.setattr(modeling, "varlen_attn", varlen)
     lengths = [5, 1, 4]
     bounds = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
-    layout = modeling._Layout.from_kwargs(bounds, None)
+    packing = modeling.Packing(bounds, 5)
     q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
     module = nn.Module()
     module.is_causal = False
-    output, weights = modeling.varlen_sdpa(module, q, k, v, None, scaling=0.3, **layout.kwargs({}))
-    expected, _ = modeling._TextByText(modeling.eager_attention)(module, q, k, v, layout, scaling=0.3)
+    output, weights = modeling._varlen(q, k, v, scaling=0.3, **packing.kwargs({}))
+    expected, _ = modeling._sequence_by_sequence(modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3)
     ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
     assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, "packed tokens first, the longest text, the model's scale"
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [0, *torch.tensor(lengths).cumsum(0)], "int32 offsets"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
-from neobert.modeling_neobert import apply_rotary, prepare_rotary, rotary_table
+from neobert.modeling_neobert import apply_rotary_pos_emb, rotary_embeddings
 
 from .reference import FIELDS, assert_same, make_model, random_batch, reference_states, rotary_angles, rotate
 
@@ -18,7 +18,9 @@ K = 16
 
 def table(config, positions, length=None):
     length = length or int(positions.max()) + 1
-    return [x[0].double() for x in rotary_table(config, positions[None], length)]
+    (angles,) = rotary_embeddings(config, positions[None], length)
+    assert angles.dtype == torch.complex64 and angles.shape == (1, len(positions), 1, 1, config.head_dim // 2)
+    return angles.real[0, :, 0, 0].double(), angles.imag[0, :, 0, 0].double()
 
 
 def linear(factor):
@@ -62,17 +64,24 @@ def test_theta_is_used(theta):
     assert (cos - rotary_angles(positions, K, theta).cos()).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("traced", (False, True))
-def test_adjacent_pairs_are_rotated(traced, monkeypatch):
-    if traced:
-        monkeypatch.setattr("neobert.modeling_neobert._is_tracing", lambda: True)
-    positions = torch.arange(20)
-    x = torch.randn(1, 20, 2, 2, K)
-    turned = apply_rotary(x, prepare_rotary(*rotary_table(NeoBERTConfig(**FIELDS), positions[None], 20)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("form", ("complex", "real", "in place"))
+def test_adjacent_pairs_are_rotated(form, dtype):
+    """300 tokens are several slices of the in-place form. Low precision is rounded once, at the end."""
+    positions = torch.arange(300)
+    qkv = torch.randn(1, 300, 2, 3, K).to(dtype)
+    x, value = qkv.clone().split((2, 1), dim=-2)
+    angles = rotary_embeddings(NeoBERTConfig(**FIELDS), positions[None], 300, compiled=form == "real")
+    assert len(angles) == (2 if form == "real" else 1), "another form than asked for"
+    turned = apply_rotary_pos_emb(x, angles, in_place=form == "in place")
+    assert turned.dtype == dtype and (turned.data_ptr() == x.data_ptr()) == (form == "in place")
+    assert torch.equal(value, qkv[..., 2:, :]), "the values were rotated too"
     for head in range(2):
         for part in range(2):
-            expected = rotate(x[0, :, head, part].double(), rotary_angles(positions, K))
-            assert_same(turned[0, :, head, part], expected, 1e-6, "rotated pair")
+            expected = rotate(qkv[0, :, head, part].double(), rotary_angles(positions, K))
+            assert_same(
+                turned[0, :, head, part], expected, {torch.float32: 2e-5, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}[dtype], "pair"
+            )
 
 
 def _captured_rotary(model, **inputs):
