@@ -229,7 +229,7 @@ class Checkpoints(TrainerCallback):
                 self._postponed = True
             else:
                 control.should_evaluate = control.should_evaluate and not self._postponed
-                control.should_save = control.should_training_stop = self.stopped = True
+                control.should_log = control.should_save = control.should_training_stop = self.stopped = True
         if control.should_save and args.should_save:
             self._make_room(args, state)
 
@@ -302,12 +302,13 @@ def is_disk_full(error):
     return False
 
 
-def train(trainer, keep_every=0):
+def train(trainer, keep_every=0, before=None):
     """`trainer.train()` from the newest complete checkpoint in its output folder on, with `Checkpoints`.
 
     Args:
         trainer: a transformers Trainer; all processes of the run must call this.
         keep_every: of `Checkpoints`.
+        before: called with the checkpoint that is continued from, if there is one, before the training.
     Returns:
         Trainer's TrainOutput; its training_loss is nan where no step was left to train.
     Raises:
@@ -316,6 +317,8 @@ def train(trainer, keep_every=0):
     """
     folder = Path(trainer.args.output_dir)
     checkpoint = resume_point(folder)
+    if before is not None and checkpoint is not None:
+        before(checkpoint)
     callback = Checkpoints(keep_every)
     trainer.add_callback(callback)
     try:

@@ -10,48 +10,60 @@ class TokenMasking:
 
     Args:
         tokenizer: gives the id of [MASK], the special ids and the vocabulary size.
-        probability: share of the real tokens that are predicted.
-        mask_share: share of the predicted tokens that [MASK] replaces.
-        random_share: share of the predicted tokens that a random ordinary token replaces; the rest stay as they are.
+        mlm_probability: share of the real tokens that are predicted.
+        mask_replace_prob: share of the predicted tokens that [MASK] replaces.
+        random_replace_prob: share of the predicted tokens that a random ordinary token replaces; the rest stay as they are.
+        schedule: (share at the run's beginning, share at its end) in place of `mlm_probability`, on a straight line between them.
     Raises:
-        UserError: shares that are no shares, or a tokenizer without a mask token.
+        UserError: shares that cannot be, or a tokenizer without a mask token.
     """
 
-    def __init__(self, tokenizer, probability=0.2, mask_share=1.0, random_share=0.0):
-        if not 0 < probability < 1:
-            raise UserError(f"mask_probability must lie between 0 and 1, but {probability} was given")
-        if min(mask_share, random_share) < 0 or mask_share + random_share > 1:
+    def __init__(self, tokenizer, mlm_probability=0.2, mask_replace_prob=1.0, random_replace_prob=0.0, schedule=None):
+        self.schedule = tuple(schedule) if schedule is not None else (mlm_probability, mlm_probability)
+        name = "mask_schedule" if schedule is not None else "mlm_probability"
+        if len(self.schedule) != 2:
+            raise UserError(f"mask_schedule must be two shares, of the beginning and of the end, but {list(self.schedule)} was given")
+        for share in self.schedule:
+            if not 0 < share < 1:
+                raise UserError(f"{name} must lie between 0 and 1, but {share} was given")
+        if min(mask_replace_prob, random_replace_prob) < 0 or mask_replace_prob + random_replace_prob > 1:
             raise UserError(
-                f"mask_share and random_share must be shares that sum to at most 1, but {mask_share}, {random_share} were given"
+                "mask_replace_prob and random_replace_prob must be shares that sum to at most 1, but "
+                f"{mask_replace_prob} and {random_replace_prob} were given"
             )
         if tokenizer.mask_token_id is None:
             raise UserError(f"the tokenizer {tokenizer.name_or_path} has no mask token; give one with [MASK] or <mask>")
-        self.probability, self.mask_share, self.random_share = probability, mask_share, random_share
+        self.mask_replace_prob, self.random_replace_prob = mask_replace_prob, random_replace_prob
         self.mask_token_id = tokenizer.mask_token_id
-        ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
-        ordinary[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = False
-        self.ordinary = ordinary
-        self.ordinary_ids = ordinary.nonzero().squeeze(-1)
+        self.ordinary = torch.ones(len(tokenizer), dtype=torch.bool)
+        self.ordinary[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = False
+        self.ordinary_ids = self.ordinary.nonzero().squeeze(-1)
 
-    def __call__(self, input_ids, generator):
+    def probability(self, progress):
+        """Share of the tokens that are predicted after `progress`, 0 to 1, of the run."""
+        begin, end = self.schedule
+        return begin + (end - begin) * progress
+
+    def __call__(self, input_ids, generator, progress=0.0):
         """Hides tokens.
 
         Args:
             input_ids: int64 of any shape.
             generator: `torch.Generator` that every draw comes from.
+            progress: share of the run, for the schedule.
         Returns:
             input_ids with hidden tokens, and labels: the hidden token's id, -100 elsewhere. A batch with a real token has a label.
         """
         maskable = self.ordinary[input_ids]
-        chosen = (torch.rand(input_ids.shape, generator=generator) < self.probability) & maskable
+        chosen = (torch.rand(input_ids.shape, generator=generator) < self.probability(progress)) & maskable
         if not chosen.any() and maskable.any():
             places = maskable.flatten().nonzero().squeeze(-1)
             chosen.view(-1)[places[torch.randint(len(places), (1,), generator=generator)]] = True
         labels = torch.where(chosen, input_ids, -100)
-        if self.mask_share == 1:
+        if self.mask_replace_prob == 1:
             return torch.where(chosen, self.mask_token_id, input_ids), labels
         how = torch.rand(input_ids.shape, generator=generator)
         random_ids = self.ordinary_ids[torch.randint(len(self.ordinary_ids), input_ids.shape, generator=generator)]
-        hidden = torch.where(chosen & (how < self.mask_share), self.mask_token_id, input_ids)
-        by_random = chosen & (how >= self.mask_share) & (how < self.mask_share + self.random_share)
+        hidden = torch.where(chosen & (how < self.mask_replace_prob), self.mask_token_id, input_ids)
+        by_random = chosen & (how >= self.mask_replace_prob) & (how < self.mask_replace_prob + self.random_replace_prob)
         return torch.where(by_random, random_ids, hidden), labels

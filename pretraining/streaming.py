@@ -1,180 +1,217 @@
-"""Micro-batches straight from a streamed data set: tokenised while training, resumed exactly without reading everything again.
+"""Micro-batches straight from a streamed data set: tokenised while training, by several workers, and resumed exactly.
 
-Every process reads its own share of the stream. Where the stream stands is taken down every `SNAPSHOT_EVERY` micro-batches and travels with the
-batch; a checkpoint keeps the last one, and a resumed run goes on from it and skips the few batches after it.
+The readers of a run are the loader workers of all its processes. Shards (files) are dealt out to them, and where there are fewer shards than
+readers, the rows of a shard too: every row is tokenised by one reader alone. A reader takes down where it is every `SNAPSHOT_EVERY` micro-batches, which
+travels with the batch; a checkpoint keeps the last ones, and a resumed run goes on from there and passes over the few batches after it.
 """
 
 import json
 
 import numpy as np
 import torch
-from datasets.distributed import split_dataset_by_node
 
 from ..common.errors import UserError
-from .batching import check_batch, generator_for, pack, pad
-from .pretraining_data import BROKEN, EMPTY, Tokenise
+from .batches import masked_batch
+from .prepared import BROKEN, EMPTY
 
 
 SNAPSHOT_EVERY = 50
+ROWS_AT_ONCE = 64  # that are read and tokenised together
 STATE = "stream_state"
 COUNTS = "stream_counts"
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
-    """Endless micro-batches of one process; micro-batch i depends on the data, the seed and i alone.
+    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the numbers of processes and workers, and i alone.
 
-    Arguments as in `MicroBatches`, and:
+    Args:
         rows: `datasets.IterableDataset` with the column "text" (jsonl: undecoded lines).
-        kind: what `load_rows` said of the source.
-        first, last: ids before and after every text.
-        rank, world_size: this process's share. Masks and mixture of its i-th batch are those of the run's (i * world_size + rank)-th.
+        tokenise: `Tokenise`.
+        special, masking, spec: `SpecialTokens`, `TokenMasking`, `BatchSpec`.
+        count: micro-batches of the run in all processes, for a mask schedule.
+        rank, world_size: of this process. Masks and mixture of its i-th batch are those of the run's (i * world_size + rank)-th.
+        workers: of the DataLoader; 0: it reads in the process itself.
     """
 
-    def __init__(
-        self, rows, kind, text_column, tokenizer, first, last, masking, layout, tokens_per_batch, texts_per_batch, max_length, long_texts,
-        mixture, seed, rank=0, world_size=1,
-    ):  # fmt: skip
-        check_batch(layout, tokens_per_batch, texts_per_batch, max_length, mixture)
-        self.tokenise = Tokenise(tokenizer, kind, text_column)
-        self.pad_token_id, self.first, self.last, self.masking = tokenizer.pad_token_id, first, last, masking
-        self.layout, self.tokens_per_batch, self.texts_per_batch = layout, tokens_per_batch, texts_per_batch
-        self.max_length, self.split, self.seed, self.rank, self.world_size = max_length, long_texts == "split", seed, rank, world_size
-        mixture = {0: 1.0} if mixture is None else {int(least): float(share) for least, share in mixture.items()}
-        self.least, self.bounds = list(mixture), np.cumsum(list(mixture.values()))[:-1]
-        tokens = rows.map(self.tokenise, batched=True, batch_size=64, remove_columns=["text"])
-        # Each part reads the stream on its own.
-        self.sources = [_Source(tokens, least, (seed, number), rank, world_size) for number, least in enumerate(self.least)]
-        self.start, self.from_snapshot = 0, 0
+    def __init__(self, rows, tokenise, special, masking, spec, count, rank=0, world_size=1, workers=0):
+        self.rows, self.tokenise, self.special, self.masking, self.spec, self.count = rows, tokenise, special, masking, spec, count
+        self.rank, self.world_size, self.workers, self.in_workers = rank, world_size, max(1, workers), workers > 0
+        self.shares = np.cumsum([share for _, share in spec.mixture])[:-1]
+        self.start, self.saved = 0, {}
 
-    def load_state(self, state, consumed):
-        """Continue with micro-batch `consumed` from a snapshot taken at or before it."""
-        for source, saved in zip(self.sources, state["sources"]):
-            source.load(saved)
-        self.from_snapshot, self.start = state["batch"], consumed
+    def load_state(self, states, consumed):
+        """Continue with micro-batch `consumed` of this process.
 
-    def state(self, i):
-        """Where everything stands before micro-batch i, as JSON."""
-        return {"batch": i, "sources": [source.state() for source in self.sources]}
+        Args:
+            states: {worker: snapshot}, each from the last batch with one at or before `consumed`.
+        """
+        self.start, self.saved = consumed, {int(worker): state for worker, state in states.items()}
 
-    def _choose(self, number):
-        draw = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
-        return int(np.searchsorted(self.bounds, draw, side="right"))
-
-    def _texts(self, source):
-        """Texts of one batch, special tokens included."""
-        if self.layout == "padded":
-            return [source.next(self._windows) for _ in range(self.texts_per_batch)]
-        texts, total = [], 0
-        if self.layout == "packed":
-            while total + len(text := source.next(self._windows)) <= self.tokens_per_batch:
-                texts.append(text)
-                total += len(text)
-            source.put_back(text)
-            return texts
-        while total < self.tokens_per_batch:
-            texts.append(source.next(self._windows))
-            total += len(texts[-1])
-        surplus = total - self.tokens_per_batch
-        if surplus:
-            source.put_back(texts[-1][-surplus:])
-        return [np.concatenate(texts)[: self.tokens_per_batch]]
-
-    def _windows(self, ids):
-        body = self.max_length - 2
-        starts = range(0, len(ids), body) if self.split else (0,)
-        return [np.array([self.first, *ids[start : start + body], self.last], dtype=np.int64) for start in starts]
+    def readers(self, worker):
+        """The part of the mixture -> `Reader` of one worker; each part reads its share of the stream on its own."""
+        reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
+        return [
+            Reader(self.rows, self.tokenise, self.special, self.spec, least, (self.spec.seed, number), reader, readers)
+            for number, (least, _) in enumerate(self.spec.mixture)
+        ]
 
     def __iter__(self):
-        workers = torch.utils.data.get_worker_info()
-        if workers is not None and workers.num_workers > 1:
-            raise UserError(f"a streamed data set takes at most one loader worker, but dataloader_num_workers is {workers.num_workers}")
-        i = self.from_snapshot
+        """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in which a DataLoader asks its workers."""
+        info = torch.utils.data.get_worker_info()
+        # The DataLoader begins with its first worker, whichever the first batch belongs to.
+        return self.batches_of((self.start + (info.id if info else 0)) % self.workers)
+
+    def batches_of(self, worker):
+        """Endless micro-batches of one worker, from the process's batch `start` on."""
+        readers, i = self.readers(worker), worker
+        if worker in self.saved:
+            i = self.saved[worker]["batch"]
+            for reader, state in zip(readers, self.saved[worker]["readers"]):
+                reader.load_state(state)
+        since = None  # batches since the last snapshot
         while True:
-            state = self.state(i) if i % SNAPSHOT_EVERY == 0 or i == self.start else None
+            state = None
+            if i >= self.start and (since is None or since == SNAPSHOT_EVERY):
+                state, since = {"worker": worker, "batch": i, "readers": [reader.state() for reader in readers]}, 0
             number = i * self.world_size + self.rank
-            texts = self._texts(self.sources[self._choose(number)])
+            texts = self._texts(readers[self._part(number)])
             if i >= self.start:
-                if self.layout == "packed":
-                    batch = pack(texts)
-                elif self.layout == "padded":
-                    batch = pad(texts, self.pad_token_id)
-                else:
-                    batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, self.max_length)}
-                batch["input_ids"], batch["labels"] = self.masking(batch["input_ids"], generator_for(self.seed, number))
-                batch[COUNTS] = {name: sum(source.skipped[name] for source in self.sources) for name in ("empty", "broken")}
+                batch = masked_batch(texts, self.spec, self.special, self.masking, number, number / self.count)
+                batch[COUNTS] = (worker, self._counts(readers))
                 if state is not None:
                     batch[STATE] = json.dumps(state)
+                since += 1
                 yield batch
-            i += 1
+            i += self.workers
+
+    def _part(self, number):
+        draw = np.random.default_rng([self.spec.seed, 20, 40, 40, number]).random()
+        return int(np.searchsorted(self.shares, draw, side="right"))
+
+    def _counts(self, readers):
+        """Rows that one worker skipped, and its passes over its share of the data."""
+        counts = {name: sum(reader.skipped[name] for reader in readers) for name in ("empty", "broken")}
+        return {**counts, "passes": sum(reader.passes for reader in readers)}
+
+    def _texts(self, reader):
+        """Texts of one batch, special tokens included."""
+        spec = self.spec
+        if spec.texts is not None:
+            return [reader.next() for _ in range(spec.texts)]
+        texts, total = [], 0
+        if spec.layout == "packed":
+            while total + len(text := reader.next()) <= spec.tokens:
+                texts.append(text)
+                total += len(text)
+            reader.put_back(text)
+            return texts
+        while total < spec.tokens:
+            texts.append(reader.next())
+            total += len(texts[-1])
+        if total > spec.tokens:
+            reader.put_back(texts[-1][spec.tokens - total :])
+        return [np.concatenate(texts)[: spec.tokens]]
 
 
-class _Source:
-    """Endless texts of at least `least` tokens from a stream, with what was put back and a state that JSON holds.
+class Reader:
+    """Endless texts of at least `least` tokens from a share of a stream, with what was put back and a state that JSON holds.
 
-    Shards come one after another, in another order every epoch; a shuffle buffer would lose its rows in a resumption. Each process reads shards of its
-    own where they can be dealt out evenly, else its own rows of every shard.
+    Shards come one after another, in another order every pass; a shuffle buffer would lose its rows in a resumption.
+
+    Args:
+        rows, tokenise, special, spec: as of `StreamedBatches`.
+        least: tokens of a text, special tokens included.
+        seed: tuple of integers.
+        reader, readers: this reader's number among all.
     """
 
-    def __init__(self, tokens, least, seed, rank, world_size):
-        self.tokens, self.least, self.seed, self.rank, self.world_size = tokens, least, seed, rank, world_size
-        self.epoch, self.shard, self.pending, self.skipped, self.stream, self.rows = 0, 0, [], {"empty": 0, "broken": 0}, None, None
-        self.found = False
-        self.own_shards = tokens.num_shards % world_size == 0
+    def __init__(self, rows, tokenise, special, spec, least, seed, reader, readers):
+        self.rows, self.tokenise, self.special, self.least, self.seed = rows, tokenise, special, least, seed
+        self.body, self.split = spec.length - 2, spec.long_texts == "split"
+        # Groups of readers share the shards evenly; the readers of one group deal out the rows of each of its shards.
+        shards = rows.num_shards
+        groups = readers if shards >= readers else shards if readers % shards == 0 else 1
+        self.first, self.step = reader % groups, groups
+        self.turn, self.sharers = reader // groups, readers // groups
+        self.number, self.shard, self.found = 0, 0, False  # of the pass, and in it
+        self.skipped, self.pending = {"empty": 0, "broken": 0}, []
+        self.stream = self.groups = None  # of the shard
+        self.group = self.before = None  # tokenised rows, and the stream's state before them
+        self.row, self.ended = 0, False  # of the group that is next; whether the shard has no more
+
+    @property
+    def passes(self):
+        """Passes over its share of the data, by shards."""
+        return self.number + self.shard / len(self._order())
 
     def _order(self):
-        """This process's shards in this epoch's order."""
-        order = np.random.default_rng([*self.seed, self.epoch]).permutation(self.tokens.num_shards)
-        return order[self.rank :: self.world_size] if self.own_shards else order
+        """This reader's shards in this pass's order."""
+        order = np.random.default_rng([*self.seed, self.number]).permutation(self.rows.num_shards)
+        return order[self.first :: self.step]
 
-    def _open(self, saved=None):
-        self.stream = self.tokens.shard(num_shards=self.tokens.num_shards, index=int(self._order()[self.shard]))
-        if not self.own_shards:
-            self.stream = split_dataset_by_node(self.stream, rank=self.rank, world_size=self.world_size)
-        if saved is not None:
-            self.stream.load_state_dict(saved)
-        self.rows = iter(self.stream)
+    def _open(self, state=None):
+        self.stream = self.rows.shard(num_shards=self.rows.num_shards, index=int(self._order()[self.shard]))
+        if state is not None:
+            self.stream.load_state_dict(state)
+        # Read in groups: row by row, `datasets` would deal the shards out to the workers of a DataLoader by a rule of its own.
+        self.groups = self.stream.iter(batch_size=ROWS_AT_ONCE * self.sharers)
+        self._read_group()
+
+    def _read_group(self):
+        """Reads the next rows of the shard and tokenises this reader's."""
+        self.before, self.row = self.stream.state_dict(), 0
+        texts = next(self.groups, {"text": []})["text"]
+        own = texts[self.turn :: self.sharers]
+        self.group = self.tokenise({"text": own}) if own else {"input_ids": [], "length": []}
+        self.ended = not texts
 
     def _next_shard(self):
         self.shard += 1
         if self.shard == len(self._order()):
             if not self.found:
                 raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
-            self.epoch, self.shard, self.found = self.epoch + 1, 0, False
+            self.number, self.shard, self.found = self.number + 1, 0, False
         self._open()
 
-    def next(self, windows):
-        """The next window; a new epoch begins when the last shard ends."""
+    def next(self):
+        """The next window; a new pass begins when the last shard ends."""
+        if self.stream is None:
+            self._open()
         while not self.pending:
-            if self.rows is None:
-                self._open()
-            row = next(self.rows, None)
-            if row is None:
-                self._next_shard()
+            if self.row == len(self.group["length"]):
+                self._next_shard() if self.ended else self._read_group()
                 continue
-            length = row["length"]
+            length, ids = self.group["length"][self.row], self.group["input_ids"][self.row]
+            self.row += 1
             if length in (EMPTY, BROKEN):
                 self.skipped["empty" if length == EMPTY else "broken"] += 1
             elif length >= self.least:
                 self.found = True
-                self.pending = windows(row["input_ids"])
+                starts = range(0, len(ids), self.body) if self.split else (0,)
+                self.pending = [self.special.around(ids[start : start + self.body]) for start in starts]
         return self.pending.pop(0)
 
     def put_back(self, text):
+        """Gives a window, or the rest of one, back: `next` returns it first."""
         self.pending.insert(0, text)
 
     def state(self):
+        """Where the reader is."""
         if self.stream is None:
             self._open()
         return {
-            "epoch": self.epoch,
+            "number": self.number,
             "shard": self.shard,
             "found": self.found,
-            "pending": [text.tolist() for text in self.pending],
             "skipped": dict(self.skipped),
-            "stream": self.stream.state_dict(),
+            "pending": [text.tolist() for text in self.pending],
+            "stream": self.before,
+            "row": self.row,
         }
 
-    def load(self, saved):
-        self.epoch, self.shard, self.found, self.skipped = saved["epoch"], saved["shard"], saved["found"], dict(saved["skipped"])
+    def load_state(self, saved):
+        """Goes on from a `state`."""
+        self.number, self.shard, self.found, self.skipped = saved["number"], saved["shard"], saved["found"], dict(saved["skipped"])
         self.pending = [np.array(text, dtype=np.int64) for text in saved["pending"]]
         self._open(saved["stream"])
+        self.row = saved["row"]

@@ -4,40 +4,56 @@ import json
 
 import numpy as np
 import pytest
-import yaml
+import torch
 from transformers import AutoTokenizer
 
 from neobert import __main__ as cli
-from neobert.common.recipe import read_recipe
+from neobert.common.errors import UserError
+from neobert.common.loading import TOKENIZER
+from neobert.common.optimisation import make_schedule
+from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.pretraining import ablations, pretrain
+from neobert.pretraining import ablation_recipes, ablation_report, ablations, pretrain
+from neobert.pretraining.arguments import paper_schedule
 
 
+COSINE = {"num_stable_steps": 0, "num_decay_steps": 898_000, "decay_type": "cosine", "min_lr_ratio": 0.1}
 # rung: (the rung that it changes, the keys that PAPER's Table 2 and section 4 let it change)
 CHANGES = {
     "m1": ("m0", {"position_embedding_type": ("learned", "rope"), "hidden_act": ("gelu", "swiglu"), "norm_type": ("layer", "rms")}),
     "m2": ("m1", {
-        "dataset": ("wikimedia/wikipedia:20231101.en, bookcorpus/bookcorpus@refs/convert/parquet", "tiiuae/falcon-refinedweb"),
-        "text_column": ("text", "content"),
+        "dataset": (["wikimedia/wikipedia:20231101.en", "bookcorpus/bookcorpus@refs/convert/parquet"], "tiiuae/falcon-refinedweb"),
+        "column": ("text", "content"),
     }),
     "m3": ("m2", {"tokenizer": (None, "meta-llama/Llama-2-7b-hf"), "vocab_size": (None, 32064)}),
+    # Adam is AdamW without decay.
     "m4": ("m2", {
-        "optimizer": ("adam", "adamw"), "schedule": ("linear", "cosine"), "adam_beta2": (0.999, 0.95), "weight_decay": (0.0, 0.1),
+        "lr_scheduler_type": ("linear", "warmup_stable_decay"), "lr_scheduler_kwargs": (None, COSINE), "adam_beta2": (0.999, 0.95),
+        "weight_decay": (0.0, 0.1),
     }),
-    "m5": ("m4", {"mask_probability": (0.15, 0.2), "mask_share": (0.8, 1.0), "random_share": (0.1, 0.0)}),
-    "m6": ("m5", {"layout": ("packed", "packed_without_boundaries")}),
+    "m5": ("m4", {"mlm_probability": (0.15, 0.2), "mask_replace_prob": (0.8, 1.0), "random_replace_prob": (0.1, 0.0)}),
+    "m6": ("m5", {
+        "layout": ("packed", "packed_without_boundaries"), "texts_per_step": (256, None), "texts_per_batch": (32, None),
+        "tokens_per_step": (None, 131_072), "tokens_per_batch": (None, 16_384),
+    }),
     "m7": ("m5", {"num_hidden_layers": (12, 16), "hidden_size": (768, 1056)}),
     "m8": ("m5", {"num_hidden_layers": (12, 28)}),
     "m9": ("m8", {
-        "max_length": (512, 4096), "max_position_embeddings": (512, 4096), "gradient_accumulation_steps": (1, 16), "dropout": (0.1, 0.0),
+        "max_length": (512, 4096), "max_position_embeddings": (512, 4096), "texts_per_step": (256, 512), "texts_per_batch": (32, 4),
+        "dropout": (0.1, 0.0),
     }),
+    # Ours, each one line.
+    "m9_muon": ("m9", {"optimizer": (None, "muon")}),
+    "m9_mask_schedule": ("m9", {"mask_schedule": (None, [0.3, 0.15])}),
+    "m9_wsd": ("m9", {"lr_scheduler_kwargs": (COSINE, {"num_decay_steps": 200_000, "decay_type": "1-sqrt", "min_lr_ratio": 0.0})}),
 }  # fmt: skip
 
 
 def _flat(name):
-    recipe = ablations.rung_recipe(name)
-    recipe.pop("output_dir")
-    return {**{key: value for key, value in recipe.items() if key != "model_config"}, **recipe["model_config"]}
+    recipe = ablation_recipes.rung_recipe(name)
+    recipe.pop("output")
+    sections = [recipe.pop(name) for name in ("model_config", "trainer")]
+    return {**recipe, **sections[0], **sections[1]}
 
 
 @pytest.mark.parametrize("rung", CHANGES)
@@ -52,19 +68,19 @@ def test_m0_is_the_papers_bert():
     m0 = _flat("m0")
     expected = {
         "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "norm_type": "layer",
-        "position_embedding_type": "learned", "hidden_act": "gelu", "dropout": 0.1, "mask_probability": 0.15, "mask_share": 0.8,
-        "random_share": 0.1, "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.999, "schedule": "linear", "max_length": 512,
-        "max_steps": 1_000_000,
+        "position_embedding_type": "learned", "hidden_act": "gelu", "dropout": 0.1, "mlm_probability": 0.15, "mask_replace_prob": 0.8,
+        "random_replace_prob": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0, "lr_scheduler_type": "linear", "max_length": 512,
+        "max_steps": 1_000_000, "learning_rate": 6e-4, "warmup_steps": 2000,
     }  # fmt: skip
     assert {key: m0[key] for key in expected} == expected
-    assert 8 * m0["tokens_per_batch"] * m0["gradient_accumulation_steps"] == 131_072, "8 devices must see 131,072 tokens a step"
+    assert m0["texts_per_step"] * m0["max_length"] == 131_072, "a step has 131,072 tokens, as the paper counts them"
     m9 = _flat("m9")
-    assert 8 * m9["tokens_per_batch"] * m9["gradient_accumulation_steps"] == 2_097_152
+    assert m9["texts_per_step"] * m9["max_length"] == 2_097_152
 
 
 def _parameters(rung):
     """Parameters from the shapes of PAPER section 2: tied nowhere, decoder with a bias."""
-    values = ablations.rung_recipe(rung)["model_config"]
+    values = ablation_recipes.rung_recipe(rung)["model_config"]
     config = NeoBERTConfig(**values)
     hidden, inner, vocabulary = config.hidden_size, config.ffn_inner_size, config.vocab_size
     block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
@@ -80,48 +96,69 @@ def test_m7_and_m8_are_the_250m_models():
     "stage, steps, length, keys", [(1, 1_000_000, 1024, {}), (2, 50_000, 4096, {"mixture": {0: 0.2, 1024: 0.4, 2048: 0.4}})]
 )
 def test_the_stages_have_the_papers_values(stage, steps, length, keys):
-    path = ablations.CONFIGS.parent / f"neobert_stage{stage}.yaml"
+    path = ablation_recipes.CONFIGS.parent / f"neobert_stage{stage}.yaml"
     # bf16 is refused where the device has none; it is checked from the file.
-    model, data, training = read_recipe(
-        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments),
-        [str(path), "--bf16", "false", "--report_to", "none"],
-    )
+    run = pretrain.read_run([str(path), "--bf16", "false", "--report-to", "none"])
     expected = {
         "max_steps": steps, "learning_rate": 6e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8,
-        "max_grad_norm": 1.0, "warmup_steps": 2000, "optimizer": "adamw", "schedule": "cosine", "decay_share": 0.9, "lr_floor": 0.1,
+        "max_grad_norm": 1.0, "warmup_steps": 2000, "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": paper_schedule(steps, 2000)["lr_scheduler_kwargs"],
     }  # fmt: skip
-    assert {key: getattr(training, key) for key in expected} == expected
-    assert yaml.safe_load(path.read_text())["bf16"] is True
-    assert (data.max_length, data.mask_probability, data.mask_share, data.long_texts) == (length, 0.2, 1.0, "truncate")
-    assert (data.dataset, data.text_column, data.layout) == ("tiiuae/falcon-refinedweb", "content", "packed")
-    assert 8 * data.tokens_per_batch * training.gradient_accumulation_steps == 2_097_152
-    assert all(getattr(data, key) == value for key, value in keys.items())
+    assert {key: getattr(run.training, key) for key in expected} == expected
+    assert read_yaml(path)["trainer"]["bf16"] is True
+    batch = run.batch
+    assert (batch.max_length, batch.mlm_probability, batch.mask_replace_prob, batch.long_texts) == (length, 0.2, 1.0, "truncate")
+    assert (run.data.dataset, run.data.column, batch.layout) == ("tiiuae/falcon-refinedweb", "content", "packed")
+    assert batch.texts_per_step * length == 2_097_152 and batch.accumulation(8) == 8, "32 rows of 1,024 or 8 of 4,096, 8 times on 8 devices"
+    assert all(getattr(batch, key) == value for key, value in keys.items())
     if stage == 2:
-        assert model.init_from == "runs/neobert_stage1", "stage 2 must start from stage 1's output"
+        assert run.model.init_from == "runs/neobert_stage1", "stage 2 must start from stage 1's output"
     else:
-        config = NeoBERTConfig(**model.model_config)
+        config = NeoBERTConfig(**run.model.model_config)
         assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.intermediate_size) == (768, 28, 12, 3072)
 
 
 def test_the_defaults_are_the_papers_too():
-    names = ("learning_rate", "weight_decay", "adam_beta2", "warmup_steps", "schedule", "max_steps", "optimizer", "lr_floor", "decay_share")
-    _, data, training = read_recipe(
-        (pretrain.ModelArguments, pretrain.DataArguments, pretrain.PretrainingArguments), ["--report_to", "none"]
+    run = pretrain.read_run(["--dataset", "a.txt", "--report-to", "none"])
+    names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps", "max_steps", "max_grad_norm")
+    assert [getattr(run.training, name) for name in names] == [6e-4, 0.1, 0.9, 0.95, 1e-8, 2000, 1_000_000, 1.0]
+    assert (run.training.lr_scheduler_type, run.training.lr_scheduler_kwargs) == ("warmup_stable_decay", COSINE)
+    assert (run.data.column, run.batch.mlm_probability, run.batch.mask_replace_prob) == ("content", 0.2, 1.0)
+
+
+@pytest.mark.parametrize("path", sorted(ablation_recipes.RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
+    if path.parent.name == "accelerate" or "pretrain" not in path.read_text() and path.parent.name != "ablations":
+        pytest.skip("not a recipe of pre-training")
+    given = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
+    run = pretrain.read_run([str(path), *given])
+    assert run.batch.accumulation(8 if "example" not in path.stem else 1) >= 1, "the size of a step is stated"
+    optimizer = torch.optim.SGD([torch.zeros(1)], 1.0)
+    training = run.training
+    scheduler = make_schedule(
+        training.lr_scheduler_type, optimizer, training.warmup_steps, training.max_steps, training.lr_scheduler_kwargs
     )
-    assert [getattr(training, name) for name in names] == [6e-4, 0.1, 0.95, 2000, "cosine", 1_000_000, "adamw", 0.1, 0.9]
-    assert (data.dataset, data.text_column, data.mask_probability, data.mask_share) == ("tiiuae/falcon-refinedweb", "content", 0.2, 1.0)
+    last = scheduler.lr_lambdas[0](training.max_steps - 1)
+    assert (
+        last == pytest.approx(0.0, abs=1e-4) if training.lr_scheduler_type == "linear" or "wsd" in path.stem else last == pytest.approx(0.1)
+    )
 
 
 def test_shrinking_keeps_what_the_rungs_differ_in():
-    scale = ablations.SCALES["small"]
-    small = {name: ablations.shrink(ablations.rung_recipe(name), scale) for name in ablations.PUBLISHED}
+    scale = ablation_recipes.SCALES["small"]
+    small = {name: ablation_recipes.shrink(ablation_recipes.rung_recipe(name), scale) for name in ablation_recipes.RUNGS}
     shapes = {name: (small[name]["model_config"]["num_hidden_layers"], small[name]["model_config"]["hidden_size"]) for name in small}
     # 12 layers of 768 become 2 of 64; 16 of 1,056 in proportion 3 of 88; 28 of 768: 5 of 64.
     assert shapes["m0"] == (2, 64) and shapes["m7"] == (3, 88) and shapes["m8"] == (5, 64) == shapes["m9"], shapes
     assert small["m0"]["model_config"]["decoder_init_range"] == pytest.approx(0.02 * 12**0.5, abs=1e-4), "0.02 at 768 is 0.069 at 64"
     assert small["m6"]["layout"] == "packed_without_boundaries" and small["m9"]["max_length"] == 2 * small["m8"]["max_length"]
-    assert small["m9"]["tokens_per_batch"] == 2 * small["m8"]["tokens_per_batch"]
-    assert small["m0"]["optimizer"] == "adam" and small["m4"]["optimizer"] == "adamw" and small["m5"]["mask_probability"] == 0.2
+    assert small["m9"]["texts_per_step"] == 2 * small["m8"]["texts_per_step"] and small["m9"]["texts_per_batch"] == 32
+    assert small["m6"]["tokens_per_step"] == small["m5"]["texts_per_step"] * small["m5"]["max_length"] == 1024
+    trainer = {name: small[name]["trainer"] for name in small}
+    assert trainer["m0"]["weight_decay"] == 0.0 and trainer["m4"]["weight_decay"] == 0.1 and small["m5"]["mlm_probability"] == 0.2
+    # 90 % of 1,500 steps less the warm-up of 150; the last 20 % of them.
+    assert [trainer[name]["lr_scheduler_kwargs"]["num_decay_steps"] for name in ("m4", "m9", "m9_wsd")] == [1200, 1200, 300]
+    assert small["m9_muon"]["optimizer"] == "muon" and small["m9_mask_schedule_seconds"]["mask_schedule"] == [0.3, 0.15]
 
 
 @pytest.fixture
@@ -147,7 +184,7 @@ def corpora(tmp_path):
 
 def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--scale", "tiny", "--seeds", "2", "--rungs", "m0,m3,m6", "--work_dir", "work", "--results_dir", "results"]
+    arguments = ["--scale", "tiny", "--seeds", "2", "--rungs", "m0,m3,m6", "--work", "work", "--output", "results"]
     arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
     assert cli.main(["ablations", *arguments]) == 0
     result = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())
@@ -155,7 +192,7 @@ def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, ca
     for row in result["runs"]:
         assert 0 <= row["probe_accuracy"] <= 1 and 0 <= row["masked_accuracy"] <= 1 and row["masked_bits_per_character"] > 0
     text = (tmp_path / "results" / "ablations_tiny.md").read_text()
-    assert "Small-scale" in text and "| M6 | packed without boundaries | no | 80.5 |" in text
+    assert "Small-scale" in text and "| M6 | packing without document boundaries | no | 80.5 |" in text
     assert (tmp_path / "results" / "ablations_tiny.png").stat().st_size > 10_000
     assert len(AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "bpe")) > len(
         AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "wordpiece")
@@ -164,13 +201,13 @@ def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, ca
     assert cli.main(["ablations", *arguments]) == 0
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}, "finished rungs must not run again"
     assert cli.main(["ablations", *arguments, "--steps", "4"]) == 2, "finished rungs of 3 steps must not pass for rungs of 4"
-    assert "work holds a ladder with steps 3, now 4; give the same, or another work_dir" in capsys.readouterr().err
+    assert "work holds a ladder with steps 3, now 4; give the same, or another --work" in capsys.readouterr().err
     before = {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}
     for more, words in (
-        (["--work_dir", "new", "--steps", "4"], "results holds a ladder with steps 3, now 4; give the same, or another results_dir"),
-        (["--work_dir", "new", "--probe", corpora["heldout"]], "has no 'label'"),
-        (["--work_dir", "new", "--heldout", corpora["diverse"]], "results holds a ladder with heldout"),
-        (["--work_dir", "new", "--rungs", "m3"], "ablations_tiny.json holds m0 seed 0, which new does not; give its work_dir"),
+        (["--work", "new", "--steps", "4"], "results holds a ladder with steps 3, now 4; give the same, or another --output"),
+        (["--work", "new", "--probe", corpora["heldout"]], "has no 'label'"),
+        (["--work", "new", "--heldout", corpora["diverse"]], "results holds a ladder with heldout"),
+        (["--work", "new", "--rungs", "m3"], "ablations_tiny.json holds m0 seed 0, which new does not; give its --work"),
     ):
         assert cli.main(["ablations", *arguments, *more]) == 2 and words in capsys.readouterr().err, more
     assert not (tmp_path / "new").exists() and before == {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}
@@ -179,12 +216,20 @@ def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, ca
 def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monkeypatch):
     """Runs that have been measured, without the training: m0 and m6 with a seed, then m6 with two."""
     monkeypatch.chdir(tmp_path)
-    figures = {"parameters": 1e6, "tokens_seen": 384, "probe_accuracy": 0.5, "masked_accuracy": 0.1, "masked_bits_per_character": 3.0}
+    figures = {
+        "parameters": 1e6,
+        "steps": 3,
+        "tokens_seen": 384,
+        "cpu_seconds": 1.5,
+        "probe_accuracy": 0.5,
+        "masked_accuracy": 0.1,
+        "masked_bits_per_character": 3.0,
+    }
     for name, seed in (("m0", 0), ("m6", 0), ("m6", 1)):
         path = tmp_path / "work" / f"{name}_seed{seed}" / "measured.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"rung": name, "seed": seed, **figures}))
-    arguments = ["--scale", "tiny", "--work_dir", "work", "--results_dir", "results"]
+    arguments = ["--scale", "tiny", "--work", "work", "--output", "results"]
     arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
     for more in (["--rungs", "m0,m6", "--seeds", "1"], ["--rungs", "m6", "--seeds", "2"]):
         assert cli.main(["ablations", *arguments, *more]) == 0
@@ -194,11 +239,34 @@ def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monk
         assert "| M0 |" in text and "| M6 |" in text and "over 1 to 2 seeds" in text
 
 
+def test_a_method_at_equal_seconds_gets_the_steps_that_take_as_long(corpora, tmp_path, monkeypatch):
+    """M9 takes 30 CPU seconds and the method 45: two thirds of the steps. Without the training."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def rung(name, seed, scale, *given):
+        asked.append((name, seed, scale.steps))
+        figures = {"parameters": 1e6, "tokens_seen": 384, "probe_accuracy": 0.5, "masked_accuracy": 0.1, "masked_bits_per_character": 3.0}
+        return {"rung": name, "seed": seed, "steps": scale.steps, "cpu_seconds": {"m9": 30.0}.get(name, 45.0) + seed, **figures}
+
+    monkeypatch.setattr(ablations, "run_rung", rung)
+    arguments = ["--scale", "tiny", "--steps", "99", "--seeds", "2", "--work", "work", "--output", "results"]
+    arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
+    with pytest.raises(UserError, match="m9_muon_seconds needs finished runs of m9"):
+        ablations.main([*arguments, "--rungs", "m9_muon_seconds"])
+    assert cli.main(["ablations", *arguments, "--rungs", "m9_muon_seconds,m9,m9_muon"]) == 0
+    assert asked == [(name, seed, 99) for seed in range(2) for name in ("m9", "m9_muon")] + [
+        ("m9_muon_seconds", seed, 66) for seed in range(2)
+    ]
+    text = (tmp_path / "results" / "ablations_tiny.md").read_text()
+    assert "| M9 + Muon | ours, equal CPU seconds | - |  |" in text and "| M9 + Muon | ours, equal tokens | - |  |" in text
+
+
 def test_the_spread_is_over_seeds():
     rows = [{"rung": "m1", "seed": seed, "probe_accuracy": value} for seed, value in enumerate((0.5, 0.6, 0.7))]
-    table = ablations.summarise(rows)
+    table = ablation_report.summarise(rows)
     assert table["m1"]["probe_accuracy"] == (pytest.approx(0.6), pytest.approx(0.1))
-    assert ablations.summarise(rows[:1])["m1"]["probe_accuracy"] == (0.5, None), "one seed has no spread"
+    assert ablation_report.summarise(rows[:1])["m1"]["probe_accuracy"] == (0.5, None), "one seed has no spread"
 
 
 @pytest.mark.parametrize(
@@ -209,8 +277,8 @@ def test_the_spread_is_over_seeds():
         (["--rungs", ","], "there is no rung ','"),
         (["--seeds", "0"], "seeds must"),
         (["--steps", "0"], "steps must"),
-        (["--work_dir", "broken.jsonl"], "work_dir must be a folder or a new name"),
-        (["--results_dir", "broken.jsonl"], "results_dir must be a folder or a new name"),
+        (["--work", "broken.jsonl"], "work must be a folder or a new name"),
+        (["--output", "broken.jsonl"], "output must be a folder or a new name"),
         (["--diverse", "absent.jsonl"], "there is no file absent.jsonl"),
         (["--heldout", "broken.jsonl"], "line 2"),
         (["--heldout", "latin.jsonl"], "line 1 is not JSON (it is not UTF-8)"),

@@ -1,16 +1,19 @@
-"""Pins masking (rates, kinds, special tokens, seeds) and schedules and optimizer groups against the paper's formulas."""
+"""Pins masking (rates, kinds, special tokens, seeds), schedules, optimizer groups and Muon against their formulas."""
 
+import copy
 import math
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainingArguments
 
 from neobert.common.errors import UserError
-from neobert.common.optimisation import check_schedule, learning_rate_factor, make_optimizer, make_schedule
+from neobert.common.optimisation import MuonAdamW, decay_parameter_names, make_schedule, matrices_of, weight_of
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.arguments import RunArguments, paper_schedule
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.trainer import PretrainingTrainer
 
 
 @pytest.fixture(scope="module")
@@ -72,53 +75,76 @@ def test_impossible_shares_are_named(tokenizer, shares):
         TokenMasking(tokenizer, *shares)
 
 
-def test_paper_schedule_at_its_turning_points():
-    def factor(step):
-        return learning_rate_factor(step, warmup_steps=2000, max_steps=1_000_000)
-
-    assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
-    middle = (2000 + 900_000) / 2
-    assert math.isclose(factor(middle), 0.55), "half-way down the cosine the rate is the mean of 1 and 0.1"
-    quarter = 2000 + (900_000 - 2000) / 4
-    assert math.isclose(factor(quarter), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
-    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1), "10 % from 90 % of the steps on"
-
-
-def test_linear_and_constant_schedules():
-    assert [learning_rate_factor(step, 10, 110, "linear") for step in (0, 5, 10, 60, 110)] == [0, 0.5, 1, 0.5, 0]
-    assert [learning_rate_factor(step, 10, 110, "constant") for step in (5, 10, 109)] == [0.5, 1, 1]
+def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
+    masking, ids = TokenMasking(tokenizer, schedule=[0.3, 0.15]), _text(tokenizer)
+    ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
+        labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
+        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006, f"after {progress} of the run"
+    with pytest.raises(UserError, match="mask_schedule must be two shares"):
+        TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
+    with pytest.raises(UserError, match="mask_schedule must lie between 0 and 1"):
+        TokenMasking(tokenizer, schedule=[0.3, 0.0])
 
 
-def test_scheduler_sets_the_optimizers_rate():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=6e-4)
-    scheduler = make_schedule(optimizer, 4, 100)
+def _rates(kind, warmup, steps, kwargs=None, peak=1.0):
+    """Learning rate of each step of a run, as the optimizer has it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = make_schedule(kind, optimizer, warmup, steps, kwargs)
     rates = []
-    for _ in range(5):
+    for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert rates == pytest.approx([0, 1.5e-4, 3e-4, 4.5e-4, 6e-4])
+    return rates
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ("step", 1, 10, 0.9, 0.1),
-        ("cosine", 9, 10, 0.9, 0.1),
-        ("linear", 10, 10, 0.9, 0.1),
-        ("cosine", 1, 0, 0.9, 0.1),
-        ("cosine", 1, 10, 1.5, 0.1),
-    ],
-)
-def test_impossible_schedules_are_named(wrong):
-    with pytest.raises(UserError, match="must"):
-        check_schedule(*wrong)
+def _papers(step, warmup, steps):
+    """Section 4: linear warm-up, cosine to 10 % of the peak over 90 % of the steps, then constant."""
+    if step < warmup:
+        return step / warmup
+    t = min(1.0, (step - warmup) / (0.9 * steps - warmup))
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * t)) / 2
+
+
+@pytest.mark.parametrize("warmup, steps", [(20, 1000), (0, 100), (1, 10), (100, 2800)])
+def test_the_librarys_schedule_is_the_papers(warmup, steps):
+    given = paper_schedule(steps, warmup)
+    rates = _rates(given["lr_scheduler_type"], warmup, steps, given["lr_scheduler_kwargs"], peak=6e-4)
+    expected = [6e-4 * _papers(step, warmup, steps) for step in range(steps)]
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_the_papers_schedule_at_its_turning_points():
+    given = paper_schedule(1_000_000, 2000)
+    assert given["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
+    scheduler = make_schedule(
+        given["lr_scheduler_type"], torch.optim.SGD([torch.zeros(1)], 1.0), 2000, 1_000_000, given["lr_scheduler_kwargs"]
+    )
+    (factor,) = scheduler.lr_lambdas
+    assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
+    assert math.isclose(factor(451_000), 0.55), "half-way down the cosine the rate is the mean of 1 and 0.1"
+    assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1), "10 % from 90 % of the steps on"
+    assert paper_schedule(1000, 0.06)["lr_scheduler_kwargs"]["num_decay_steps"] == 840, "a warm-up below 1 is a share, as for Trainer"
+
+
+def test_linear_and_constant_schedules():
+    assert [_rates("linear", 10, 110)[step] for step in (0, 5, 10, 60)] == pytest.approx([0, 0.5, 1, 0.5])
+    assert [_rates("constant_with_warmup", 10, 110)[step] for step in (5, 10, 109)] == pytest.approx([0.5, 1, 1])
+
+
+def test_warm_up_stable_decay():
+    rates = _rates("warmup_stable_decay", 10, 100, {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.0})
+    expected = [i / 10 for i in range(10)] + [1.0] * 70 + [1 - math.sqrt(i / 20) for i in range(20)]
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("extra", [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}])
-def test_norms_and_biases_do_not_decay(tiny_config, extra):
+def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
     model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **extra))
-    optimizer = make_optimizer(model, "adamw", 6e-4, (0.9, 0.95), 1e-8, 0.1)
+    arguments = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=6e-4, report_to="none", use_cpu=True)
+    optimizer = PretrainingTrainer(model=model, args=arguments, run=RunArguments()).create_optimizer()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, free = ({names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -133,3 +159,118 @@ def test_norms_and_biases_do_not_decay(tiny_config, extra):
     optimizer.step()
     torch.testing.assert_close(model.decoder.weight.detach(), before * (1 - 6e-4 * 0.1))
     assert torch.equal(model.model.layer_norm.weight.detach(), norm)
+
+
+def test_adam_is_adamw_without_decay():
+    """So ablation M0 needs no optimizer of its own."""
+    values = []
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        optimizer = kind([weight], lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        for step in range(5):
+            weight.grad = torch.sin(weight.detach() * 7 + step)
+            optimizer.step()
+        values.append(weight.detach())
+    assert torch.equal(*values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- Muon
+
+
+def _model(tiny_config, **more):
+    torch.manual_seed(0)
+    return NeoBERTForMaskedLM(NeoBERTConfig(**{**tiny_config, **more}))
+
+
+def test_the_matrices_of_a_block_are_its_linear_maps(tiny_config):
+    """q, k and v of PAPER section 1: rows per head, split on the last axis of (B, L, heads, 3 K); SwiGLU's halves one after another."""
+    block = _model(tiny_config).model.transformer_encoder[0]
+    x, heads = torch.randn(5, 64), 4
+    split = (x @ block.qkv.weight.T).view(5, heads, 3 * 16).chunk(3, dim=-1)
+    found = matrices_of("transformer_encoder.0.qkv.weight", block.qkv.weight, heads)
+    assert found.shape == (3, 64, 64)
+    for part, matrix in zip(split, found):
+        torch.testing.assert_close(x @ matrix.T, part.reshape(5, 64))
+    gate, value = (x @ block.ffn.w12.weight.T).chunk(2, dim=-1)
+    halves = matrices_of("transformer_encoder.0.ffn.w12.weight", block.ffn.w12.weight, heads)
+    torch.testing.assert_close(x @ halves[0].T, gate)
+    torch.testing.assert_close(x @ halves[1].T, value)
+    for name, weight in (("qkv.weight", block.qkv.weight), ("w12.weight", block.ffn.w12.weight), ("wo.weight", block.wo.weight)):
+        assert torch.equal(weight_of(name, matrices_of(name, weight, heads), heads), weight), "there and back"
+
+
+def _set_gradients(model, step):
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+@pytest.mark.parametrize("extra", [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}])
+def test_muon_is_torchs_on_each_matrix_and_adamw_elsewhere(tiny_config, extra):
+    """Against torch.optim.Muon on separate copies of q, k, v, gate, value, ...; two steps, so that the momentum counts."""
+    model, twin = _model(tiny_config, **extra), _model(tiny_config, **extra)
+    optimizer = MuonAdamW(model, 0.01, 0.1, (0.9, 0.95), 1e-8)
+    blocks = {name: p for name, p in twin.named_parameters() if "transformer_encoder" in name and p.dim() == 2}
+    matrices = {name: [torch.nn.Parameter(part.clone()) for part in matrices_of(name, p.detach(), 4)] for name, p in blocks.items()}
+    others = [(name, p) for name, p in twin.named_parameters() if name not in blocks]
+    muon = torch.optim.Muon([part for parts in matrices.values() for part in parts], 0.01, 0.1, adjust_lr_fn="match_rms_adamw")
+    decayed = decay_parameter_names(twin)
+    groups = [{"params": [p for name, p in others if (name in decayed) == kept], "weight_decay": 0.1 * kept} for kept in (True, False)]
+    adamw = torch.optim.AdamW(groups, 0.01, (0.9, 0.95), 1e-8)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(2):
+        _set_gradients(model, step)
+        _set_gradients(twin, step)
+        for name, parts in matrices.items():
+            for part, gradient in zip(parts, matrices_of(name, blocks[name].grad, 4)):
+                part.grad = gradient
+        for each in (optimizer, muon, adamw):
+            each.step()
+    mine = dict(model.named_parameters())
+    for name, parts in matrices.items():
+        assert torch.equal(mine[name], weight_of(name, torch.stack(list(parts)).detach(), 4)), name
+        assert not torch.equal(mine[name], start[name]), f"{name} must move"
+    assert all(torch.equal(mine[name], p) for name, p in others), "embedding, decoder, norms and biases must be AdamW's"
+
+
+def test_muons_update_of_q_is_orthogonal(tiny_config):
+    """All singular values of the first update alike, in the size of AdamW's: 0.2 sqrt(width) lr; k's gradient, a thousand times q's, changes nothing."""
+    model = _model(tiny_config)
+    weight = model.model.transformer_encoder[0].qkv.weight
+    before = matrices_of("qkv.weight", weight.detach().clone(), 4)
+    optimizer = MuonAdamW(model, 0.01, 0.0, (0.9, 0.95), 1e-8)
+    _set_gradients(model, 0)
+    parts = matrices_of("qkv.weight", weight.grad, 4)
+    weight.grad = weight_of("qkv.weight", torch.stack([parts[0], 1000 * parts[1], parts[2]]), 4)
+    optimizer.step()
+    for update in before - matrices_of("qkv.weight", weight.detach(), 4):
+        values = torch.linalg.svdvals(update) / (0.01 * 0.2 * math.sqrt(64))
+        # The five Newton-Schulz steps bring singular values to about 1, the smallest ones not all the way.
+        assert values.max() < 1.3 and values.median() > 0.6, values
+
+
+def test_muons_state_is_kept_and_its_rate_follows_the_schedule(tiny_config):
+    first, second = _model(tiny_config), _model(tiny_config)
+    one, two = (MuonAdamW(model, 0.01, 0.1, (0.9, 0.95), 1e-8) for model in (first, second))
+    _set_gradients(first, 0)
+    one.step()
+    second.load_state_dict(first.state_dict())
+    for group in one.param_groups:
+        group["lr"] = 0.003
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert [group["lr"] for group in two.param_groups] == [0.003] * 3
+    for model, optimizer in ((first, one), (second, two)):
+        _set_gradients(model, 1)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+    start = [parameter.detach().clone() for parameter in first.parameters()]
+    for group in one.param_groups:
+        group["lr"] = 0.0
+    _set_gradients(first, 2)
+    one.step()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), start)), "at rate 0 nothing may move"
+
+
+def test_muon_needs_a_new_torch(tiny_config, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(UserError, match="optimizer muon needs torch 2.9 or newer"):
+        MuonAdamW(_model(tiny_config), 0.01, 0.1, (0.9, 0.95), 1e-8)

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import time
+import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,19 +14,11 @@ from transformers import AutoTokenizer
 
 from neobert.common import local_text
 from neobert.common.errors import UserError
-from neobert.pretraining import batching
-from neobert.pretraining.batching import MicroBatches, Windows
+from neobert.pretraining import plans, prepared, sources
+from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows, batch_counts
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.pretraining_data import (
-    BROKEN,
-    EMPTY,
-    Tokenise,
-    load_prepared,
-    load_rows,
-    prepare,
-    source_digest,
-    tokens_from_texts,
-)
+from neobert.pretraining.prepared import BROKEN, EMPTY, Tokenise, TokenisedTexts, load_prepared, source_digest, tokenise_texts
+from neobert.pretraining.sources import load_rows, parse_sources
 from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
 
 
@@ -44,7 +39,21 @@ def _texts(count, longest=20):
 
 def _tokens(lengths):
     """A tokenised set whose text i has `lengths[i]` tokens with the special ones; its tokens tell i."""
-    return Dataset.from_dict({"input_ids": [[2000 + i] * (n - 2) for i, n in enumerate(lengths)], "length": list(lengths)})
+    rows = Dataset.from_dict({"input_ids": [[2000 + i] * (n - 2) for i, n in enumerate(lengths)]})
+    return TokenisedTexts(rows, np.array(lengths, dtype=np.int32))
+
+
+def _batches(lengths, tokenizer, count=None, **spec):
+    spec = BatchSpec(**spec)
+    return MicroBatches(Windows(_tokens(lengths), SpecialTokens(101, 102, 0), spec), TokenMasking(tokenizer), spec, count)
+
+
+def prepare(source, out, tokenizer, column="content", **more):
+    return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
+
+
+def rows_of(dataset, streaming=False, **more):
+    return load_rows(parse_sources(dataset, **more), streaming)
 
 
 def _texts_of(batch):
@@ -63,8 +72,8 @@ def test_jsonl_with_empty_and_broken_rows_is_counted(tmp_path, tokenizer):
     counts = {name: summary[name] for name in ("rows", "kept", "empty", "broken", "tokens")}
     assert counts == {"rows": 7, "kept": 2, "empty": 2, "broken": 3, "tokens": 8}, "every row must be kept or counted"
     tokens, _ = load_prepared(tmp_path / "out", tokenizer)
-    assert [tokenizer.decode(row) for row in tokens["input_ids"]] == ["a river", "green stone"]
-    assert list(tokens["length"]) == [4, 4], "the stored length counts [CLS] and [SEP]"
+    assert [tokenizer.decode(row) for row in tokens.rows["input_ids"]] == ["a river", "green stone"]
+    assert tokens.lengths.tolist() == [4, 4], "the stored length counts [CLS] and [SEP]"
 
 
 BROKEN_ROWS = (
@@ -89,7 +98,7 @@ def _counts(source, out, tokenizer, streaming):
     if not streaming:
         summary = prepare(str(source), out, tokenizer)
         return {name: summary[name] for name in ("kept", "empty", "broken")}
-    rows, kind = load_rows(str(source), streaming=True)
+    rows, kind = rows_of(str(source), streaming=True)
     lengths = [row["length"] for row in rows.map(Tokenise(tokenizer, kind, "content"), batched=True, batch_size=2, remove_columns=["text"])]
     return {"kept": sum(length > 0 for length in lengths), "empty": lengths.count(EMPTY), "broken": lengths.count(BROKEN)}
 
@@ -105,7 +114,7 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     Dataset.from_dict({"body": ["north"]}).save_to_disk(str(tmp_path / "saved"))
 
     def read(dataset, column):
-        return list(load_rows(dataset, text_column=column)[0]["text"])
+        return list(rows_of(dataset, column=column)[0]["text"])
 
     assert read(str(tmp_path / "a.txt"), "content") == ["a river", "green stone"]
     assert read(str(tmp_path / "b.parquet"), "body") == ["winter"]
@@ -114,36 +123,34 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     large = Dataset.from_dict({"body": ["south"]}, features=Features({"body": Value("large_string")}))
     large.to_parquet(str(tmp_path / "l.parquet"))
     assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'l.parquet'}", "body") == ["winter", "south"], "both kinds of strings must mix"
-    stream = load_rows(f"{tmp_path / 'a.txt'}, {tmp_path / 'l.parquet'}", text_column="body", streaming=True)[0]
+    stream = rows_of(f"{tmp_path / 'a.txt'}, {tmp_path / 'l.parquet'}", column="body", streaming=True)[0]
     batches = stream.map(lambda batch: {"length": [len(text) for text in batch["text"]]}, batched=True, batch_size=64)
     assert [row["length"] for row in batches] == [7, 11, 5], "also in one batch of a stream"
-    streamed = load_rows(str(tmp_path / "saved"), text_column="body", streaming=True)[0]
+    streamed = rows_of([str(tmp_path / "saved")], column="body", streaming=True)[0]
     assert [row["text"] for row in streamed] == ["north"], "a saved set can be streamed too"
 
 
 def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
-    from neobert.pretraining import pretraining_data
-
     asked = []
 
     def loaded(name, config, **more):
         asked.append((name, config, more["revision"], more["split"]))
         return Dataset.from_dict({"content": ["a river"]})
 
-    monkeypatch.setattr(pretraining_data, "load_dataset", loaded)
-    rows, _ = load_rows("me/one:big@v2, me/two@refs/convert/parquet, me/three", config="small")
+    monkeypatch.setattr(sources, "load_dataset", loaded)
+    rows, _ = rows_of("me/one:big@v2, me/two@refs/convert/parquet, me/three", subset="small")
     assert asked == [
         ("me/one", "big", "v2", "train"),
         ("me/two", "small", "refs/convert/parquet", "train"),
         ("me/three", "small", None, "train"),
     ]
     assert len(rows) == 3
-    monkeypatch.setattr(pretraining_data, "load_dataset", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(sources, "load_dataset", lambda *a, **k: 1 / 0)
     with pytest.raises(UserError, match="dataset me/one cannot be read from the Hub .division by zero."):
-        load_rows("me/one")
+        rows_of("me/one")
     monkeypatch.undo()
     (tmp_path / "a:b@c.txt").write_text("a river\n")
-    assert list(load_rows(str(tmp_path / "a:b@c.txt"))[0]["text"]) == ["a river"], "a file that is there is taken by its whole name"
+    assert list(rows_of(str(tmp_path / "a:b@c.txt"))[0]["text"]) == ["a river"], "a file that is there is taken by its whole name"
 
 
 def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
@@ -176,22 +183,19 @@ def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkey
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"content": text}) + "\n" for text in _texts(30)))
     whole = prepare(str(source), tmp_path / "one", tokenizer)
-    from neobert.pretraining import pretraining_data
+    real = prepared._prepare_shard
 
-    real, done = pretraining_data._prepare_shard, []
-
-    def interrupted(rows, number, *rest):
-        if number == 2:
+    def interrupted(rows, folder, *rest):
+        if folder.name == "shard-00002-of-00004":
             raise KeyboardInterrupt
-        done.append(number)
-        return real(rows, number, *rest)
+        return real(rows, folder, *rest)
 
-    monkeypatch.setattr(pretraining_data, "_prepare_shard", interrupted)
+    monkeypatch.setattr(prepared, "_prepare_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(source), tmp_path / "two", tokenizer, shards=4)
-    with pytest.raises(UserError, match="not a whole prepared set"):
+    with pytest.raises(UserError, match="not a complete prepared set"):
         load_prepared(tmp_path / "two", tokenizer)
-    monkeypatch.setattr(pretraining_data, "_prepare_shard", real)
+    monkeypatch.setattr(prepared, "_prepare_shard", real)
     kept = {shard: shard.stat().st_mtime_ns for shard in (tmp_path / "two").glob("shard-*")}
     assert len(kept) == 2, "two shards were finished before the interruption"
     (tmp_path / "two" / ".shard-00002-of-00004.123").mkdir()
@@ -202,8 +206,9 @@ def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkey
     assert not left, f"nothing of the killed run may stay: {left}"
     names = ("rows", "kept", "tokens")
     assert [again[name] for name in names] == [whole[name] for name in names]
-    first, second = (load_prepared(tmp_path / name, tokenizer)[0]["input_ids"] for name in ("one", "two"))
-    assert list(first) == list(second), "shards and processes must not change the rows or their order"
+    first, second = (load_prepared(tmp_path / name, tokenizer)[0] for name in ("one", "two"))
+    assert list(first.rows["input_ids"]) == list(second.rows["input_ids"]), "shards and processes must not change the rows or their order"
+    assert first.lengths.tolist() == second.lengths.tolist() == [len(row) + 2 for row in first.rows["input_ids"]]
 
 
 def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer):
@@ -222,7 +227,7 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
     """A file rewritten at the same size, a set saved to the same folder, another prepared set; a copy is the same source."""
 
     def digest(path):
-        return source_digest(str(path), None, "train", "content", tokenizer)
+        return source_digest(parse_sources(str(path)), tokenizer)
 
     def write(folder, word, count=2):
         (folder / "a.jsonl").write_text(f'{{"content": "{word}"}}\n' * count)
@@ -250,7 +255,7 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
     Dataset.from_dict({"content": ["river"]}).save_to_disk(str(tmp_path / "saved"))
     prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
     Dataset.from_dict({"content": ["stone"]}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="prepared with another content .*; choose another prepared_dir"):
+    with pytest.raises(UserError, match="prepared with another content .*; choose another --prepared"):
         prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
 
 
@@ -263,35 +268,43 @@ def test_a_pattern_may_have_wildcards_in_folders(tmp_path):
         ("**/train.txt", ["a/x/train.txt", "b/train.txt"]),
         ("b/t*", ["b/test.txt", "b/train.txt"]),
     ):
-        assert list(load_rows(str(tmp_path / pattern))[0]["text"]) == found, pattern
+        assert list(rows_of(str(tmp_path / pattern))[0]["text"]) == found, pattern
 
 
 def test_long_texts_are_cut_or_split():
-    tokens = Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]], "length": [12, 3]})
-    cut = Windows(tokens, 1, 2, 6, "truncate")
+    tokens = TokenisedTexts(Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}), np.array([12, 3], dtype=np.int32))
+    special = SpecialTokens(1, 2, 0)
+    cut = Windows(tokens, special, BatchSpec(tokens=64, length=6))
     assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [[1, 10, 11, 12, 13, 2], [1, 30, 2]]
-    split = Windows(tokens, 1, 2, 6, "split")
-    assert [row.tolist() for row in split.read(np.arange(len(split)))] == [
+    split = Windows(tokens, special, BatchSpec(tokens=64, length=6, long_texts="split"))
+    everything = np.arange(len(split))
+    assert [row.tolist() for row in split.read(everything)] == [
         [1, 10, 11, 12, 13, 2], [1, 14, 15, 16, 17, 2], [1, 18, 19, 2], [1, 30, 2],
     ], "windows must hold every token once"  # fmt: skip
-    assert split.lengths.tolist() == [6, 6, 4, 3] and split.text_lengths.tolist() == [12, 12, 12, 3]
+    assert split.lengths(everything).tolist() == [6, 6, 4, 3] and split.of_texts_from(12).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_every_text_once_an_epoch_within_the_budget(tokenizer, layout):
+@pytest.mark.parametrize("spec", [{"tokens": 64}, {"texts": 7}, {"texts": 7, "layout": "padded"}], ids=str)
+def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch):
+    monkeypatch.setattr(plans, "CHUNK", 16)  # so that a plan has several
     lengths = [3 + i % 17 for i in range(101)]
-    settings = {"layout": layout, "tokens_per_batch": 64, "texts_per_batch": 7, "max_length": 20, "seed": 5}
-    windows = Windows(_tokens(lengths), 101, 102, 20)
-    batches = MicroBatches(windows, TokenMasking(tokenizer), count=200, **settings)
+    batches = _batches(lengths, tokenizer, 200, length=20, seed=5, **spec)
     expected = sorted((101, *[2000 + i] * (n - 2), 102) for i, n in enumerate(lengths))
     seen, first_epoch = [], None
     for i in range(len(batches)):
         batch = batches[i]
-        seen += _texts_of(batch)
-        assert batching.real_tokens(batch) == sum(map(len, _texts_of(batch)))
-        if layout == "packed":
+        texts = _texts_of(batch)
+        assert batches.passes(i) == pytest.approx(len(seen) / len(lengths)), "passes over the data"
+        seen += texts
+        counts = {name: int(value) for name, value in batch_counts(batch).items()}
+        sizes = [len(text) for text in texts]
+        assert counts == {"tokens": sum(sizes), "squares": sum(n * n for n in sizes), "masked": int((batch["labels"] != -100).sum())}
+        if "tokens" in spec:
             assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep to its token budget"
-            assert batch["max_length_q"] == max(map(len, _texts_of(batch)))
+        elif len(texts) != 7:
+            assert len(seen) % len(lengths) == 0, "a batch has as many texts as were asked for, but the last of an epoch"
+        if "layout" not in spec:
+            assert batch["max_length_q"] == max(sizes)
         if first_epoch is None and len(seen) >= len(lengths):
             first_epoch = list(seen)
     assert sorted(first_epoch) == expected, "the first epoch must hold every text exactly once"
@@ -299,30 +312,45 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, layout):
     assert seen[: len(lengths)] != seen[len(lengths) : 2 * len(lengths)], "in another order"
 
 
+def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer, monkeypatch):
+    """The next batch begins with the text that would have been one too many, also where a plan is made in chunks."""
+    lengths = [3 + (7 * i) % 18 for i in range(500)]
+    plan = []
+    for chunk in (1 << 20, 64):
+        monkeypatch.setattr(plans, "CHUNK", chunk)
+        batches = _batches(lengths, tokenizer, tokens=64, length=20, seed=5)
+        order, bounds, count = batches.plans[0].planned(0)
+        plan.append(bounds.tolist())
+        totals = [sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+        after = [lengths[order[stop]] for stop in bounds[1:-1]]
+        assert count == len(totals) and max(totals) <= 64 and all(total + more > 64 for total, more in zip(totals, after))
+    assert plan[0] == plan[1]
+
+
 def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
-    windows = Windows(_tokens([3 + i % 17 for i in range(50)]), 101, 102, 20)
-    settings = {"tokens_per_batch": 64, "max_length": 20}
-    one = MicroBatches(windows, TokenMasking(tokenizer), count=40, seed=1, **settings)
+    lengths, settings = [3 + i % 17 for i in range(50)], {"tokens": 64, "length": 20}
+    one = _batches(lengths, tokenizer, 40, seed=1, **settings)
     in_order = [one[i] for i in range(40)]
-    fresh = MicroBatches(windows, TokenMasking(tokenizer), count=90, seed=1, **settings)
+    fresh = _batches(lengths, tokenizer, 90, seed=1, **settings)
     for i in (33, 2, 39, 0):
         for name, value in in_order[i].items():
             same = torch.equal(value, fresh[i][name]) if torch.is_tensor(value) else value == fresh[i][name]
             assert same, f"batch {i} must be the same when it is the first that is asked for ({name})"
-    other = MicroBatches(windows, TokenMasking(tokenizer), count=40, seed=2, **settings)
+    other = _batches(lengths, tokenizer, 40, seed=2, **settings)
     assert not torch.equal(other[0]["labels"], in_order[0]["labels"]), "another seed must give another batch"
 
 
-def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
+@pytest.mark.parametrize("block", [4096, 7])
+def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer, monkeypatch, block):
+    monkeypatch.setattr(plans, "BLOCK", block)
     lengths = [3 + i % 17 for i in range(60)]
-    settings = {"layout": "packed_without_boundaries", "tokens_per_batch": 96, "max_length": 32, "seed": 0}
-    windows = Windows(_tokens(lengths), 101, 102, 32)
-    batches = MicroBatches(windows, TokenMasking(tokenizer), count=7, **settings)
+    settings = {"layout": "packed_without_boundaries", "tokens": 96, "length": 32, "seed": 0}
+    batches = _batches(lengths, tokenizer, 7, **settings)
     assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}, "batches of training are full, in the next epoch too"
-    batches = MicroBatches.one_pass(windows, TokenMasking(tokenizer), **settings)
+    batches = _batches(lengths, tokenizer, **settings)
     shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)], "one pass must hold the last rows too, the very last one shorter"
-    few = MicroBatches.one_pass(Windows(_tokens([9, 8]), 101, 102, 32), TokenMasking(tokenizer), **settings)
+    few = _batches([9, 8], tokenizer, **settings)
     assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17), "text that does not fill a batch must be evaluated too"
     ids = []
     for i in range(len(batches)):
@@ -333,47 +361,99 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
     texts = [tuple(ids[start:stop]) for start, stop in zip(starts, starts[1:])]
     assert len(texts) > 50 and len(set(texts)) == len(texts), "texts must follow each other, each once"
     assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts), "no token may be lost between rows"
+    with pytest.raises(UserError, match="a batch takes 96 tokens, but the data has 17"):
+        _batches([9, 8], tokenizer, 3, **settings)
 
 
 def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     lengths = [8] * 60 + [16] * 30 + [32] * 30
-    windows = Windows(_tokens(lengths), 101, 102, 32)
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
-    batches = MicroBatches(windows, TokenMasking(tokenizer), count=2000, tokens_per_batch=64, max_length=32, mixture=mixture, seed=3)
+    batches = _batches(lengths, tokenizer, 2000, tokens=64, length=32, mixture=mixture, seed=3)
     shares = np.bincount(batches.source, minlength=3) / 2000
     assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04, f"parts must be drawn 20 / 40 / 40, got {shares}"
+    seen = 0
     for i in range(60):
-        shortest = min(map(len, _texts_of(batches[i])))
-        assert shortest >= [0, 16, 32][batches.source[i]], "a batch must keep to its part's least length"
+        texts = _texts_of(batches[i])
+        assert batches.passes(i) == pytest.approx(seen / len(lengths))
+        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]], "a batch must keep to its part's least length"
+        seen += len(texts)
     with pytest.raises(UserError, match="at least 64 tokens"):
-        MicroBatches(windows, TokenMasking(tokenizer), tokens_per_batch=64, max_length=32, mixture={0: 0.5, 64: 0.5})
+        _batches(lengths, tokenizer, 10, tokens=64, length=32, mixture={0: 0.5, 64: 0.5})
 
 
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"tokens_per_batch": 10, "max_length": 20}, "less than one text"),
-        ({"layout": "packed_without_boundaries", "tokens_per_batch": 30, "max_length": 20}, "must be a multiple"),
+        ({"tokens": 10, "length": 20}, "less than one text"),
+        ({"layout": "packed_without_boundaries", "tokens": 30, "length": 20}, "must be a multiple"),
+        ({"layout": "packed_without_boundaries", "tokens": None, "texts": 4}, "needs tokens_per_batch"),
+        ({"layout": "padded"}, "needs texts_per_batch"),
+        ({"texts": 8}, "give either tokens_per_batch or texts_per_batch"),
         ({"layout": "ragged"}, "layout must be one of"),
         ({"long_texts": "spilt"}, "long_texts must be one of"),
-        ({"max_length": 2}, "max_length must be at least 3"),
-        ({"layout": "padded", "texts_per_batch": 0}, "at least 1"),
+        ({"length": 2}, "max_length must be at least 3"),
+        ({"layout": "padded", "tokens": None, "texts": 0}, "at least 1"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
         ({"mixture": [1, 2]}, "must map"),
     ],
 )
 def test_impossible_batches_are_named(settings, words):
-    arguments = {"layout": "packed", "tokens_per_batch": 4096, "texts_per_batch": 8, "max_length": 1024, **settings}
     with pytest.raises(UserError, match=words):
-        batching.check_batch(**arguments)
+        BatchSpec(**{"tokens": 4096, "length": 1024, **settings})
 
 
-def _stream(path, tokenizer, layout="packed", mixture=None, rank=0, world_size=1):
-    rows, kind = load_rows(str(path), text_column="text", streaming=True)
-    masking = TokenMasking(tokenizer)
-    return StreamedBatches(
-        rows, kind, "text", tokenizer, 101, 102, masking, layout, 64, 4, 32, "truncate", mixture, seed=1, rank=rank, world_size=world_size
-    )
+def test_a_text_takes_8_bytes_at_most(tokenizer):
+    """The lengths are memory-mapped; what a run holds for them is the order of one pass, here with two parts of a mixture."""
+    count = 1_000_000
+    lengths = np.random.default_rng(0).integers(3, 2000, count, dtype=np.int32)
+    spec = BatchSpec(tokens=32768, length=1024, mixture={0: 0.5, 1024: 0.5})
+    windows = Windows(TokenisedTexts(_tokens([4]).rows, lengths), SpecialTokens(101, 102, 0), spec)
+    tracemalloc.start()
+    try:
+        batches = MicroBatches(windows, TokenMasking(tokenizer), spec, 1000)
+        for plan in batches.plans:
+            plan.planned(0)
+            plan.planned(1)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 8 * count, f"{held / count:.1f} bytes a text are held"
+
+
+def test_lengths_are_read_at_once_and_memory_mapped(tmp_path, tokenizer):
+    """datasets 5 gives a column row by row, 64 microseconds each, unless it is asked for a slice."""
+    rows = Dataset.from_dict({"length": np.arange(200_000)})
+    start = time.process_time()
+    lengths = prepared._column(rows, "length")
+    assert time.process_time() - start < 1, "a column of 200,000 numbers takes milliseconds"
+    assert lengths.dtype == np.int32 and lengths[-1] == 199_999
+    (tmp_path / "a.txt").write_text("a river\ngreen stone\n")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+    assert isinstance(load_prepared(tmp_path / "out", tokenizer)[0].lengths, np.memmap)
+
+
+def _stream(path, tokenizer, rank=0, world_size=1, workers=0, **spec):
+    rows, kind = rows_of(str(path), column="text", streaming=True)
+    spec = BatchSpec(**{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec})
+    tokenise, masking = Tokenise(tokenizer, kind, "text"), TokenMasking(tokenizer)
+    return StreamedBatches(rows, tokenise, SpecialTokens.of(tokenizer), masking, spec, 1000, rank, world_size, workers)
+
+
+def _loaded(stream, count):
+    """The first batches as a trainer gets them: from a DataLoader, with worker processes where there are some."""
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=stream.workers if stream.in_workers else 0)
+    return [batch for _, batch in zip(range(count), loader)]
+
+
+def _same(one, two):
+    names = ("input_ids", "labels", "cu_seq_lens_q")
+    return all(torch.equal(one[name], two[name]) for name in names if name in one or name in two)
+
+
+def _states(batches):
+    """{worker: its last snapshot} of a list of batches, as a checkpoint keeps them."""
+    states = [json.loads(batch[STATE]) for batch in batches if STATE in batch]
+    return {state["worker"]: state for state in states}
 
 
 def _corpus(folder, files=3, rows=40):
@@ -384,24 +464,23 @@ def _corpus(folder, files=3, rows=40):
     return folder
 
 
-@pytest.mark.parametrize(
-    "layout, mixture", [("packed", None), ("packed", {0: 0.2, 12: 0.8}), ("padded", None), ("packed_without_boundaries", None)]
-)
-def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, layout, mixture):
+SPECS = [{}, {"mixture": {0: 0.2, 12: 0.8}}, {"texts": 4}, {"texts": 4, "layout": "padded"}, {"layout": "packed_without_boundaries"},
+         {"long_texts": "split", "length": 8}]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
     _corpus(tmp_path)
-    whole = _stream(tmp_path, tokenizer, layout, mixture)
-    batches, state = [], None
-    for i, batch in zip(range(SNAPSHOT_EVERY + 25), whole):
-        batches.append(batch)
-        state = batch.get(STATE, state) if i <= SNAPSHOT_EVERY + 8 else state
+    batches = _loaded(_stream(tmp_path, tokenizer, **spec), SNAPSHOT_EVERY + 25)
     consumed = SNAPSHOT_EVERY + 9
-    resumed = _stream(tmp_path, tokenizer, layout, mixture)
-    resumed.load_state(json.loads(state), consumed)
-    assert json.loads(state)["batch"] == SNAPSHOT_EVERY, "the snapshot must be the last before the resumption"
+    states = _states(batches[:consumed])
+    assert states[0]["batch"] == SNAPSHOT_EVERY, "the snapshot must be the last before the resumption"
+    resumed = _stream(tmp_path, tokenizer, **spec)
+    resumed.load_state(json.loads(json.dumps(states)), consumed)
     for expected, batch in zip(batches[consumed:], resumed):
-        assert torch.equal(batch["input_ids"], expected["input_ids"]) and torch.equal(batch["labels"], expected["labels"])
-    assert batches[-1][COUNTS]["broken"] >= 3, "broken rows must be counted"
-    if mixture is None and layout == "packed":
+        assert _same(expected, batch)
+    assert batches[-1][COUNTS][1]["broken"] >= 3, "broken rows must be counted"
+    if not spec:
         seen = []
         for batch in batches:
             if len(seen) + len(_texts_of(batch)) > 120:
@@ -410,18 +489,67 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, layout,
         assert len(seen) > 100 and len(set(seen)) == len(seen), "an epoch must hold every text once"
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("consumed", [1, 2, 7, 3 * SNAPSHOT_EVERY + 5])
+def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed):
+    """Real worker processes, which have read ahead when the run is cut; also before each of them has given a batch."""
+    _corpus(tmp_path, files=4)
+    batches = _loaded(_stream(tmp_path, tokenizer, workers=workers), consumed + 6)
+    resumed = _stream(tmp_path, tokenizer, workers=workers)
+    resumed.load_state(_states(batches[:consumed]), consumed)
+    again = _loaded(resumed, 6)
+    assert all(map(_same, batches[consumed:], again)), "the resumed batches must be those of the uninterrupted run"
+    texts = [text for batch in batches for text in _texts_of(batch)][:90]
+    assert len(set(texts)) == len(texts), "workers must not read the same texts"
+
+
+@pytest.mark.parametrize("files, readers", [(4, 2), (5, 2), (7, 3), (1, 2), (2, 6), (3, 4), (3, 1)])
+def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, readers):
+    """Files dealt out, also where they do not come out even, and rows where there are fewer files than readers."""
+    _corpus(tmp_path, files=files, rows=31)
+    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True)[0])
+    read, shares = Counter(), []
+    for number in range(readers):
+        stream = _stream(tmp_path, tokenizer, rank=number, world_size=readers)
+        stream.tokenise = _Recording(stream.tokenise)
+        (reader,) = stream.readers(0)
+        while reader.number == 0:
+            reader.next()
+        # What was read of the next pass does not count.
+        first = stream.tokenise.seen[: stream.tokenise.before_pass(reader)]
+        shares.append(len(first))
+        read.update(first)
+    assert read == everything, "one pass of all readers must tokenise every row once"
+    most = -(-files // readers) * 33 if files >= readers else -(-files * 33 // readers) + files
+    assert max(shares) <= most, f"{files} files among {readers} readers: {shares}"
+
+
+class _Recording:
+    """`Tokenise` that remembers what it was given, and how much of it belongs to the pass before the present one."""
+
+    def __init__(self, tokenise):
+        self.tokenise, self.seen, self.last = tokenise, [], 0
+
+    def __call__(self, batch):
+        self.last = len(batch["text"])
+        self.seen += batch["text"]
+        return self.tokenise(batch)
+
+    def before_pass(self, reader):
+        assert reader.shard == 0 and reader.row > 0
+        return len(self.seen) - self.last
+
+
 @pytest.mark.parametrize("files, world_size", [(4, 2), (3, 2), (1, 2)])
 def test_processes_share_a_stream_and_resume(tmp_path, tokenizer, files, world_size):
-    """Shards dealt out, or rows of every shard where they do not come out even; each text once an epoch, in both cases."""
     _corpus(tmp_path, files=files)
     seen = []
     for rank in range(world_size):
-        batches = [batch for _, batch in zip(range(12), _stream(tmp_path, tokenizer, rank=rank, world_size=world_size))]
+        batches = _loaded(_stream(tmp_path, tokenizer, rank=rank, world_size=world_size), 12)
         seen.append([text for batch in batches[:5] for text in _texts_of(batch)])
         resumed = _stream(tmp_path, tokenizer, rank=rank, world_size=world_size)
-        resumed.load_state(json.loads(batches[0][STATE]), 7)
-        for expected, batch in zip(batches[7:], resumed):
-            assert torch.equal(batch["input_ids"], expected["input_ids"]), f"process {rank} must continue with its own batches"
+        resumed.load_state(_states(batches[:7]), 7)
+        assert all(map(_same, batches[7:], _loaded(resumed, 5))), f"process {rank} must continue with its own batches"
     assert seen[0] and seen[1] and not set(seen[0]) & set(seen[1]), "each process must read its own share"
     assert len(set(seen[0])) == len(seen[0]), "no text may come twice in an epoch"
 
@@ -429,8 +557,11 @@ def test_processes_share_a_stream_and_resume(tmp_path, tokenizer, files, world_s
 def test_another_epoch_has_another_order_of_shards(tmp_path, tokenizer):
     for number in range(6):
         (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"text": WORDS[number]}) + "\n")
-    stream = _stream(tmp_path, tokenizer)
-    words = [tokenizer.decode(stream.sources[0].next(stream._windows)[1:-1]) for _ in range(18)]
+    (reader,) = _stream(tmp_path, tokenizer).readers(0)
+    words = []
+    for i in range(18):
+        words.append(tokenizer.decode(reader.next()[1:-1]))
+        assert reader.passes == pytest.approx(i / 6), "passes over the data, by shards"
     epochs = [words[start : start + 6] for start in (0, 6, 12)]
     assert all(sorted(epoch) == sorted(WORDS[:6]) for epoch in epochs), "every epoch must read every shard once"
     assert len({tuple(epoch) for epoch in epochs}) > 1, "and not always in the same order"
@@ -442,8 +573,8 @@ def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):
         next(iter(_stream(tmp_path, tokenizer, mixture={500: 1.0})))
 
 
-def test_tokens_from_texts_leaves_out_empty_ones(tokenizer):
-    assert list(tokens_from_texts(["a river", "", "stone"], tokenizer)["length"]) == [4, 3]
+def test_tokenised_texts_leave_out_empty_ones(tokenizer):
+    assert tokenise_texts(["a river", "", "stone"], tokenizer).lengths.tolist() == [4, 3]
 
 
 def test_wordnet_lines_become_sentences(tmp_path):

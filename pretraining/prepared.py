@@ -1,0 +1,240 @@
+"""Prepared sets: text tokenised once into shards, with the lengths of all texts in one file that is memory-mapped.
+
+A prepared set is a folder: `shard-00000-of-00008/` ... (saved `datasets`, column input_ids without special tokens), `lengths.npy` (int32, with the two
+special tokens) and `prepared.json` (source, tokenizer, counts), written last. A run that is stopped while preparing continues with the
+missing shards.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Sequence, Value, concatenate_datasets, load_from_disk
+from datasets.utils.logging import disable_progress_bar, enable_progress_bar
+from tqdm import tqdm
+
+from ..common.errors import UserError
+from ..common.files import write_json
+from ..common.locks import FolderLock
+from .sources import UNDECODABLE, load_rows, source_key
+
+
+# What a row became: a token count, or one of these.
+EMPTY, BROKEN = 0, -1
+
+
+@dataclass(frozen=True)
+class TokenisedTexts:
+    """Tokenised texts: `rows` is a `datasets.Dataset` with input_ids, `lengths` (texts,) int32 counts the two special tokens too."""
+
+    rows: Dataset
+    lengths: np.ndarray
+
+
+class Tokenise:
+    """Batched `map` function: texts to input_ids (no special tokens, never cut) and length (with the two special tokens).
+
+    A row that is empty gets length EMPTY, one that is not text (broken JSON, wrong type) BROKEN.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        kind: what `load_rows` said of the sources; rows of jsonl are undecoded lines.
+        column: with the text, of jsonl.
+    """
+
+    def __init__(self, tokenizer, kind="text", column=None):
+        self.tokenizer, self.json_column = tokenizer, column if kind == "jsonl" else None
+
+    def text(self, value):
+        """The row's text, or None for a broken row."""
+        if self.json_column is not None:
+            if not value.strip():
+                return ""
+            try:
+                value = json.loads(value)[self.json_column]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                return None
+        if not isinstance(value, str) or UNDECODABLE in value:
+            return None
+        try:
+            value.encode()  # half of a surrogate pair, which JSON can name, is not text
+        except UnicodeEncodeError:
+            return None
+        return value
+
+    def __call__(self, batch):
+        texts = [self.text(value) for value in batch["text"]]
+        ids = self.tokenizer(
+            [text or "" for text in texts],
+            add_special_tokens=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        lengths = [BROKEN if text is None else len(row) + 2 if row else EMPTY for text, row in zip(texts, ids)]
+        return {"input_ids": ids, "length": lengths}
+
+
+def tokenizer_fingerprint(tokenizer):
+    """Short hash of a tokenizer: its vocabulary and how it tokenises a probe sentence."""
+    probe = tokenizer("Ünïcode, CamelCase and 3.14 numbers!", add_special_tokens=True)["input_ids"]
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha1(json.dumps([vocabulary, probe]).encode()).hexdigest()[:16]
+
+
+def _key(sources, tokenizer):
+    return {**source_key(sources), "tokenizer": tokenizer_fingerprint(tokenizer), "vocab_size": len(tokenizer)}
+
+
+def source_digest(sources, tokenizer):
+    """One line that tells sources apart: names without folders, and a hash of the files' content, subset, split, column and tokenizer."""
+    key = _key(sources, tokenizer)
+    return f"{key['dataset']} ({hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]})"
+
+
+def prepare(sources, out, tokenizer, workers=1, shards=None):
+    """Tokenises sources into a prepared set at `out`, or continues doing so; nothing to do when it is there already.
+
+    Args:
+        sources: tuple of `Source`.
+        workers: processes.
+        shards: parts that are saved one by one; by default one for every 200,000 rows.
+    Returns:
+        the contents of prepared.json.
+    Raises:
+        UserError: `out` holds another source's set, another process prepares it, or no row has text.
+    """
+    out, key = Path(out), _key(sources, tokenizer)
+    begun = out / "source.json"
+    if begun.is_file():
+        other = json.loads(begun.read_text())
+        different = [name for name in key if other.get(name) != key[name]]
+        if different:
+            name = different[0]
+            raise UserError(f"{out} was prepared with another {name} ({other.get(name)}, now {key[name]}); choose another --prepared")
+    if (out / "prepared.json").is_file():
+        return json.loads((out / "prepared.json").read_text())
+    rows, kind = load_rows(sources)
+    name = key["dataset"]
+    if not len(rows):
+        raise UserError(f"dataset {name} has no rows")
+    with FolderLock(out):
+        write_json(begun, key)
+        shards = shards or -(-len(rows) // 200_000)
+        tokenise = Tokenise(tokenizer, kind, sources[0].column)
+        features = Features({"input_ids": Sequence(Value("uint16" if len(tokenizer) <= 2**16 else "int32")), "length": Value("int32")})
+        totals = {"rows": 0, "kept": 0, "empty": 0, "broken": 0, "tokens": 0}
+        for number in tqdm(range(shards), desc=f"tokenising {name}", unit="shard", disable=shards == 1):
+            counts = _prepare_shard(
+                rows.shard(num_shards=shards, index=number, contiguous=True), _shard(out, number, shards), tokenise, features, workers
+            )
+            totals = {each: totals[each] + counts[each] for each in totals}
+        if not totals["kept"]:
+            raise UserError(f"dataset {name}: none of its {totals['rows']} rows has text in column {sources[0].column!r}")
+        _join_lengths(out, shards, totals["kept"])
+        summary = {**key, "shards": shards, **totals}
+        write_json(out / "prepared.json", summary)
+    return summary
+
+
+def _shard(out, number, shards):
+    return out / f"shard-{number:05d}-of-{shards:05d}"
+
+
+def _prepare_shard(shard, folder, tokenise, features, workers):
+    """Tokenises and saves one shard, unless it is there; returns its counts."""
+    if folder.is_dir():
+        return json.loads((folder / "counts.json").read_text())
+    for left in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed here
+        shutil.rmtree(left, ignore_errors=True)
+    workers = min(workers, len(shard))
+    scratch = folder.parent / f".{folder.name}.map"  # the library's cache of the result, which the saved shard replaces
+    scratch.mkdir()
+    tokens = shard.map(
+        tokenise,
+        batched=True,
+        num_proc=workers if workers > 1 else None,
+        remove_columns=shard.column_names,
+        features=features,
+        desc="rows",
+        load_from_cache_file=False,
+        cache_file_name=str(scratch / "rows.arrow"),
+    )
+    lengths = _column(tokens, "length")
+    kept = lengths > 0
+    counts = {
+        "rows": len(lengths),
+        "kept": int(kept.sum()),
+        "empty": int((lengths == EMPTY).sum()),
+        "broken": int((lengths == BROKEN).sum()),
+        "tokens": int(lengths[kept].sum(dtype=np.int64)),
+    }
+    temporary = folder.parent / f".{folder.name}.{os.getpid()}"
+    disable_progress_bar()
+    try:
+        tokens.select(np.flatnonzero(kept)).select_columns(["input_ids"]).save_to_disk(str(temporary))
+    finally:
+        enable_progress_bar()
+    np.save(temporary / "lengths.npy", lengths[kept])
+    write_json(temporary / "counts.json", counts)
+    del tokens
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.replace(temporary, folder)
+    return counts
+
+
+def _column(rows, name):
+    """A column of integers as int32; `datasets` gives it at once for a slice, and row by row without."""
+    return np.asarray(rows.with_format("numpy")[name][:], dtype=np.int32)
+
+
+def _join_lengths(out, shards, count):
+    """lengths.npy of all shards in one file."""
+    temporary, start = out / ".lengths.npy", 0
+    lengths = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.int32, shape=(count,))
+    for number in range(shards):
+        part = np.load(_shard(out, number, shards) / "lengths.npy")
+        lengths[start : start + len(part)] = part
+        start += len(part)
+    lengths.flush()
+    os.replace(temporary, out / "lengths.npy")
+
+
+def load_prepared(folder, tokenizer):
+    """The tokens of a prepared set.
+
+    Returns:
+        `TokenisedTexts`, memory-mapped, and the contents of prepared.json.
+    Raises:
+        UserError: it is not complete, or was made with another tokenizer.
+    """
+    folder = Path(folder)
+    if not (folder / "prepared.json").is_file():
+        raise UserError(f"{folder} is not a complete prepared set; finish it with: neobert pretrain RECIPE.yaml --prepare")
+    summary = json.loads((folder / "prepared.json").read_text())
+    if summary["tokenizer"] != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"{folder} was tokenised with another tokenizer ({summary['vocab_size']} tokens; this one has {len(tokenizer)}); prepare it again"
+        )
+    shards = [_shard(folder, number, summary["shards"]) for number in range(summary["shards"])]
+    rows = concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()])
+    return TokenisedTexts(rows, np.load(folder / "lengths.npy", mmap_mode="r")), summary
+
+
+def tokenise_texts(texts, tokenizer):
+    """`TokenisedTexts` in memory, of a list of texts; empty ones are left out. For evaluation and tests."""
+    rows = Tokenise(tokenizer)({"text": list(texts)})
+    kept = [i for i, length in enumerate(rows["length"]) if length > 0]
+    lengths = np.array([rows["length"][i] for i in kept], dtype=np.int32)
+    return TokenisedTexts(Dataset.from_dict({"input_ids": [rows["input_ids"][i] for i in kept]}), lengths)
+
+
+def describe(summary):
+    """One line on what was read, what was skipped among it."""
+    skipped = f"{summary['empty']:,} empty and {summary['broken']:,} broken rows skipped"
+    return f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; {skipped}"

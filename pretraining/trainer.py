@@ -1,0 +1,288 @@
+"""transformers' Trainer with what the paper's recipe adds: its warm-up, its metrics, data that are complete micro-batches."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers import Trainer, TrainerCallback
+
+from ..common import optimisation
+from ..common.checkpoints import checkpoints
+from ..common.errors import UserError
+from ..common.files import write_json, write_text
+from .batches import batch_counts
+from .streaming import COUNTS, STATE
+
+
+def stream_file(checkpoint, rank):
+    """Where a checkpoint keeps how far process `rank` has read a streamed data set."""
+    return Path(checkpoint) / f"stream_{rank}.json"
+
+
+def flops_per_batch(config, tokens, squares, predicted):
+    """Floating-point operations of forward and backward over a batch: 6 a weight and token, 12 D a layer and pair of tokens.
+
+    Args:
+        tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder computes.
+    """
+    hidden, inner = config.hidden_size, config.ffn_inner_size
+    per_layer = 4 * hidden * hidden + (3 if config.hidden_act == "swiglu" else 2) * hidden * inner
+    blocks = config.num_hidden_layers * (6 * per_layer * tokens + 12 * hidden * squares)
+    return blocks + 6 * hidden * config.vocab_size * predicted
+
+
+def matrix_product_rate(device, dtype, seconds=0.3):
+    """Floating-point operations a second of a large square matrix product: what MFU is measured against.
+
+    The run's random numbers stay as they are.
+    """
+    size, generator = (8192 if device.type == "cuda" else 1024), torch.Generator(device)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    a @ b
+    best, stop = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+class _Records(TrainerCallback):
+    """The last step and every step that is saved are logged, so that the log and tokens_seen of a continued run miss nothing."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save or state.global_step >= state.max_steps
+
+
+class PretrainingTrainer(Trainer):
+    """Trainer over `MicroBatches` or `StreamedBatches`, one item of which is a complete micro-batch.
+
+    Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean over masked tokens), masked_accuracy, learning_rate,
+    grad_norm, tokens_per_second, mfu, tokens_seen, and as epoch the passes over the data.
+    UserError for a loss, or weights to be saved, that are not finite.
+
+    Args:
+        run: RunArguments.
+        moments: file of an optimizer's state to begin with, or None.
+        others: as of Trainer.
+    """
+
+    def __init__(self, *others, run, moments=None, **more):
+        super().__init__(*others, data_collator=_only_item, **more)
+        self.add_callback(_Records())
+        self.run, self.moments = run, moments
+        self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
+        self._window_start = None
+        self._peak = None
+        self._stream = {"states": {}, "counts": {}}  # by loader worker
+
+    # --------------------------------------------------------------------------------------------------------------------- data
+
+    def get_train_dataloader(self):
+        data, args = self.train_dataset, self.args
+        if not isinstance(data, IterableDataset):
+            return super().get_train_dataloader()
+        # Each process streams its own share, so accelerate must not share it out again.
+        return DataLoader(data, batch_size=None, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
+
+    def get_batch_samples(self, *args, **kwargs):
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        for batch in samples:
+            if COUNTS in batch:
+                worker, counts = batch.pop(COUNTS)
+                self._stream["counts"][worker] = counts
+            if STATE in batch:
+                state = json.loads(batch.pop(STATE))
+                self._stream["states"][state["worker"]] = state
+        return samples, count
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    # ------------------------------------------------------------------------------------------------------------- optimisation
+
+    def get_decay_parameter_names(self, model):
+        return optimisation.decay_parameter_names(model)
+
+    def create_optimizer(self, model=None):
+        args = self.args
+        if self.optimizer is None:
+            if self.run.optimizer == "muon":
+                model, betas = self.model if model is None else model, (args.adam_beta1, args.adam_beta2)
+                self.optimizer = optimisation.MuonAdamW(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
+            else:
+                super().create_optimizer(*(() if model is None else (model,)))
+            if self.moments is not None:
+                moments = torch.load(self.moments, map_location="cpu", weights_only=True)
+                self.optimizer.load_state_dict(optimisation.with_moments(self.optimizer.state_dict(), moments))
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if self.lr_scheduler is None:
+            args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
+            warmup = args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = optimisation.make_schedule(
+                args.lr_scheduler_type, optimizer, warmup, num_training_steps, args.lr_scheduler_kwargs
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # ------------------------------------------------------------------------------------------------------------------ metrics
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        if self._window_start is None:
+            self._window_start = time.perf_counter()
+        self._add(batch_counts(inputs))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        self._add({"correct": masked_correct(outputs.logits, labels)[0]})
+        return (loss, outputs) if return_outputs else loss
+
+    def _add(self, counts):
+        for name, value in counts.items():
+            self._counts[name] = self._counts[name] + value
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            # Here all processes have the same number, and no step waits for the device.
+            if not math.isfinite(logs["loss"]):
+                raise self._diverged(f"the loss at step {self.state.global_step} is not finite")
+            counts = self._reduced_counts()
+            now = time.perf_counter()
+            seconds = now - (self._window_start or now)
+            self._window_start = now
+            self.state.num_input_tokens_seen += int(counts["tokens"])
+            logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
+            logs["tokens_seen"] = self.state.num_input_tokens_seen
+            logs.update({name: int(value) for name, value in counts.items() if name.startswith("rows_skipped_")})
+            if seconds > 0:
+                logs["tokens_per_second"] = counts["tokens"] / seconds
+                config = self.model.config
+                sparse = getattr(config, "sparse_prediction", getattr(config, "masked_lm_logits", None)) in (True, "masked")
+                flops = flops_per_batch(config, counts["tokens"], counts["squares"], counts["masked" if sparse else "tokens"])
+                logs["mfu"] = flops / seconds / (self._peak_rate() * self.args.world_size)
+            self.state.epoch = counts["passes"]
+        super().log(logs, *args, **kwargs)
+
+    def _reduced_counts(self):
+        """What was counted since the last call, and how far the data has been read, summed over processes; passes are a mean."""
+        args, counts = self.args, {name: float(value) for name, value in self._counts.items()}
+        self._counts = dict.fromkeys(counts, 0)
+        if isinstance(self.train_dataset, IterableDataset):
+            workers = self._stream["counts"].values()
+            counts |= {f"rows_skipped_{name}": sum(worker[name] for worker in workers) for name in ("empty", "broken")}
+            passes = sum(worker["passes"] for worker in workers) / max(1, len(workers))
+        else:
+            passes = self.train_dataset.passes(self.state.global_step * args.gradient_accumulation_steps * args.world_size)
+        counts["passes"] = passes / args.world_size
+        if args.world_size > 1:
+            values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
+            counts = dict(zip(counts, self.accelerator.reduce(values, reduction="sum").tolist()))
+        return counts
+
+    def _peak_rate(self):
+        if self._peak is None:
+            low = self.args.bf16 or self.args.fp16
+            dtype = (torch.bfloat16 if self.args.bf16 else torch.float16) if low else torch.float32
+            given = self.run.peak_tflops
+            self._peak = given * 1e12 if given else matrix_product_rate(self.args.device, dtype)
+        return self._peak
+
+    def write_log(self):
+        """`log.jsonl` in the output folder: every logged record of the run, resumed parts included."""
+        lines = [json.dumps(record) for record in self.state.log_history]
+        write_text(Path(self.args.output_dir) / "log.jsonl", "\n".join(lines) + "\n")
+
+    # ------------------------------------------------------------------------------------------------------------------- saving
+
+    def _diverged(self, what):
+        newest = max(checkpoints(self.args.output_dir).items(), default=None)
+        start = "from the beginning (there is no checkpoint)" if newest is None else f"init_from {newest[1]} (the last checkpoint)"
+        return UserError(f"the run has diverged: {what}; start again {start} with a lower learning_rate and another output")
+
+    def save_model(self, *args, **kwargs):
+        # A process of FSDP or ZeRO-3 looks at its own part of the weights.
+        weights = (getattr(parameter, "to_local", parameter.detach)() for parameter in self.model.parameters())
+        if not all(torch.isfinite(weight).all() for weight in weights):
+            raise self._diverged(f"the weights after step {self.state.global_step} are not finite")
+        super().save_model(*args, **kwargs)
+
+    def _save_checkpoint(self, *args, **kwargs):
+        super()._save_checkpoint(*args, **kwargs)
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if isinstance(self.train_dataset, IterableDataset):
+            consumed = self.state.global_step * self.args.gradient_accumulation_steps
+            write_json(stream_file(folder, self.args.process_index), {"consumed": consumed, **self._stream})
+        if self.args.should_save:
+            self.write_log()
+
+    def load_stream(self, checkpoint):
+        """Lets the stream go on from a checkpoint."""
+        saved = json.loads(stream_file(checkpoint, self.args.process_index).read_text())
+        self._stream = {name: {int(worker): value for worker, value in saved[name].items()} for name in ("states", "counts")}
+        self.train_dataset.load_state(self._stream["states"], saved["consumed"])
+
+    # --------------------------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Masked loss and accuracy over every batch of `eval_dataset`, shared between the processes."""
+        batches = self.eval_dataset if eval_dataset is None else eval_dataset
+        metrics = evaluate_batches(self.model_wrapped if self.is_fsdp_enabled else self.model, batches, self.args.device, self.accelerator)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._window_start = time.perf_counter()
+        return metrics
+
+
+def _only_item(items):
+    """An item is a complete micro-batch already."""
+    return items[0]
+
+
+def masked_correct(logits, labels):
+    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits (B, L, V) or (labelled, V)."""
+    chosen = labels != -100
+    with torch.no_grad():
+        best = logits.argmax(dim=-1)
+        best = best if best.dim() == 1 else best[chosen]
+        return (best == labels[chosen]).sum(), chosen.sum()
+
+
+@torch.no_grad()
+def evaluate_batches(model, batches, device=None, accelerator=None):
+    """Masked-LM quality over all of `batches` (`MicroBatches`).
+
+    Returns:
+        dict: loss (mean cross-entropy over masked tokens), masked_accuracy, masked_tokens.
+    """
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    device = device if device is not None else next(model.parameters()).device
+    total, correct, masked = 0.0, 0, 0
+    training = model.training
+    model.eval()
+    # Every process computes the same number of batches, as sharded models need; repeated ones do not count.
+    for i in range(rank, math.ceil(len(batches) / world) * world, world):
+        batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batches[min(i, len(batches) - 1)].items()}
+        context = accelerator.autocast() if accelerator is not None else torch.no_grad()
+        with context:
+            outputs = model(**batch)
+        if i < len(batches):
+            right, count = masked_correct(outputs.logits, batch["labels"])
+            total, correct, masked = total + float(outputs.loss) * int(count), correct + int(right), masked + int(count)
+    model.train(training)
+    sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
+    if world > 1:
+        sums = accelerator.reduce(sums, reduction="sum")
+    total, correct, masked = sums.tolist()
+    return {"loss": total / masked, "masked_accuracy": correct / masked, "masked_tokens": int(masked)}

@@ -1,0 +1,55 @@
+"""Runs of `neobert pretrain` on a tiny corpus, for the tests of pre-training."""
+
+import json
+
+import numpy as np
+import pytest
+
+from neobert.pretraining import pretrain
+
+
+SUBJECTS = ["river", "stone", "music", "paper", "table", "winter"]
+OTHERS = ["cold water", "hard rock", "sweet sound", "white sheets", "four legs", "deep snow"]
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module", name="corpus")
+def make_corpus(tmp_path_factory):
+    """Folder with train.txt and heldout.txt: sentences in which one word follows from another."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(400):
+        pairs = [int(pick) for pick in rng.integers(len(SUBJECTS), size=rng.integers(1, 4))]
+        lines.append(". ".join(f"the {SUBJECTS[i]} has {OTHERS[i]}" for i in pairs))
+    (folder / "train.txt").write_text("\n".join(lines[:360]) + "\n")
+    (folder / "heldout.txt").write_text("\n".join(lines[360:]) + "\n")
+    return folder
+
+
+def arguments_of(corpus, out, **more):
+    values = {
+        "model_config": json.dumps(TINY), "dataset": corpus / "train.txt", "prepared": corpus / "prepared", "output": out,
+        "max_length": 32, "tokens_per_batch": 256, "max_steps": 8, "warmup_steps": 2, "learning_rate": 3e-3, "logging_steps": 1,
+        "save_steps": 4, "report_to": "none", "disable_tqdm": "true", "seed": 7, "peak_tflops": 0.01, **more,
+    }  # fmt: skip
+    given = [(name.replace("_", "-"), str(value)) for name, value in values.items() if value is not None]
+    return [piece for name, value in given for piece in (f"--{name}", value)]
+
+
+def run_of(arguments):
+    return pretrain.execute(pretrain.read_run(arguments))
+
+
+def log_of(out):
+    """Logged records of the steps, without what the clock decides."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    timed = ("tokens_per_second", "mfu")
+    return [{name: value for name, value in record.items() if name not in timed} for record in records if "loss" in record]
