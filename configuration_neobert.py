@@ -227,6 +227,8 @@ class NeoBERTConfig(PretrainedConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} must be a positive whole number, but {value!r} was given.")
+        if self.hidden_act == "swiglu" and self.intermediate_size < 2:
+            raise ValueError("intermediate_size must be at least 2 for SwiGLU, which uses two thirds of it, but 1 was given.")
         for field, allowed in _CHOICES.items():
             value = getattr(self, field)
             if value not in allowed:

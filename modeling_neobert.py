@@ -253,10 +253,17 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         longest = self._longest(tokens.shape[1], mask, packing)
         hidden, positions = self._embed(tokens, mask, position_ids, packing)
 
-        attention = AttentionDispatch(self.config, implementation, hidden, mask, packing, self.training, output_attentions)
-        position_embeddings = rotary_embeddings(self.config, positions, longest, _is_compiled(self.transformer_encoder))
-        kwargs = kwargs if packing is None else packing.kwargs(kwargs)
-        hidden, states, weights = self._encode(hidden, position_embeddings, attention, output_hidden_states, output_attentions, **kwargs)
+        def encode(hidden, positions, packing):
+            attention = AttentionDispatch(self.config, implementation, hidden, mask, packing, self.training, output_attentions)
+            position_embeddings = rotary_embeddings(self.config, positions, longest, _is_compiled(self.transformer_encoder))
+            given = kwargs if packing is None else packing.kwargs(kwargs)
+            return self._encode(hidden, position_embeddings, attention, output_hidden_states, output_attentions, **given)
+
+        if packing is not None and not output_hidden_states and self._works_in_parts(hidden):
+            states, weights = [], []
+            hidden = torch.cat([encode(*part)[0] for part in packing.split(hidden, positions)], dim=1)
+        else:
+            hidden, states, weights = encode(hidden, positions, packing)
         if packing is not None:
             states = [packing.unpack(state) for state in states]
             hidden = hidden if keep_packed else packing.unpack(hidden)
@@ -292,13 +299,15 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         shape = tokens.shape[:2]
         packing = Packing.of_caller(shape, attention_mask, position_ids, kwargs)
         mask = _check_mask(attention_mask, shape) if packing is None else None
+        may_pack = may_pack and self.config.unpad_inputs
         if mask is not None and mask.dim() == 2 and not _is_tracing() and mask.device.type != "meta":
             lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
-            if sum(lengths) == mask.numel():
-                return None, None
             kernel, _ = attention_kernel(self.config, implementation, tokens.device, self.encoder.weight.dtype, self.training)
-            if any(lengths) and may_pack and self.config.unpad_inputs and kernel in _PACKS:
+            mask = None if sum(lengths) == mask.numel() else mask
+            if mask is not None and any(lengths) and may_pack and kernel in _PACKS:
                 packing = Packing.of_mask(mask, lengths)
+        if mask is None and packing is None and may_pack and shape[0] > 1 and self._works_in_parts(tokens):
+            packing = Packing.of_rows(shape)
         return packing, mask
 
     def _embed(self, tokens, mask, position_ids, packing):
@@ -357,6 +366,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 weights.append(block_weights)
         hidden = self.layer_norm(hidden)
         return hidden, states + [hidden] * output_hidden_states, weights
+
+    def _works_in_parts(self, tokens):
+        """Whether a large packed batch passes all blocks some complete sequences at a time: on the CPU, where no hook would see the parts."""
+        if not _on_cpu_without_gradients(tokens) or self.training or tokens.shape[0] * tokens.shape[1] <= _CPU_TOKENS:
+            return False
+        kernel, _ = attention_kernel(self.config, self.config._attn_implementation, tokens.device, torch.float32, self.training)
+        return kernel == "sequences" and not _hooks(self.transformer_encoder, self.layer_norm)
 
 
 # -------------------------------------------------------------------------------------------------------------------- heads
@@ -888,13 +904,19 @@ class Packing:
             mask: (B, L) bool.
             lengths: real tokens of each row, as numbers: all that the host must know of a batch on a GPU.
         """
-        order = torch.tensor(sorted(range(len(lengths)), key=lengths.__getitem__), device=mask.device)
+        order = torch.tensor(sorted(range(len(lengths)), key=lengths.__getitem__)).to(mask.device, non_blocking=True)
         lengths = sorted(length for length in lengths if length)
         # A stable sort puts the real tokens first, in their order; unlike nonzero, it need not tell the host how many there are.
         real = (~mask[order]).flatten().to(torch.uint8).argsort(stable=True)[: sum(lengths)]
         index = order[real // mask.shape[1]] * mask.shape[1] + real % mask.shape[1]
-        cu_seq_lens = torch.tensor([0, *lengths], device=mask.device).cumsum(0).to(torch.int32)
+        cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32, non_blocking=True)
         return cls(cu_seq_lens, lengths[-1], lengths, mask.shape, index, order[-len(lengths) :])
+
+    @classmethod
+    def of_rows(cls, shape):
+        """Packing of rows (B, L) without padding, on the CPU."""
+        bounds, index = torch.arange(0, shape.numel() + 1, shape[1], dtype=torch.int32), torch.arange(shape.numel())
+        return cls(bounds, shape[1], [shape[1]] * shape[0], shape, index, torch.arange(shape[0]))
 
     @classmethod
     def of_caller(cls, shape, attention_mask, position_ids, kwargs):
@@ -987,10 +1009,20 @@ class Packing:
         return x if self.rows is None else x.new_zeros(self.shape[0], *x.shape[1:]).index_copy(0, self.rows, x)
 
     def kwargs(self, given):
-        """Keyword arguments of variable-length attention functions: as `given`, with what is missing; offsets int32, as kernels ask for."""
-        own = dict(zip(_PACKING_KWARGS, (self.cu_seq_lens, self.cu_seq_lens, self.max_length, self.max_length)))
-        own |= {name: given[name] for name in _PACKING_KWARGS if given.get(name) is not None}
-        return {**given, **{name: x.to(torch.int32) if name.startswith("cu") else x for name, x in own.items()}}
+        """`given`, and the keyword arguments of variable-length attention functions; bounds are int32, as kernels ask for."""
+        bounds = self.cu_seq_lens.to(torch.int32)
+        return {**given, **dict(zip(_PACKING_KWARGS, (bounds, bounds, self.max_length, self.max_length)))}
+
+    def split(self, hidden, positions):
+        """Parts (hidden, positions, packing) of complete sequences, of up to `_CPU_TOKENS` together; a longer sequence is alone."""
+        parts = []
+        for length in self.lengths:
+            if not parts or sum(parts[-1]) + length > _CPU_TOKENS:
+                parts.append([])
+            parts[-1].append(length)
+        sizes = [sum(part) for part in parts]
+        packings = (Packing(torch.tensor([0, *part]).cumsum(0).to(torch.int32), max(part), part) for part in parts)
+        return zip(hidden.split(sizes, dim=1), positions.split(sizes, dim=1), packings)
 
     def padding(self, total):
         """The batch in which every sequence has a row: index and mask, (N, longest), and where each packed token is in it, (T,)."""

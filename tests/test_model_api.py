@@ -339,6 +339,7 @@ BAD_CONFIGS = {
     "hidden size and heads": ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
     "odd head_dim": ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers.*positive.*0"),
+    "no width": ({"intermediate_size": 1}, "intermediate_size must be at least 2.*1 was"),
     "fractional width": ({"intermediate_size": 1.5}, "intermediate_size.*whole number.*1.5"),
     "text as vocabulary": ({"vocab_size": "many"}, "vocab_size.*'many'"),
     "activation": ({"hidden_act": "relu"}, "hidden_act must be one of swiglu, gelu, but 'relu'"),

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL = "modeling_neobert.py"
 CORE = ("golden", "model_api", "attention")
 
 LOW_NORM = """class _LowNorm(nn.RMSNorm):
@@ -41,26 +40,207 @@ LEAF_INIT = """        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
             nn.init.zeros_(module.bias)
 """
+MODEL, CONFIG = "modeling_neobert.py", "configuration_neobert.py"
+SEQUENCES = "sequences[q] == sequences[k]"
 
-# name: ((text in modeling_neobert.py, what replaces it), ...); test files to run, the likeliest first.
+# name: ((text in the model's file, what replaces it), ...); test files to run, the likeliest first. A text of the configuration's file comes
+# with that file's name as a third item.
 MUTANTS = {
-    "sdpa ignores the padding mask": (
+    # ------------------------------------------------------------------------------------------------ blocks
+    "SwiGLU halves swapped": ((("gate, value = self.w12", "value, gate = self.w12"),), CORE),
+    "RMSNorm in bfloat16": ((("norm = NeoBERTRMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)), ("model_api",)),
+    "RMSNorm in bfloat16, without gradients": (
+        (("rows = rows.float()\n            result", "rows = rows\n            result"),),
+        ("settings",),
+    ),
+    "RMSNorm without its weight, without gradients": ((("rsqrt_()).mul_(self.weight)", "rsqrt_())"),), ("packing",)),
+    "no residual around attention": ((("hidden = hidden + self.dropout(attended)", "hidden = self.dropout(attended)"),), CORE),
+    "no dropout after attention": ((("hidden = hidden + self.dropout(attended)", "hidden = hidden + attended"),), ("settings",)),
+    "no dropout after the feed-forward": (
+        (("hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))", "hidden + self.ffn(self.ffn_norm(hidden))"),),
+        ("settings",),
+    ),
+    "no dropout of the embedding": (
+        (("return self.embedding_dropout(hidden + self", "return (lambda x: x)(hidden + self"),),
+        ("settings",),
+    ),
+    "attention dropout active in eval": (
+        (("dropout = self.config.attention_dropout if self.training else 0.0", "dropout = self.config.attention_dropout"),),
+        ("model_api",),
+    ),
+    "attention dropout never active": (
+        (("dropout = self.config.attention_dropout if self.training else 0.0", "dropout = 0.0"),),
+        ("settings", "model_api"),
+    ),
+    "residual dropout active in eval": (
+        (("hidden = hidden + self.dropout(attended)", "hidden = hidden + F.dropout(attended, self.dropout.p)"),),
+        ("model_api",),
+    ),
+    "head interleaving of qkv changed": (
+        (("unflatten(-1, (self.num_heads, 3, -1))", "unflatten(-1, (3, self.num_heads, -1)).transpose(-3, -2)"),),
+        CORE,
+    ),
+    "a block always returns a tuple": (
+        (
+            ("return (hidden, weights) if output_attentions else hidden", "return hidden, weights"),
+            (
+                "            if output_attentions:\n                hidden, block_weights = hidden\n",
+                "            hidden, block_weights = hidden\n            if output_attentions:\n",
+            ),
+        ),
+        ("clients",),
+    ),
+    "checkpointing recomputes nothing": (
+        (("class NeoBERTBlock(GradientCheckpointingLayer):", "class NeoBERTBlock(nn.Module):"),),
+        ("compile_export",),
+    ),
+    "causal attention in what reads is_causal": ((("    is_causal = False\n", "    is_causal = True\n"),), ("attention",)),
+    "the feed-forward's slices flatten an adapted layer": (
+        ((" and type(self.w12) is type(self.w3) is nn.Linear and", " and"),),
+        ("packing",),
+    ),
+    "the feed-forward's slices reach hooks": ((("is nn.Linear and not _hooks(self):", "is nn.Linear:"),), ("packing",)),
+    # ---------------------------------------------------------------------------------------------- backbone
+    "last hidden state taken before the norm": (
+        (("        hidden = self.layer_norm(hidden)\n", "        hidden = hidden * self.layer_norm.weight.new_ones(())\n"),),
+        CORE,
+    ),
+    "last of hidden_states not normed": (
         (
             (
-                "allowed = _visible(mask)[:, None, None, :] if mask is not None else None",
-                'allowed = _visible(mask)[:, None, None, :] if mask is not None and implementation != "sdpa" else None',
+                "        hidden = self.layer_norm(hidden)\n        return hidden, states + [hidden] * output_hidden_states, weights\n",
+                "        return self.layer_norm(hidden), states + [hidden] * output_hidden_states, weights\n",
             ),
         ),
         CORE,
     ),
-    "every implementation ignores the padding mask": ((("    return attention_mask.to(torch.bool)\n", "    return None\n"),), CORE),
-    "no RoPE": ((('if self.config.position_embedding_type == "rope":', "if False:"),), CORE),
-    "position_ids ignored": ((("position_ids = _checked_positions(position_ids, shape)", "position_ids = None"),), ("rope",)),
+    "config.output_attentions ignored": (
+        (("self.config.output_attentions if output_attentions is None else output_attentions", "bool(output_attentions)"),),
+        ("settings",),
+    ),
+    "position_ids ignored": ((("positions = _check_positions(position_ids, shape)", "positions = None"),), ("rope",)),
+    "learned positions one short": (
+        (("config.max_position_embeddings + 1, config.hidden_size", "config.max_position_embeddings, config.hidden_size"),),
+        ("settings",),
+    ),
+    "learned positions not shifted": ((("positions = positions + learned\n", "positions = positions\n"),), ("model_api", "settings")),
+    "learned positions count padding": (
+        (("positions = real.cumsum(dim=-1) * real", "positions = torch.ones_like(real).cumsum(dim=-1) * real"),),
+        ("model_api",),
+    ),
+    "padding counts as text for learned positions": (
+        (("(dynamic or (not _is_tracing() and longest > limit))", "dynamic"),),
+        ("settings",),
+    ),
+    "dynamic RoPE depends on padding": (
+        (("(dynamic or (not _is_tracing() and longest > limit))", "(not _is_tracing() and longest > limit)"),),
+        ("rope",),
+    ),
+    "traced dynamic RoPE depends on padding": (
+        (
+            (
+                "if packing is None and mask is not None and mask.dim() == 2 and (dynamic or",
+                "if packing is None and mask is not None and mask.dim() == 2 and not _is_tracing() and (dynamic or",
+            ),
+        ),
+        ("compile_export",),
+    ),
+    "dynamic RoPE depends on the part": (
+        (
+            (
+                "rotary_embeddings(self.config, positions, longest, _is",
+                "rotary_embeddings(self.config, positions, longest if packing is None else packing.max_length, _is",
+            ),
+        ),
+        ("settings",),
+    ),
+    "hooks see packed rows": ((("return hook is not None\n", "return False\n"),), ("clients",)),
+    "any hook switches packing off": ((("for hook in _hooks(self) if not _is_machinery(hook)", "for hook in _hooks(self)"),), ("clients",)),
+    "unknown arguments vanish": ((("if unknown and not _is_tracing():", "if False:"),), ("serving",)),
+    "parts of a large batch take a text too many": (
+        (("sum(parts[-1]) + length > _CPU_TOKENS", "sum(parts[-1]) >= _CPU_TOKENS"),),
+        ("packing",),
+    ),
+    # ------------------------------------------------------------------------------------------------- heads
+    "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
+    "in-place initialisation": (
+        (
+            ("nn.init.uniform_(module.weight, -self.config.decoder", "module.weight.data.uniform_(-self.config.decoder"),
+            ("nn.init.uniform_(module.weight, -self.config.embedding", "module.weight.data.uniform_(-self.config.embedding"),
+            ("nn.init.normal_(module.weight, mean=0.0,", "module.weight.data.normal_(mean=0.0,"),
+        ),
+        ("loading", "remote_code_rules"),
+    ),
+    "dense drawn anew in every process": ((("        if module is self.dense:\n", "        if False:\n"),), ("clients",)),
+    "dense drawn over a loaded one": ((('not getattr(weight, "_is_hf_initialized", False)', "True"),), ("clients", "loading")),
+    "dense drawn without its range": ((("weight.copy_(std * torch.randn", "weight.copy_(torch.randn"),), ("clients",)),
+    "no dropout before dense": ((("self.dense(self.dropout(pooled))", "self.dense(pooled)"),), ("settings",)),
+    "no dropout before the classifier": (
+        (("self.classifier(self.dropout(torch.tanh(", "self.classifier((lambda x: x)(torch.tanh("),),
+        ("settings",),
+    ),
+    "no dropout of the token head": (
+        (("self.classifier(self.dropout(outputs.last_hidden_state))", "self.classifier(outputs.last_hidden_state)"),),
+        ("settings",),
+    ),
+    "multiple choice ignores position_ids": (
+        (
+            (
+                "for x in (input_ids, attention_mask, position_ids, inputs_embeds)]",
+                "for x in (input_ids, attention_mask, None, inputs_embeds)]",
+            ),
+        ),
+        ("settings",),
+    ),
+    "a head drops hidden_states": (
+        (("hidden_states=outputs.hidden_states, attentions=outputs.attentions)", "attentions=outputs.attentions)"),),
+        ("settings",),
+    ),
+    "a head drops attentions": ((('"attentions": outputs.attentions}', '"attentions": None}'),), ("settings",)),
+    "problem_type not written": (
+        (("problem = self.config.problem_type\n", "problem, self.config.problem_type = self.config.problem_type, None\n"),),
+        ("clients",),
+    ),
+    "one column of classes is several labels": ((("or labels.shape[1:] == (1,))", "or False)"),), ("clients", "serving")),
+    "flat labels refused": ((("labels.numel() == shape.numel():", "False:"),), ("serving",)),
+    "labels at padding count": (
+        (("return labels if real else labels.masked_fill(attention_mask == 0, -100)", "return labels"),),
+        ("serving",),
+    ),
+    "ignored labels counted in the loss": (
+        (
+            (
+                "return _mean(total, (labels != -100).sum(), num_items_in_batch)",
+                "return _mean(total, (labels != -99).sum(), num_items_in_batch)",
+            ),
+        ),
+        ("heads",),
+    ),
+    "num_items_in_batch ignored": ((("    if num_items_in_batch is None:\n", "    if True:\n"),), ("heads",)),
+    "mean pooling over padding": (
+        (
+            ("(hidden * mask[..., None]).sum(dim=1,", "hidden.sum(dim=1,"),
+            ("/ mask.sum(dim=-1, keepdim=True)", "/ torch.ones_like(mask).sum(dim=-1, keepdim=True)"),
+        ),
+        ("heads",),
+    ),
+    "packed means in the order of their lengths": (
+        (("index_copy(0, self.rows, x)", "index_copy(0, self.rows.sort().values, x)"),),
+        ("heads",),
+    ),
+    "an answer may be padding": ((("attention_mask[..., None] == 0, lowest", "attention_mask[..., None] < 0, lowest"),), ("heads",)),
+    "an answer may be padding where packed": ((("outputs.packing.unpack(logits, lowest)", "outputs.packing.unpack(logits)"),), ("heads",)),
+    "first column pooled in place of the first real token": (
+        (("firsts = mask.to(torch.int32).argmax(dim=-1)", "firsts = mask.to(torch.int32).argmax(dim=-1) * 0"),),
+        ("heads",),
+    ),
+    # ------------------------------------------------------------------------------------------------- RoPE
+    "no RoPE": ((('    if config.position_embedding_type != "rope":\n', "    if True:\n"),), CORE),
     "RoPE angles in bfloat16": (
         (
             (
-                "angles = position_ids[..., None].float() * frequencies.float()",
-                "angles = (position_ids[..., None].bfloat16() * frequencies.bfloat16()).float()",
+                "angles = (positions[..., None].float() * frequencies.float())",
+                "angles = (positions[..., None].bfloat16() * frequencies.bfloat16()).float()",
             ),
         ),
         ("rope",),
@@ -74,57 +254,25 @@ MUTANTS = {
         ),
         CORE,
     ),
+    "RoPE in place lost in low precision": ((("rows.copy_(pairs.flatten(-2))", "pass"),), ("rope",)),
+    "RoPE in place under hooks": ((("and not _hooks(self.qkv)", ""),), ("clients", "packing")),
+    "the attention factor of YaRN ignored": (
+        (("angles.cos() * attention_factor, angles.sin() * attention_factor", "angles.cos(), angles.sin()"),),
+        ("rope",),
+    ),
+    # ------------------------------------------------------------------------------------- packing and attention
+    "sdpa ignores the padding mask": (
+        (
+            (
+                " and (packing is not None or mask is not None):\n",
+                ' and (packing is not None or (mask is not None and implementation != "sdpa")):\n',
+            ),
+        ),
+        CORE,
+    ),
+    "every implementation ignores the padding mask": ((("    return attention_mask.to(torch.bool)\n", "    return None\n"),), CORE),
+    "a row of padding sees nothing": ((("mask | ~mask.any(dim=-1, keepdim=True)", "mask"),), ("model_api",)),
     "eager scale x1.5": ((("key.transpose(-1, -2) * scaling", "key.transpose(-1, -2) * scaling * 1.5"),), CORE),
-    "SwiGLU halves swapped": ((("gate, value = self.w12", "value, gate = self.w12"),), CORE),
-    "RMSNorm in bfloat16": (
-        (("norm = NeoBERTRMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)),
-        ("model_api",),
-    ),
-    "last hidden state taken before the norm": (
-        (("        hidden = self.layer_norm(hidden)\n", "        hidden = hidden * self.layer_norm.weight.new_ones(())\n"),),
-        CORE,
-    ),
-    "last of hidden_states not normed": (
-        (
-            (
-                "        hidden = self.layer_norm(hidden)\n        if all_hidden is not None:\n            all_hidden.append(hidden)\n",
-                "        if all_hidden is not None:\n            all_hidden.append(hidden)\n        hidden = self.layer_norm(hidden)\n",
-            ),
-        ),
-        CORE,
-    ),
-    "ignored labels counted in the loss": (
-        (
-            (
-                "return _mean(total, (labels != -100).sum(), num_items_in_batch)",
-                "return _mean(total, (labels != -99).sum(), num_items_in_batch)",
-            ),
-        ),
-        ("heads",),
-    ),
-    "num_items_in_batch ignored": ((("    if num_items_in_batch is None:\n", "    if True:\n"),), ("heads",)),
-    "attention dropout active in eval": (
-        (("dropout=self.config.attention_dropout if self.training else 0.0", "dropout=self.config.attention_dropout"),),
-        ("model_api",),
-    ),
-    "residual dropout active in eval": (
-        (("hidden = hidden + self.dropout(attended)", "hidden = hidden + F.dropout(attended, self.dropout.p)"),),
-        ("model_api",),
-    ),
-    "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
-    "in-place initialisation": (
-        (
-            ("nn.init.uniform_(module.weight, -self.config.decoder", "module.weight.data.uniform_(-self.config.decoder"),
-            ("nn.init.uniform_(module.weight, -self.config.embedding", "module.weight.data.uniform_(-self.config.embedding"),
-            ("nn.init.normal_(module.weight, mean=0.0,", "module.weight.data.normal_(mean=0.0,"),
-        ),
-        ("loading", "remote_code_rules"),
-    ),
-    "checkpointing recomputes nothing": (
-        (("class NeoBERTBlock(GradientCheckpointingLayer):", "class NeoBERTBlock(nn.Module):"),),
-        ("compile_export",),
-    ),
-    "causal attention in what reads is_causal": ((("    is_causal = False\n", "    is_causal = True\n"),), ("attention",)),
     "causal eager attention": (
         (
             (
@@ -135,46 +283,105 @@ MUTANTS = {
         CORE,
     ),
     "packed texts see each other: eager, sdpa": (
-        (("groups = layout.groups\n", "groups = [[1, sum(layout.lengths)]]\n"),),
+        (("for length, group in groupby(packing.lengths)]", "for length, group in groupby([sum(packing.lengths)])]"),),
         ("attention",),
     ),
     "packed texts see each other: flex": (
-        (("return texts[q] == texts[k]", "return texts[q] >= texts[k] * 0"),),
+        (("real[b, k] if sequences is None else " + SEQUENCES, "real[b, k] if sequences is None else sequences[q] >= sequences[k] * 0"),),
         ("attention",),
     ),
     "packed texts see each other: user functions, compiled": (
-        (("allowed = (texts[:, None] == texts)[None, None]", "allowed = (texts[:, None] >= texts * 0)[None, None]"),),
+        (("(sequences[:, None] == sequences)[None, None]", "(sequences[:, None] >= sequences * 0)[None, None]"),),
         ("attention",),
     ),
     "packing arguments ignored": (
-        (('cu_seq_lens, other = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")', "cu_seq_lens, other = None, None"),),
+        (("bounds, other, longest = (kwargs.get(name) for name in _PACKING_KWARGS[:3])", "bounds, other, longest = None, None, None"),),
         ("attention",),
     ),
-    "restarting positions are not packing": ((("if len(starts) < 2 or", "if True or"),), ("attention",)),
-    "head interleaving of qkv changed": (
-        (("unflatten(-1, (self.num_heads, 3, -1))", "unflatten(-1, (3, self.num_heads, -1)).transpose(-3, -2)"),),
-        CORE,
-    ),
-    "mean pooling over padding": (
-        (
-            ("(hidden * mask[..., None]).sum(dim=1,", "hidden.sum(dim=1,"),
-            ("/ mask.sum(dim=-1, keepdim=True)", "/ torch.ones_like(mask).sum(dim=-1, keepdim=True)"),
-        ),
-        ("heads",),
-    ),  # fmt: skip
-    "parts of a large batch take a text too many": ((("            if length > room:\n", "            if room <= 0:\n"),), ("packing",)),
+    "restarting positions are not packing": ((("return packing if len(packing.lengths) > 1 else None", "return None"),), ("attention",)),
     "compiled texts that start again see each other": (
-        (("starts = torch.where(fits, starts, tokens == 0)", "starts = tokens == 0"),),
+        (("starts, tokens[:-1] == 0)\n        # Not", "tokens[:-1] == 0, tokens[:-1] == 0)\n        # Not"),),
         ("compile_export",),
     ),
-    "an answer may be padding": (
-        (("attention_mask[..., None] == 0, torch.finfo", "attention_mask[..., None] < 0, torch.finfo"),),
-        ("heads",),
+    "a symbolic length becomes a constant": (
+        (
+            (
+                "torch.where(F.pad(starts, (0, 1), value=True), tokens, tokens[-1]).sort().values",
+                "F.pad(torch.where(starts, tokens[:-1], total).sort().values, (0, 1), value=total)",
+            ),
+        ),
+        ("serving",),
     ),
-    "first column pooled in place of the first real token": (
-        (("return mask.to(torch.int32).argmax(dim=-1)", "return mask.to(torch.int32).argmax(dim=-1) * 0"),),
-        ("heads",),
+    "the output of an engine is not reshaped": ((("self.wo(output.reshape(x.shape))", "self.wo(output.flatten(-2))"),), ("serving",)),
+    "a mask is built for an engine": ((('    if implementation in _ENGINES:\n        return "engine", None\n', ""),), ("serving",)),
+    "a registered mask function is not called": ((('    if convention == "own":\n', "    if False:\n"),), ("serving",)),
+    "additive masks in float32": (
+        (("torch.zeros_like(self.mask, dtype=hidden.dtype)", "torch.zeros_like(self.mask, dtype=torch.float32)"),),
+        ("attention",),
     ),
+    "a 4-D mask is read as padding": (
+        (("        if mask is not None and packing is None and mask.dim() == 4:\n", "        if False:\n"),),
+        ("serving",),
+    ),
+    "dropout lost by the re-padded kernel": (
+        (
+            (
+                "output, _ = function(module, q, k, v, mask[:, None, None], **kwargs)",
+                "output, _ = function(module, q, k, v, mask[:, None, None], scaling=kwargs.get('scaling'))",
+            ),
+        ),
+        ("serving",),
+    ),
+    "torch's kernel runs with dropout": (
+        (("    if training and config.attention_dropout > 0:\n", "    if False:\n"),),
+        ("serving", "attention"),
+    ),
+    "torch's kernel runs on a T4": ((("return None if major >= 8 else", "return None if True else"),), ("attention",)),
+    "a wait for the device a layer": (
+        (
+            (
+                "        return _varlen(query, key, value, **kwargs)\n",
+                "        return _varlen(query, key, value, **kwargs, more=self.packing.cu_seq_lens.tolist())\n",
+            ),
+        ),
+        ("serving",),
+    ),
+    "labels are looked at on a GPU": ((("    if _values_are_free(labels):\n        wrong", "    if True:\n        wrong"),), ("serving",)),
+    # ----------------------------------------------------------------------------------------- configuration
+    "default context of 512": ((("is not None), 4096)", "is not None), 512)", CONFIG),), ("settings",)),
+    "default classifier_dropout of 0": ((("classifier_dropout=0.1,", "classifier_dropout=0.0,", CONFIG),), ("settings",)),
+    "default classifier_init_range of 0.01": ((("classifier_init_range=0.02,", "classifier_init_range=0.01,", CONFIG),), ("settings",)),
+    "theta resets the scaling": (
+        (('self.rope_parameters = {**self.rope_parameters, "rope_theta": value}', 'self.rope_parameters = {"rope_theta": value}', CONFIG),),
+        ("settings",),
+    ),
+    "max_length wins over max_position_embeddings": (
+        (("for n in (max_position_embeddings, max_length)", "for n in (max_length, max_position_embeddings)", CONFIG),),
+        ("settings",),
+    ),
+    "rms_norm wins over norm_type": (
+        (
+            (
+                'self.norm_type = norm_type or ("layer" if rms_norm is False else "rms")',
+                'self.norm_type = "layer" if rms_norm is False else norm_type or "rms"',
+                CONFIG,
+            ),
+        ),
+        ("settings",),
+    ),
+    "dropout wins over attention_dropout": (
+        (("dropout if attention_dropout is None else attention_dropout", "dropout or attention_dropout or 0.0", CONFIG),),
+        ("settings",),
+    ),
+    "rope_scaling wins over rope_parameters": (
+        (("for parameters in (rope_scaling, rope_parameters):", "for parameters in (rope_parameters, rope_scaling):", CONFIG),),
+        ("settings",),
+    ),
+    "SwiGLU width rounded down": ((("+ 7) // 8)", ") // 8)", CONFIG),), ("settings",)),
+    "a RoPE factor below 1": ((("or factor < 1:", "or factor <= 0:", CONFIG),), ("settings",)),
+    "a RoPE factor of 1 refused": ((("or factor < 1:", "or factor <= 1:", CONFIG),), ("settings",)),
+    "dynamic RoPE of head_dim 2": ((('== "dynamic" and self.head_dim == 2:', '== "dynamic" and False:', CONFIG),), ("model_api",)),
+    "no architecture ends in ForMaskedLM": ((('["NeoBERTLMHead", "NeoBERTForMaskedLM"]', '["NeoBERTLMHead"]', CONFIG),), ("clients",)),
 }
 
 
@@ -213,12 +420,20 @@ def run_tests(checkout, names, maxfail):
     return [f"{file}::{test}" if test else file for file, test in failed], lines[-1] if lines else ""
 
 
-def apply(source, changes, name):
-    for old, new in changes:
-        if old not in source:
-            raise SystemExit(f"Mutant {name!r}: {MODEL} does not contain {old!r}; the mutant must follow the code.")
-        source = source.replace(old, new)
-    return source
+def apply(sources, changes, name):
+    """The model's files with a mutant's changes: {file: text}."""
+    sources = dict(sources)
+    for old, new, *file in changes:
+        file = file[0] if file else MODEL
+        if old not in sources[file]:
+            raise SystemExit(f"Mutant {name!r}: {file} does not contain {old!r}; the mutant must follow the code.")
+        sources[file] = sources[file].replace(old, new)
+    return sources
+
+
+def write(checkout, sources):
+    for file, text in sources.items():
+        (checkout / file).write_text(text, encoding="utf-8")
 
 
 def load_results_helpers():
@@ -241,15 +456,15 @@ def main():
     facts = results.environment()
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy_checkout(Path(folder))
-        source = (checkout / MODEL).read_text()
-        sources = {name: apply(source, changes, name) for name, (changes, _) in chosen.items()}
+        originals = {file: (checkout / file).read_text(encoding="utf-8") for file in (MODEL, CONFIG)}
+        sources = {name: apply(originals, changes, name) for name, (changes, _) in chosen.items()}
         everything = [name for _, files in chosen.values() for name in files]
         failed, control = run_tests(checkout, everything, 3)
         if failed:
             raise SystemExit(f"The tests fail without a mutant: {', '.join(failed)}")
         rows, survivors = [], []
         for name, (_, files) in tqdm(chosen.items(), unit="mutant"):
-            (checkout / MODEL).write_text(sources[name])
+            write(checkout, sources[name])
             failed, _ = run_tests(checkout, files, 3)
             rows.append([name, ", ".join(f"`{test}`" for test in failed) or "**survived**"])
             if not failed:

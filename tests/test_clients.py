@@ -1,0 +1,335 @@
+"""Pins the model in the hands of libraries that look inside of it or save a part of it: PEFT's defaults keep the head; whoever has hooks on
+inner modules (Opacus, NEFTune, Captum, PEFT's mixed batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
+"""
+
+import logging
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
+from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments, pipeline
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import modeling_neobert as modeling
+
+from .reference import FIELDS, assert_same, count_rows, make_model, random_batch
+
+
+TARGETS = ["qkv", "wo", "w12", "w3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A pre-trained masked LM, as a user fine-tunes it: a folder without a head for sequences."""
+    folder = tmp_path_factory.mktemp("base")
+    make_model(NeoBERTForMaskedLM).save_pretrained(folder)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------------------- PEFT
+
+
+def peft_configs():
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    task = {"task_type": peft.TaskType.SEQ_CLS}
+    return {
+        "LoRA": peft.LoraConfig(target_modules=TARGETS, r=4, **task),
+        "LoRA on all linear layers": peft.LoraConfig(target_modules="all-linear", r=4, **task),
+        "LoRA without a task": peft.LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"]),
+        "IA3": peft.IA3Config(target_modules=["qkv", "w3"], feedforward_modules=["w3"], **task),
+        "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **task),
+        "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task),
+    }
+
+
+def train_and_save(model, folder, batch):
+    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as; the logits afterwards."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(**batch).logits
+
+
+@pytest.mark.parametrize("method", ["LoRA", "LoRA on all linear layers", "LoRA without a task", "IA3", "prompt tuning", "p-tuning"])
+def test_peft_defaults_keep_the_head(base, tmp_path, method):
+    """A reloaded adapter on the base model, drawn by another seed as in another process, gives the logits that were trained."""
+    from peft import PeftModel, get_peft_model
+
+    ids, mask = random_batch([9, 4, 7])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+
+    def fresh(seed):
+        torch.manual_seed(seed)
+        return AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+
+    model = get_peft_model(fresh(1), peft_configs()[method])
+    expected = train_and_save(model, tmp_path, batch)
+    with torch.no_grad():
+        actual = PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
+        untrained = fresh(2).eval()(**batch).logits
+    assert_same(actual, expected, 1e-5, f"logits of a reloaded adapter ({method})")
+    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing, so this test would be vacuous"
+
+
+def test_peft_on_multiple_choice(base, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    ids, mask = random_batch([9, 4, 7, 6])
+    batch = {"input_ids": ids.view(2, 2, -1), "attention_mask": mask.view(2, 2, -1), "labels": torch.tensor([0, 1])}
+
+    def fresh(seed):
+        torch.manual_seed(seed)
+        return AutoModelForMultipleChoice.from_pretrained(base, dtype=torch.float32)
+
+    config = LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"])
+    expected = train_and_save(get_peft_model(fresh(1), config), tmp_path, batch)
+    with torch.no_grad():
+        assert_same(PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits, expected, 1e-5, "logits of a reloaded adapter")
+
+
+def test_the_draw_of_dense(base):
+    """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds draw the classifier."""
+    config = NeoBERTConfig(**{**FIELDS, "hidden_size": 256}, classifier_init_range=0.05)
+    torch.manual_seed(1)
+    first = NeoBERTForSequenceClassification(config)
+    torch.manual_seed(2)
+    second = NeoBERTForSequenceClassification(config)
+    assert torch.equal(first.dense.weight, second.dense.weight) and not torch.equal(first.classifier.weight, second.classifier.weight)
+    assert abs(first.dense.weight.std().item() / 0.05 - 1) < 0.02 and abs(first.dense.weight.mean().item()) < 0.001
+    assert (first.dense.bias == 0).all()
+
+
+def test_a_trained_dense_is_loaded(tmp_path):
+    """The draw never overwrites what a checkpoint has."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(again.dense.weight, model.dense.weight)
+
+
+def test_adapters_of_a_mixed_batch():
+    """`adapter_names`: each row through its own adapter, also where the batch is padded and long."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    config = peft.LoraConfig(target_modules=TARGETS, r=4, init_lora_weights=False)
+    model = peft.get_peft_model(make_model(NeoBERTModel), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    ids, mask = random_batch([9, 4, 7, 9])
+    with torch.no_grad():
+        mixed = model(input_ids=ids, attention_mask=mask, adapter_names=["a", "b", "a", "__base__"]).last_hidden_state
+        for row, (name, n) in enumerate((("a", 9), ("b", 4), ("a", 7))):
+            model.set_adapter(name)
+            assert_same(mixed[row, :n], model(input_ids=ids[row : row + 1, :n]).last_hidden_state[0], 1e-5, f"row {row} of adapter {name}")
+        with model.disable_adapter():
+            assert_same(mixed[3], model(input_ids=ids[3:]).last_hidden_state[0], 1e-5, "row of the base model")
+
+
+# ----------------------------------------------------------------------------------------------------- who looks inside
+
+
+@pytest.fixture
+def warnings(caplog):
+    modeling.logger.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=modeling.logger.name):
+        yield lambda text: [r.getMessage() for r in caplog.records if text in r.getMessage()]
+
+
+HOOKS = {
+    "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(lambda module, args, out: seen.append(out.shape)),
+    "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(lambda module, args, out: seen.append(out.shape)),
+    "a hook before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(lambda mod, a: seen.append(a[0].shape)),
+    "a hook on gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
+        lambda mod, i, o: seen.append(o[0].shape)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOOKS)
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
+def test_hooks_see_the_batch_axis(what, model_class, warnings):
+    """The outputs stay those of packing; it is said once; without the hook the model packs again."""
+    ids, mask = random_batch([9, 3, 7])
+    model = make_model(model_class)
+    backbone = getattr(model, "model", model)
+    expected, seen = model(ids, attention_mask=mask)[0], []
+    handle = HOOKS[what](backbone, seen)
+    for _ in range(2):
+        actual = model(ids, attention_mask=mask)[0]
+    actual.sum().backward()
+    assert seen and set(seen) == {torch.Size((3, 9, 64))}, f"{what} saw {set(seen)}"
+    assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, f"output beside {what}")
+    assert len(warnings("Padded batches are not packed while")) == 1
+    handle.remove()
+    rows = count_rows(backbone.layer_norm)
+    model(ids, attention_mask=mask)
+    assert rows == [19], "the model does not pack again after the hook was removed"
+
+
+def test_a_hook_on_a_head_sees_the_batch_axis():
+    ids, mask = random_batch([9, 3, 7])
+    model, seen = make_model(NeoBERTForTokenClassification, num_labels=5), []
+    model.classifier.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    model(ids, attention_mask=mask)
+    assert seen == [(3, 9, 5)]
+
+
+MACHINERY = {
+    "gradients for the inputs": lambda m: m.enable_input_require_grads(),
+    "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
+    "weight norm of torch": lambda m: nn.utils.spectral_norm(m.transformer_encoder[0].wo, n_power_iterations=1),
+    "compiled blocks": lambda m: m.transformer_encoder[0].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("what", MACHINERY)
+@torch.no_grad()
+def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
+    model = make_model(NeoBERTModel)
+    MACHINERY[what](model)
+    rows = count_rows(model.layer_norm)
+    ids, mask = random_batch([9, 3, 7])
+    model(ids, attention_mask=mask)
+    assert rows == [19] and not warnings("not packed"), f"{what}: {rows}"
+
+
+def test_opacus_clips_gradients_of_each_text():
+    """Per-sample gradients of all parameters are those of each text alone."""
+    grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
+    ids, mask = random_batch([9, 4, 6])
+    labels = torch.tensor([0, 2, 1])
+
+    def model():
+        return make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_dropout=0.0, norm_type="layer").train()
+
+    private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
+    private(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss.backward()
+    for row in range(3):
+        alone = model()
+        alone(
+            input_ids=ids[row : row + 1], attention_mask=mask[row : row + 1], labels=labels[row : row + 1], num_items_in_batch=1
+        ).loss.backward()
+        for (name, p), q in zip(alone.named_parameters(), private._module.parameters()):
+            assert q.grad_sample.shape[0] == 3, f"{name} has per-sample gradients of {q.grad_sample.shape[0]} texts"
+            if p.grad.abs().max() > 1e-6:
+                assert_same(q.grad_sample[row], p.grad, 1e-4, f"gradient of {name} for text {row}")
+
+
+def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
+    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row."""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, dtype=torch.float32)
+    seen, shapes = [], []
+    embedding = model.get_input_embeddings()
+    plain = embedding.forward
+
+    def forward(ids):
+        shapes.append(ids.shape)
+        return plain(ids)
+
+    embedding.forward = forward
+    rows = [{"input_ids": list(range(1, 3 + n)), "attention_mask": [1] * (n + 2), "labels": n % 2} for n in (9, 3, 7, 1)]
+
+    def collate(rows):
+        ids, mask = random_batch([len(row["input_ids"]) for row in rows])
+        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([row["labels"] for row in rows])}
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, neftune_noise_alpha=5.0, report_to=[], use_cpu=True, per_device_train_batch_size=4, disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+    block = model.model.transformer_encoder[0]
+    inner = block.forward
+    block.forward = lambda hidden, *args, **kwargs: (seen.append(hidden.detach().clone()), inner(hidden, *args, **kwargs))[1]
+    trainer.train()
+    assert shapes[0] == (4, 11) and seen[0].shape == (4, 11, 64), "the noise was added to a packed batch"
+
+
+def test_captum():
+    """Integrated gradients of the embedding add up to the change of the logit, and layer tools read the blocks."""
+    attr = pytest.importorskip("captum.attr", reason="Captum is not installed")
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    ids, mask = random_batch([9, 4])
+    baseline = torch.ones_like(ids)
+
+    def logit(ids, mask):
+        return model(input_ids=ids, attention_mask=mask).logits[:, 1]
+
+    tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
+    scores = tool.attribute(ids, baseline, additional_forward_args=(mask,), n_steps=200, internal_batch_size=2)
+    assert scores.shape == (2, 9, 64)
+    change = (logit(ids, mask) - logit(baseline, mask)).detach()
+    assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
+    for block in model.model.transformer_encoder:
+        seen = attr.LayerActivation(logit, block).attribute(ids, additional_forward_args=(mask,))
+        assert torch.is_tensor(seen) and seen.shape == (2, 9, 64), "a block must return its hidden states alone"
+
+
+# ------------------------------------------------------------------------------------------------------- what was saved
+
+
+@pytest.mark.parametrize(
+    "labels, num_labels, problem, function",
+    [
+        (torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), 3, "multi_label_classification", torch.sigmoid),
+        (torch.tensor([2, 0]), 3, "single_label_classification", lambda logits: logits.softmax(-1)),
+        (torch.tensor([[2], [0]]), 3, "single_label_classification", lambda logits: logits.softmax(-1)),
+        (torch.tensor([0.5, 1.5]), 1, "regression", lambda logits: logits),
+    ],
+)
+def test_the_problem_that_labels_tell_is_saved(labels, num_labels, problem, function, tmp_path, tokenizer_dir):
+    """So that the pipeline answers with the right function: a model trained on several labels with sigmoids."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=num_labels, vocab_size=30522)
+    ids, mask = random_batch([9, 4])
+    assert model.config.problem_type is None
+    model(ids, attention_mask=mask, labels=labels)
+    assert model.config.problem_type == problem
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = function(again(**tokenizer("a fine film", return_tensors="pt")).logits[0])
+    (answers,) = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)(["a fine film"])
+    assert_same(
+        torch.tensor([answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]),
+        expected,
+        1e-5,
+        "scores of the pipeline",
+    )
+
+
+def test_a_masked_lm_folder_is_splade(tmp_path, tokenizer_dir):
+    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first one is the published name."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    make_model(NeoBERTForMaskedLM, vocab_size=30522).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
+    model = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu")
+    assert type(model[1]).__name__ == "SpladePooling" and type(model[0].auto_model).__name__ == "NeoBERTForMaskedLM", model
+    text = "a bird of prey"
+    vector = model.encode([text], convert_to_sparse_tensor=False)[0]
+    batch = AutoTokenizer.from_pretrained(tokenizer_dir)(text, return_tensors="pt")
+    with torch.no_grad():
+        logits = model[0].auto_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+    assert_same(vector, torch.log1p(logits.relu()).max(dim=0).values, 1e-5, "SPLADE vector")
+
+
+def test_bert_score(tmp_path, tokenizer_dir):
+    """It keeps the blocks up to the one that it reads: their output, normed."""
+    bert_score = pytest.importorskip("bert_score", reason="bert-score is not installed")
+    model = make_model(NeoBERTModel, vocab_size=30522)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
+    texts = ["a bird of prey", "the hawk is a kind of bird"]
+    precision, recall, f1 = bert_score.score(texts, texts[::-1], model_type=str(tmp_path), num_layers=2, device="cpu")
+    same = bert_score.score(texts, texts, model_type=str(tmp_path), num_layers=2, device="cpu")[2]
+    assert ((same - 1).abs() < 1e-5).all() and (f1 < 0.999).all() and torch.equal(precision, recall.flip(0))
+    cut = make_model(NeoBERTModel, vocab_size=30522)
+    cut.n_layers = 2
+    ids, _ = random_batch([6])
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        assert_same(cut(ids).last_hidden_state, model.layer_norm(states[2]), 1e-6, "output of the first two blocks")
+    assert cut.config.num_hidden_layers == cut.n_layers == 2
