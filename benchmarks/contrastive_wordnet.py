@@ -1,143 +1,181 @@
-"""Contrastive training on WordNet pairs (definition -> word), before and after on held-out synsets and two tasks it was not trained for.
+"""Contrastive training on WordNet pairs (definition -> word), before and after, on held-out synsets and two tasks it was not trained for.
 
-python benchmarks/contrastive_wordnet.py --model FOLDER --output results/contrastive --seeds 1 2 3
-Training pairs: synsets that neither this run nor the pre-training of the bundled model saw as held out. Tasks: evaluation/local_tasks.py.
+    python -m neobert.benchmarks.contrastive_wordnet --model FOLDER --others MiniLM-L6=FOLDER
+
+Every model is measured twice: with each task's instruction before its queries, as the training has it, and without. Its row is the better of
+the two by the mean of the tasks, so that a model that never saw an instruction is not measured with one.
 """
 
-import argparse
 import json
 import math
 import statistics
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from neobert.common.files import write_json, write_text
-from neobert.common.identity import weights_digest
-from neobert.common.results import environment, markdown_table
-from neobert.embeddings import contrastive
-from neobert.embeddings.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
-from neobert.embeddings.mteb_evaluation import MtebArguments, evaluate
-from neobert.embeddings.packed_encoder import PackedEncoder
+from ..common import figures
+from ..common.arguments import Arguments, option, read_arguments
+from ..common.errors import guarded
+from ..common.files import write_text
+from ..common.identity import weights_digest
+from ..common.results import environment, markdown_table, write_result
+from ..embeddings import contrastive
+from ..embeddings.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
+from ..embeddings.mteb_evaluation import MtebArguments, evaluate
+from ..embeddings.packed_encoder import PackedEncoder
 
 
 PROMPT = WordNetRetrieval.metadata.prompt["query"]
+# How a model is asked: value of --instructions of neobert mteb, and what it is called here.
+WAYS = {"mteb": "with instructions", "none": "without"}
+
+
+@dataclass
+class WordNetBenchmark(Arguments):
+    """Options of `python -m neobert.benchmarks.contrastive_wordnet`."""
+
+    model: str = option(help="pre-trained encoder: a Hub folder")
+    description: str | None = option(None, "what this model is, for the table; its folder's name by default")
+    others: list[str] = option(default_factory=list, help="sentence encoders to measure beside it, as yardsticks: NAME=FOLDER")
+    output: str = option("results/contrastive/wordnet", "path of the result without its ending")
+    work: str = option("runs/contrastive_wordnet", "folder for models and MTEB's cache")
+    seeds: list[int] = option(default_factory=lambda: [1, 2, 3], least=0)
+    steps: int = option(250, least=1)
+    batch: int = option(64, "pairs", least=2)
+    learning_rate: float = option(1.5e-3, above=0)
+    max_length: int = option(40, "tokens", least=3)
+    device: str = option("cpu")
 
 
 def scores_of(model, name, given):
-    encoder = PackedEncoder(str(model), device=given.device, max_length=given.max_length)
-    arguments = MtebArguments(
-        model=str(model), output=f"{given.work}/mteb-{weights_digest(given.model)}", tasks=["local"], name=name, stop_on_error=True
-    )
-    return evaluate(encoder, arguments, show_progress_bar=False)
+    """{way: {task: score}} of one model, in float32."""
+    encoder = PackedEncoder(str(model), dtype="float32", device=given.device, max_length=given.max_length)
+    output = f"{given.work}/mteb-{weights_digest(given.model)}"
+    found = {}
+    for way in WAYS:
+        arguments = MtebArguments(
+            str(model), output, ["local"], name=f"{name}-{way}", instructions=way, stop_on_error=True, dtype="float32"
+        )
+        found[way] = evaluate(encoder, arguments, show_progress_bar=False)["scores"]
+    return found
+
+
+def best_way(scores):
+    """The way in which a model, or several of one kind, does best on the mean of the tasks."""
+    return max(WAYS, key=lambda way: statistics.mean(statistics.mean(run[way].values()) for run in scores))
 
 
 def train_one(seed, pairs, given):
     """Trains with one seed; returns the folder and its contrastive.json."""
     folder = Path(given.work) / f"{weights_digest(given.model)}-seed-{seed}-{given.steps}x{given.batch}-{given.learning_rate:g}"
-    argv = ["--model", given.model, "--output_dir", str(folder), "--pairs", str(pairs), "--instruction", PROMPT, "--seed", str(seed)]
+    argv = ["--model", given.model, "--output", str(folder), "--pairs", str(pairs), "--instruction", PROMPT, "--seed", str(seed)]
     argv += [
-        "--max_steps",
+        "--max-steps",
         str(given.steps),
-        "--per_device_train_batch_size",
+        "--per-device-train-batch-size",
         str(given.batch),
-        "--learning_rate",
+        "--learning-rate",
         str(given.learning_rate),
     ]
-    argv += ["--max_length", str(given.max_length), "--logging_steps", "5", "--save_steps", "1000", "--warmup_steps", "0.1"]
-    argv += ["--dataloader_pin_memory", "false", *(["--use_cpu", "true"] if given.device == "cpu" else [])]
+    argv += ["--max-length", str(given.max_length), "--logging-steps", "5", "--save-steps", "1000", "--warmup-steps", "0.1"]
+    argv += ["--dataloader-pin-memory", "false", *(["--use-cpu"] if given.device == "cpu" else [])]
     contrastive.main(argv)
-    return folder, json.loads((folder / "contrastive.json").read_text())
+    return folder, json.loads((folder / contrastive.MANIFEST).read_text())
 
 
 def spread(values):
     return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None, "runs": values}
 
 
+def rows_of(models):
+    """{row: {"way", "scores": {task: spread}, "other_way": {task: spread}}} of {row: [{way: {task: score}} of each seed]}."""
+    rows = {}
+    for name, runs in models.items():
+        way = best_way(runs)
+        (other,) = WAYS.keys() - {way}
+        scores = {each: {task: spread([run[each][task] for run in runs]) for task in LOCAL_TASKS} for each in WAYS}
+        rows[name] = {"way": way, "scores": scores[way], "other_way": scores[other]}
+    return rows
+
+
+def page(given, rows, pairs, metrics):
+    """The result in markdown."""
+
+    def cell(found):
+        return f"{found['mean']:.2f}" + ("" if found["sd"] is None else f" ± {found['sd']:.2f}")
+
+    header = ["model", "asked", *(f"{task}, {metrics[task]}" for task in LOCAL_TASKS)]
+    table = [[name, WAYS[row["way"]], *(cell(row["scores"][task]) for task in LOCAL_TASKS)] for name, row in rows.items()]
+    before, after = (rows[name]["scores"] for name in ("before", "after"))
+    table.insert(2, ["change", "", *(f"{after[task]['mean'] - before[task]['mean']:+.2f}" for task in LOCAL_TASKS)])
+    others = [
+        [name, *(w for way, w in WAYS.items() if way != row["way"]), *(cell(row["other_way"][task]) for task in LOCAL_TASKS)]
+        for name, row in rows.items()
+    ]
+    return (
+        f"Model: {given.description or Path(given.model).name}. {given.steps} steps of {given.batch} pairs of {pairs:,} (definition, word), "
+        f"learning rate {given.learning_rate:g}; {len(given.seeds)} seeds, mean ± standard deviation; scores in percent. The queries of "
+        "WordNetRetrieval come from held-out synsets; the other two tasks were not trained for. Each model is asked in the way in which it does "
+        "best on the mean of the three tasks.\n\n"
+        + markdown_table(header, table)
+        + "\nThe same models asked in the other way:\n\n"
+        + markdown_table(header, others)
+    )
+
+
 def plot(result, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(result["before"])
-    figure, axes = pyplot.subplots(1, len(names) + 1, figsize=(12, 3.6), width_ratios=[1] * len(names) + [1.8])
-    for axis, name in zip(axes, names):
-        after = result["after"][name]
-        axis.bar(["before", "after"], [result["before"][name], after["mean"]], 0.6, color=["#9aa5b1", "#2b6cb0"])
-        axis.plot(["after"] * len(after["runs"]), after["runs"], "o", color="#1f2933", markersize=4)
-        axis.set_title(f"{name}\n{result['metrics'][name]}, %", fontsize=8)
-        axis.margins(y=0.15)
-    losses = axes[-1]
-    for seed, points in zip(result["seeds"], result["losses"]):
-        losses.plot(*zip(*points), label=f"seed {seed}")
-    losses.axhline(math.log(result["batch"]), color="grey", linestyle="--", linewidth=0.8, label="chance")
-    losses.set_xlabel("step")
-    losses.set_title("InfoNCE loss; dots on the left: seeds", fontsize=8)
-    losses.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    """Bars of every task, before and after, each in the best way; and the losses of training."""
+    rows = result["rows"]
+    figure, axes = figures.subplots(columns=len(LOCAL_TASKS) + 1, size=(13, 3.8), width_ratios=[1] * len(LOCAL_TASKS) + [1.6])
+    colours = [figures.OWN if name == "after" else figures.PALE if name == "before" else figures.GREY for name in rows]
+    for panel, task in zip(axes, LOCAL_TASKS):
+        scores = [row["scores"][task] for row in rows.values()]
+        figures.bars(panel, list(rows), [score["mean"] for score in scores], [score["sd"] for score in scores], colours=colours)
+        panel.set_title(f"{task}\n{result['metrics'][task]}, %", fontsize=8)
+        panel.tick_params(axis="x", labelsize=7)
+    for number, (seed, points) in enumerate(zip(result["seeds"], result["losses"])):
+        figures.line(axes[-1], *zip(*points), label=f"seed {seed}", series=number, marker="")
+    axes[-1].axhline(math.log(result["batch"]), color=figures.GREY, linestyle="--", linewidth=0.8, label="chance")
+    axes[-1].set(xlabel="step", title="InfoNCE loss")
+    axes[-1].legend()
+    return figures.save(figure, path, result["environment"])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="pre-trained encoder: a Hub folder")
-    parser.add_argument("--description", help="what this model is, for the table; its folder's name by default")
-    parser.add_argument("--output", default="results/contrastive")
-    parser.add_argument("--work", default="runs/contrastive_wordnet", help="folder for models and MTEB's cache")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--max_length", type=int, default=48)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--plot_only", action="store_true", help="draw the plot of --output again")
-    given = parser.parse_args()
-    if given.plot_only:
-        result = json.loads((Path(given.output) / "wordnet.json").read_text())
-        return plot(result, Path(given.output) / "wordnet.png")
+def main(argv=None):
+    """Trains and measures, writes OUTPUT.json, .md and .png; returns the exit code."""
+    program = "python -m neobert.benchmarks.contrastive_wordnet"
+    (given,) = read_arguments([WordNetBenchmark], sys.argv[1:] if argv is None else argv, program, __doc__)
     pairs = Path(given.work) / "wordnet.jsonl"
     rows = list(wordnet_pairs())
     write_text(pairs, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    before = scores_of(given.model, "before", given)
-    runs, losses, seconds = {}, [], []
+    models = {"before": [scores_of(given.model, "before", given)], "after": []}
+    losses, seconds = [], []
     for seed in given.seeds:
         folder, trained = train_one(seed, pairs, given)
-        runs[seed] = scores_of(folder, f"after-seed-{seed}", given)["scores"]
+        models["after"].append(scores_of(folder, f"after-seed-{seed}", given))
         losses.append(trained["training"]["losses"])
         seconds.append(trained["training"]["seconds"])
-    env = environment(dtype="float32", device=given.device)
-    result = {
-        "title": "WordNet definition to word",
+    for other in given.others:
+        name, _, folder = other.partition("=")
+        models[name] = [scores_of(folder, f"other-{weights_digest(folder)}", given)]
+    found = rows_of(models)
+    metrics = {name: task.metadata.main_score for name, task in LOCAL_TASKS.items()}
+    made = environment(dtype="float32", device=given.device)
+    data = {
         "model": given.description or Path(given.model).name,
         "pairs": len(rows),
-        "steps": given.steps,
-        "batch": given.batch,
-        "learning_rate": given.learning_rate,
-        "seeds": given.seeds,
-        "metrics": before["metrics"],
-        "before": before["scores"],
-        "after": {name: spread([runs[seed][name] for seed in given.seeds]) for name in LOCAL_TASKS},
+        "metrics": metrics,
+        "rows": found,
         "losses": losses,
         "training_seconds": seconds,
-        "environment": env,
+        **{name: getattr(given, name) for name in ("steps", "batch", "learning_rate", "max_length", "seeds")},
     }
-    output = Path(given.output)
-    write_json(output / "wordnet.json", result)
-    cells = []
-    for name, after in result["after"].items():
-        sd = "" if after["sd"] is None else f" ± {after['sd']:.2f}"
-        gain = after["mean"] - result["before"][name]
-        cells.append([name, result["metrics"][name], f"{result['before'][name]:.2f}", f"{after['mean']:.2f}{sd}", f"{gain:+.2f}"])
-    text = (
-        f"Model: {result['model']}. {given.steps} steps of {given.batch} pairs of {len(rows):,} (definition, word), learning rate "
-        f"{given.learning_rate}; {len(given.seeds)} seeds, mean ± standard deviation; scores in percent. The queries of WordNetRetrieval come "
-        "from held-out synsets; the other two tasks were not trained for.\n\n"
-        + markdown_table(["task", "metric", "before", "after", "change"], cells)
-        + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, float32.\n"
+    print(
+        write_result(given.output, "Contrastive training: a definition finds its word", made, data, page(given, found, len(rows), metrics))
     )
-    write_text(output / "wordnet.md", text)
-    plot(result, output / "wordnet.png")
-    print(text)
+    plot({"environment": made, **data}, f"{given.output}.png")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("python -m neobert.benchmarks.contrastive_wordnet", main))

@@ -1,32 +1,59 @@
-"""`neobert encode` against SentenceTransformer.encode with the same model on texts of mixed length: speed, vectors, memory.
+"""`neobert encode` against what it replaces, on English texts of mixed length: speed, vectors, and memory against the size of the corpus.
 
-python benchmarks/encode.py --model FOLDER --output results/encode
-Without --model: random weights of --layers x --hidden, which take the same time.
+    python -m neobert.benchmarks.encode                      # NeoBERT base, ModernBERT base, BERT of NeoBERT's size, float32 and bfloat16
+    python -m neobert.benchmarks.encode --layers 6 --texts 64
+
+Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors; all else is SentenceTransformer.encode, which
+sorts its texts by length, pads them, and has them in memory. Each of its rows has the fastest of --batch-sizes. All models see the same tokens.
 """
 
-import argparse
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from tqdm.auto import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
-from neobert import NeoBERTConfig, NeoBERTModel
-from neobert.common.files import write_json, write_text
-from neobert.common.loading import TOKENIZER
-from neobert.common.local_text import wordnet_entries
-from neobert.common.memory import PeakMemory
-from neobert.common.results import environment, markdown_table
-from neobert.embeddings.encode import EncodeArguments, encode
-from neobert.embeddings.packed_encoder import PackedEncoder
+from ..common import figures
+from ..common.arguments import Arguments, option, read_arguments
+from ..common.errors import guarded
+from ..common.loading import TOKENIZER, choose_device
+from ..common.local_text import wordnet_entries
+from ..common.memory import PeakMemory
+from ..common.results import environment, markdown_table, write_result
+from ..configuration_neobert import NeoBERTConfig
+from ..embeddings.encode import EncodeArguments, encode
+from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
+from ..modeling_neobert import NeoBERTModel
+from .measuring import in_a_process, in_turns, ratio
+
+
+OURS = "neobert encode, file to file"
+UNPADDED = "NeoBERT, padding taken out in the model"
+PADDED = "NeoBERT, padding left in"
+MODERN = "ModernBERT base"
+BERT = "BERT of NeoBERT's size"
+
+
+@dataclass
+class EncodeBenchmark(Arguments):
+    """Options of `python -m neobert.benchmarks.encode`."""
+
+    output: str = option("results/encode/encode", "path of the result without its ending")
+    dtypes: list[str] = option(default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16"))
+    layers: int = option(28, "of NeoBERT and BERT, 768 wide; ModernBERT base has 22", least=1)
+    texts: int = option(96, least=8)
+    median_words: int = option(60, least=1)
+    most_words: int = option(400, "BERT ends at 512 tokens", least=3)
+    repeats: int = option(5, "each way takes its turn in every one", least=1)
+    batch_sizes: list[int] = option(default_factory=lambda: [16, 32], help="of SentenceTransformer.encode", least=1)
+    memory_factors: list[int] = option(default_factory=lambda: [1, 4, 16, 48], help="corpora of this many times 1,000 texts", least=1)
+    device: str | None = option(None, "cpu, cuda")
+    threads: int | None = option(None, "of the CPU", least=1)
 
 
 def mixed_texts(count, median_words, most_words, seed=0):
@@ -39,84 +66,89 @@ def mixed_texts(count, median_words, most_words, seed=0):
     return [" ".join(next(words) for _ in range(length)) for length in lengths]
 
 
-def random_model(folder, layers, hidden):
-    torch.manual_seed(0)
-    config = NeoBERTConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden,
-        max_position_embeddings=1024,
-    )
-    NeoBERTModel(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
-    return folder
-
-
-def spread(values):
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values), "runs": values}
-
-
 def write_jsonl(path, texts):
     with Path(path).open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
-def measure_speed(model, texts, repeats, device, dtype, batch_sizes, folder):
-    """Real tokens a second of each way, runs interleaved; and the largest difference of the vectors relative to the largest value.
+def random_models(folder, layers, hidden=768):
+    """{name: folder} of NeoBERT, ModernBERT base and BERT with random weights and the bundled tokenizer."""
+    torch.manual_seed(0)
+    heads = hidden // 64
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": 4 * hidden}
+    models = {
+        "neobert": NeoBERTModel(NeoBERTConfig(**shape, max_position_embeddings=1024)),
+        MODERN: ModernBertModel(ModernBertConfig(pad_token_id=0, reference_compile=False)),
+        BERT: BertModel(BertConfig(**shape, max_position_embeddings=512)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(Path(folder) / name)
+        AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(Path(folder) / name)
+    return {name: str(Path(folder) / name) for name in models}
 
-    `neobert encode` reads a jsonl file and writes a safetensors file; SentenceTransformer.encode has its texts in memory and returns an array.
-    Both start with a loaded model.
+
+def measure_speed(given, models, texts, dtype, folder):
+    """Figures of every way in one precision: tokens a second, the ratio to `neobert encode`, agreement of the vectors.
+
+    Args:
+        given: `EncodeBenchmark`.
+        models: of `random_models`.
     """
-    encoder = PackedEncoder(model, device=device, dtype=dtype)
-    reference = encoder.sentence_transformer
-    tokens = sum(len(ids) for ids in encoder.tokenize(texts))
-    source, output = Path(folder) / "speed.jsonl", Path(folder) / "speed.safetensors"
+    device = choose_device(given.device)
+    encoder = PackedEncoder(models["neobert"], dtype=dtype, device=device, max_length=512)
+    source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.safetensors"
     write_jsonl(source, texts)
+    arguments = EncodeArguments(str(source), str(output), models["neobert"], dtype=dtype, device=str(device), max_length=512)
 
-    def command():
+    def ours():
         output.unlink(missing_ok=True)
-        encode(source, output, EncodeArguments(model=model, device=str(encoder.device)), progress_bar=False, encoder=encoder)
+        encode(arguments, progress_bar=False, encoder=encoder)
 
-    ways = {"neobert encode, file to file": command}
-    for size in batch_sizes:
-        ways[f"SentenceTransformer.encode, batch {size}"] = lambda size=size: reference.encode(texts, batch_size=size)
-    others = [way() for name, way in ways.items()][1:]  # also the warm-up
-    packed = load_file(output)["embeddings"]
-    difference = max(float(np.abs(packed - other).max() / np.abs(other).max()) for other in others)
-    seconds, processor = {name: [] for name in ways}, {name: [] for name in ways}
-    for _ in tqdm(range(repeats), desc="speed"):
-        for name, way in ways.items():
-            start, cpu = time.perf_counter(), time.process_time()
-            way()
-            if encoder.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-            processor[name].append(time.process_time() - cpu)
+    def padded(size):
+        encoder.sentence_transformer[0].auto_model.config.unpad_inputs = False
+        try:
+            return encoder.sentence_transformer.encode(texts, batch_size=size)
+        finally:
+            encoder.sentence_transformer[0].auto_model.config.unpad_inputs = True
+
+    def other(name):
+        model = load_sentence_transformer(models[name], device, getattr(torch, dtype), max_length=512)
+        return lambda size: model.encode(texts, batch_size=size)
+
+    ways = {UNPADDED: lambda size: encoder.sentence_transformer.encode(texts, batch_size=size), PADDED: padded}
+    ways |= {name: other(name) for name in (MODERN, BERT)}
+    ours()
+    vectors, difference = load_file(output)["embeddings"], {}
+    for name in (UNPADDED, PADDED):  # also the warm-up
+        found = np.asarray(ways[name](given.batch_sizes[0]), dtype=np.float32)
+        difference[name] = float(np.abs(vectors - found).max() / np.abs(found).max())
+    sizes = {(name, size): (lambda way=way, size=size: way(size)) for name, way in ways.items() for size in given.batch_sizes}
+    tried, _ = in_turns(sizes, 1, device)
+    best = {name: min(given.batch_sizes, key=lambda size: tried[name, size].seconds[0]) for name in ways}
+    calls = {OURS: ours} | {name: (lambda way=way, size=best[name]: way(size)) for name, way in ways.items()}
+    timings, _ = in_turns(calls, given.repeats, device)
     lengths = [len(ids) for ids in encoder.tokenize(texts)]
-    own = next(iter(seconds.values()))
+    tokens = sum(lengths)
     return {
         "texts": len(texts),
         "tokens": tokens,
         "tokens_per_text": {"median": float(np.median(lengths)), "longest": max(lengths)},
-        "tokens_per_second": {name: spread([tokens / s for s in values]) for name, values in seconds.items()},
-        "times_as_fast": {name: spread([other / mine for other, mine in zip(values, own)]) for name, values in seconds.items()},
-        "tokens_per_processor_second": {name: spread([tokens / s for s in values]) for name, values in processor.items()},
-        "largest_relative_difference": difference,
-        "dtype": str(encoder.dtype).removeprefix("torch."),
-        "device": str(encoder.device),
-        "parameters": sum(p.numel() for p in reference.parameters()),
+        "batch_size": best,
+        "tokens_per_second": {name: timing.per_second(tokens) | {"runs": timing.seconds} for name, timing in timings.items()},
+        "times_as_fast": {name: ratio(timing.seconds, timings[OURS].seconds) for name, timing in timings.items()},
+        "difference_of_vectors": difference,
+        "parameters": sum(p.numel() for p in encoder.sentence_transformer.parameters()),
     }
 
 
-def memory_child(way, model, path):
-    """Run in a process of its own; prints by how many MiB the peak of the work is above the memory after loading and a warm-up."""
-    encoder = PackedEncoder(model, device="cpu")
-    arguments = EncodeArguments(model=model, shard_rows=512, device="cpu")
+def memory_growth(way, model, path):
+    """Run in a process of its own: by how many MiB the peak of the work is above the memory after loading and a warm-up."""
+    encoder = PackedEncoder(model, dtype="float32", device="cpu")
 
     def run(path, folder):
-        if way == "packed":
-            encode(path, Path(folder) / "out", arguments, progress_bar=False, encoder=encoder)
+        if way == OURS:
+            arguments = EncodeArguments(str(path), str(Path(folder) / "out"), model, shard_rows=512, device="cpu", dtype="float32")
+            encode(arguments, progress_bar=False, encoder=encoder)
         else:
             with open(path, encoding="utf-8") as lines:
                 encoder.sentence_transformer.encode([json.loads(line)["text"] for line in lines])
@@ -126,108 +158,94 @@ def memory_child(way, model, path):
         run(Path(folder) / "warm.jsonl", folder)
     with tempfile.TemporaryDirectory() as folder, PeakMemory("cpu") as peak:
         run(path, folder)
-    print(json.dumps(peak.growth / 2**20))
+    return peak.growth / 2**20
 
 
-def measure_memory(model, texts, factors, folder):
-    """{way: [[rows, MiB beyond the loaded model], ...]}"""
-    growth = {"neobert encode, file to file": [], "SentenceTransformer.encode": []}
-    for factor in tqdm(factors, desc="memory"):
+def measure_memory(factors, folder):
+    """{way: [[rows, MiB beyond the loaded model], ...]} of a small model."""
+    shape = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 1024}
+    NeoBERTModel(NeoBERTConfig(**shape)).save_pretrained(Path(folder) / "small")
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(Path(folder) / "small")
+    growth = {OURS: [], "SentenceTransformer.encode": []}
+    texts = mixed_texts(1000, 20, 200)
+    for factor in factors:
         path = Path(folder) / f"corpus-{factor}.jsonl"
         write_jsonl(path, (f"{i} {text}" for i in range(factor) for text in texts))
-        for name, way in zip(growth, ("packed", "sentence-transformers")):
-            command = [sys.executable, __file__, "--memory_child", way, "--model", str(model), "--corpus", str(path)]
-            run = subprocess.run(command, capture_output=True, text=True, check=True)
-            growth[name].append([factor * len(texts), json.loads(run.stdout.splitlines()[-1])])
+        for way, points in growth.items():
+            points.append([factor * len(texts), in_a_process(memory_growth, way, str(Path(folder) / "small"), path)])
     return growth
 
 
+def page(given, speed, memory):
+    """The result in markdown."""
+    first = next(iter(speed.values()))
+    lengths = first["tokens_per_text"]
+    lines = [
+        f"Real tokens a second (padding does not count) on {first['texts']:,} English texts of {first['tokens']:,} tokens (median "
+        f"{lengths['median']:.0f}, longest {lengths['longest']}); NeoBERT and BERT of {given.layers} layers x 768 "
+        f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {given.repeats} runs of each way in turns. The ratio is the median over "
+        "repeats, with its quartiles; above 1 `neobert encode` is faster. All but the first row are SentenceTransformer.encode, with its texts in "
+        "memory, at the fastest of the batch sizes " + ", ".join(map(str, given.batch_sizes)) + ".\n"
+    ]
+    for dtype, found in speed.items():
+        rows = []
+        for name, rate in found["tokens_per_second"].items():
+            times = found["times_as_fast"][name]
+            size = found["batch_size"].get(name, "by tokens")
+            spread = f"{times['ratio']:.2f} ({times['quartiles'][0]:.2f} to {times['quartiles'][1]:.2f})"
+            rows.append([name, size, f"{rate['median']:,.0f}", " to ".join(f"{q:,.0f}" for q in rate["quartiles"]), spread])
+        worst = max(found["difference_of_vectors"].values())
+        lines += [
+            f"## {dtype}\n",
+            markdown_table(["way", "batch size", "tokens/s, median", "quartiles", "neobert encode is times as fast"], rows),
+            f"Largest difference of the vectors of the three NeoBERT rows: {worst:.1e} of the largest value.\n",
+        ]
+    sizes = [points[0] for points in next(iter(memory.values()))]
+    rows = [[name, *(f"{size:,.0f}" for _, size in points)] for name, points in memory.items()]
+    lines += [
+        "## Memory\n",
+        "Peak beyond the loaded model and the libraries, MiB (NeoBERT of 1 layer x 256, float32, texts of 20 words in the median and at most 200, "
+        "parts of 512 rows).\n",
+        markdown_table(["way", *(f"{size:,} texts" for size in sizes)], rows),
+    ]
+    return "\n".join(lines)
+
+
 def plot(result, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    rates = result["speed"]["tokens_per_second"]
-    names = list(rates)[::-1]
-    medians = [rates[name]["median"] for name in names]
-    errors = [[m - rates[n]["lowest"] for n, m in zip(names, medians)], [rates[n]["highest"] - m for n, m in zip(names, medians)]]
-    labels = [name.replace(", ", ",\n") for name in names]
-    left.barh(labels, medians, xerr=errors, color=["#9aa5b1"] * (len(names) - 1) + ["#2b6cb0"])
-    left.set_xlabel("real tokens a second (bars: lowest to highest)")
-    for (name, points), colour in zip(result["memory"].items(), ("#2b6cb0", "#9aa5b1")):
-        right.plot(*zip(*points), marker="o", label=name, color=colour)
-    right.set_xlabel("texts in the corpus")
-    right.set_ylabel("peak memory beyond the model (MiB)")
+    """Ratios of every way and precision, and memory against the size of the corpus."""
+    speed, memory = result["speed"], result["memory"]
+    figure, (left, right) = figures.subplots(columns=2, size=(11, 4), width_ratios=(1.5, 1))
+    labels = [f"{name}, {dtype}" for dtype, found in speed.items() for name in found["tokens_per_second"]]
+    rates = [rate for found in speed.values() for rate in found["tokens_per_second"].values()]
+    colours = [figures.OWN if OURS in label else figures.GREY for label in labels]
+    medians, spreads = [rate["median"] for rate in rates], [tuple(rate["quartiles"]) for rate in rates]
+    figures.bars(left, labels, medians, spreads, digits=0, colours=colours, horizontal=True)
+    left.set_xlabel("real tokens a second, median and quartiles")
+    for number, (name, points) in enumerate(memory.items()):
+        figures.line(right, *zip(*points), label=name, series=number, own=name == OURS)
+    figures.length_axis(right, [rows for rows, _ in next(iter(memory.values()))])
+    right.set(xlabel="texts in the corpus", ylabel="peak memory beyond the model, MiB")
     right.set_ylim(bottom=0)
     right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    return figures.save(figure, path, result["environment"])
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="sentence encoder or bare NeoBERT")
-    parser.add_argument("--output", help="folder for encode.json, encode.md, encode.png")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--texts", type=int, default=1000)
-    parser.add_argument("--median_words", type=int, default=60)
-    parser.add_argument("--most_words", type=int, default=800)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--memory_factors", type=int, nargs="+", default=[1, 4, 16], help="corpora of this many times 1,000 texts")
-    parser.add_argument("--device")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--memory_child", help=argparse.SUPPRESS)
-    parser.add_argument("--corpus", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.memory_child:
-        return memory_child(given.memory_child, given.model, given.corpus)
+def main(argv=None):
+    """Measures, writes OUTPUT.json, .md and .png; returns the exit code."""
+    (given,) = read_arguments([EncodeBenchmark], sys.argv[1:] if argv is None else argv, "python -m neobert.benchmarks.encode", __doc__)
+    if given.threads:
+        torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or random_model(Path(folder) / "model", given.layers, given.hidden)
+        models = random_models(folder, given.layers)
         texts = mixed_texts(given.texts, given.median_words, given.most_words)
-        speed = measure_speed(str(model), texts, given.repeats, given.device, given.dtype, given.batch_sizes, folder)
-        small = random_model(Path(folder) / "small", 1, 256)
-        memory = measure_memory(small, mixed_texts(1000, 20, 200), given.memory_factors, folder)
-    shape = given.model and Path(given.model).name or f"random weights, {given.layers} layers x {given.hidden}"
-    env = environment(dtype=speed["dtype"], device=speed["device"], attention="sdpa")
-    result = {"model": shape, "speed": speed, "memory": memory, "environment": env}
-    output = Path(given.output or "results/encode")
-    write_json(output / "encode.json", result)
-    processor, ratio = speed["tokens_per_processor_second"], speed["times_as_fast"]
-    rows = [
-        [
-            name,
-            *(f"{rate[key]:,.0f}" for key in ("median", "lowest", "highest")),
-            f"{processor[name]['median']:,.0f}",
-            "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**ratio[name]),
-        ]
-        for name, rate in speed["tokens_per_second"].items()
-    ]
-    sizes = [points[0] for points in next(iter(memory.values()))]
-    memory_rows = [[name, *(f"{size:,.0f}" for _, size in points)] for name, points in memory.items()]
-    lengths = speed["tokens_per_text"]
-    text = (
-        f"Real tokens a second (padding does not count), {speed['texts']:,} texts of {speed['tokens']:,} tokens (median "
-        f"{lengths['median']:.0f}, longest {lengths['longest']}), model: {shape} ({speed['parameters'] / 1e6:.1f}M parameters), "
-        f"{speed['dtype']}, {speed['device']}, {given.repeats} interleaved runs. `neobert encode` reads jsonl and writes safetensors, "
-        "SentenceTransformer.encode has its texts in memory; both start with the model loaded. Largest difference of the vectors: "
-        f"{speed['largest_relative_difference']:.1e} of the largest value.\n\n"
-        + markdown_table(
-            ["way", "median", "lowest", "highest", "median, per second of processor time", "neobert encode is times as fast"], rows
-        )
-        + "\nPeak memory beyond the loaded model and the libraries, MiB (random weights, 1 layer x 256, texts of 20 words in the median and at "
-        "most 200, parts of 512 rows):\n\n"
-        + markdown_table(["way", *(f"{size:,} texts" for size in sizes)], memory_rows)
-        + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['threads']} threads, torch "
-        f"{env['versions'].get('torch')}, sentence-transformers {env['versions'].get('sentence-transformers')}.\n"
-    )
-    write_text(output / "encode.md", text)
-    plot(result, output / "encode.png")
-    print(text)
+        speed = {dtype: measure_speed(given, models, texts, dtype, folder) for dtype in given.dtypes}
+        memory = measure_memory(given.memory_factors, folder)
+    made = environment(device=str(choose_device(given.device)), dtype=given.dtypes, attention="sdpa")
+    data = {"speed": speed, "memory": memory}
+    print(write_result(given.output, "Encoding a corpus", made, data, page(given, speed, memory)))
+    plot({"environment": made, **data}, f"{given.output}.png")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("python -m neobert.benchmarks.encode", main))

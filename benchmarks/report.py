@@ -16,8 +16,6 @@ from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError
 from ..common.files import check_folder, write_text
 from ..common.results import environment_line, markdown_table
-from ..finetuning.glue_tasks import PUBLISHED as GLUE
-from ..finetuning.glue_tasks import PUBLISHED_NOTE as GLUE_NOTE
 
 
 LEAD = (
@@ -60,7 +58,7 @@ def _throughput_table():
 
 def _glue_table():
     header = ["model (published)", "MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS", "avg"]
-    return markdown_table(header, [list(row) for row in GLUE]) + "\n" + GLUE_NOTE
+    return markdown_table(header, [[name, *scores] for name, scores in published.GLUE.items()]) + "\n" + published.GLUE_NOTE
 
 
 def _mteb_table():

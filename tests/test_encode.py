@@ -30,6 +30,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, Ro
 
 import neobert.__main__ as cli
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
 from neobert.embeddings import encode_parts, encode_workers
@@ -72,6 +73,7 @@ def corpus(tmp_path):
 
 
 def embed(source, output, model, encoder=None, **settings):
+    settings = {"dtype": "float32", **settings}  # the same on every CPU
     arguments = EncodeArguments(source=str(source), output=str(output), model=str(model), **settings)
     return encode(arguments, progress_bar=False, encoder=encoder)
 
@@ -84,7 +86,7 @@ def read_parquet(path):
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_packed_vectors_equal_sentence_transformers(model_folder, pooling):
     texts = [*texts_of_many_lengths(40), "", "  padded with blanks  ", "word " * 200]
-    encoder = PackedEncoder(str(model_folder), pooling=pooling, tokens_per_batch=150, device="cpu")
+    encoder = PackedEncoder(str(model_folder), pooling=pooling, tokens_per_batch=150, dtype="float32", device="cpu")
     assert encoder.packs, "a NeoBERT with mean or first-token pooling must run packed, or this test compares nothing"
     transformer = Transformer(str(model_folder), max_seq_length=64)
     expected = SentenceTransformer(modules=[transformer, Pooling(64, pooling)], device="cpu").encode(texts, prompt="query: ")
@@ -93,7 +95,7 @@ def test_packed_vectors_equal_sentence_transformers(model_folder, pooling):
 
 def test_modules_after_the_pooling_are_applied(reference):
     model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
-    vectors = PackedEncoder(model, device="cpu").encode(texts_of_many_lengths(5))
+    vectors = PackedEncoder(model, dtype="float32", device="cpu").encode(texts_of_many_lengths(5))
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5, err_msg="the Normalize module was left out")
 
 
@@ -102,7 +104,7 @@ def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
     config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, max_position_embeddings=128)
     BertModel(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
-    encoder = PackedEncoder(str(tmp_path), tokens_per_batch=200, device="cpu")
+    encoder = PackedEncoder(str(tmp_path), tokens_per_batch=200, dtype="float32", device="cpu")
     texts = texts_of_many_lengths(30)
     assert not encoder.packs, "only NeoBERT takes packed input on every attention implementation"
     expected = encoder.sentence_transformer.encode(texts)
@@ -110,7 +112,7 @@ def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
 
 
 def test_batches_hold_the_token_budget_and_every_text_once(reference):
-    encoder = PackedEncoder(reference, tokens_per_batch=100, device="cpu")
+    encoder = PackedEncoder(reference, tokens_per_batch=100, dtype="float32", device="cpu")
     lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
     batches = list(encoder.batches(lengths))
     assert sorted(np.concatenate(batches)) == list(range(8)), "every text belongs to exactly one batch"
@@ -178,7 +180,7 @@ def test_memory_does_not_grow_with_the_corpus(model_folder, tmp_path, monkeypatc
         held.append(tracemalloc.get_traced_memory()[0] / 2**10)
 
     monkeypatch.setattr(encode_workers, "write_part", write_and_measure)
-    encoder = PackedEncoder(str(model_folder), device="cpu")
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     tracemalloc.start()
     embed(path, tmp_path / "out.parquet", model_folder, shard_rows=20, encoder=encoder)
     tracemalloc.stop()
@@ -242,7 +244,7 @@ def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_fo
 
 
 def test_a_loaded_encoder_is_used_as_it_is(corpus, model_folder, reference, tmp_path, monkeypatch):
-    encoder = PackedEncoder(reference, device="cpu")
+    encoder = PackedEncoder(reference, dtype="float32", device="cpu")
     monkeypatch.setattr(encode_workers.PackedEncoder, "from_arguments", None)  # nothing is loaded
     embed(corpus, tmp_path / "out.safetensors", model_folder, encoder=encoder)
     expected = reference.encode(texts_of_many_lengths(70))
@@ -253,7 +255,7 @@ def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_d
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(**small, max_position_embeddings=40)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
-    encoder = PackedEncoder(str(tmp_path), max_length=1024, device="cpu")
+    encoder = PackedEncoder(str(tmp_path), max_length=1024, dtype="float32", device="cpu")
     assert position_limit(RobertaModel(RobertaConfig(**small, max_position_embeddings=42))) == 40, "RoBERTa's positions start at 2"
     assert encoder.max_length == 40, "a recipe's 1,024 tokens must not run past the positions of a baseline"
     assert encoder.encode(["word " * 300]).shape == (1, 32)
@@ -263,7 +265,19 @@ def test_parquet_input_kept_columns_normalized_half_precision_and_prompt(corpus,
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
     source = tmp_path / "corpus.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
-    arguments = ["--model", str(model_folder), "--keep", "n,text", "--normalize", "--output-dtype", "float16", "--prompt", "find: "]
+    arguments = [
+        "--model",
+        str(model_folder),
+        "--keep",
+        "n,text",
+        "--normalize",
+        "--output-dtype",
+        "float16",
+        "--prompt",
+        "find: ",
+        "--dtype",
+        "float32",
+    ]
     assert main([str(source), str(tmp_path / "out.parquet"), *arguments]) == 0
     table, vectors = read_parquet(tmp_path / "out.parquet")
     assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float16(), 64), "vectors are a fixed-size list of float16"
@@ -303,14 +317,14 @@ def test_columns_of_a_parquet_file_keep_their_types(model_folder, tmp_path):
 @pytest.mark.parametrize("query", ["", "query: "])
 def test_prompts_without_text_have_a_name(model_folder, query):
     """A model that puts nothing before a document is asked for its document prompt all the same."""
-    encoder = PackedEncoder(str(model_folder), device="cpu")
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     encoder.sentence_transformer.prompts = {"query": query, "document": ""}
     assert (encoder.prompt("query"), encoder.prompt("document"), encoder.prompt()) == (query, "", "")
 
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(corpus, model_folder, tmp_path):
-    arguments = [str(corpus), "--model", str(model_folder), "--shard-rows", "16"]
+    arguments = [str(corpus), "--model", str(model_folder), "--shard-rows", "16", "--dtype", "float32"]
     assert main([arguments[0], str(tmp_path / "one.parquet"), *arguments[1:]]) == 0
     assert main([arguments[0], str(tmp_path / "two.parquet"), *arguments[1:], "--processes", "2"]) == 0
     one, two = read_parquet(tmp_path / "one.parquet"), read_parquet(tmp_path / "two.parquet")
@@ -560,6 +574,46 @@ def test_a_strangers_file_with_the_name_of_a_part(corpus, model_folder, tmp_path
     with pytest.raises(UserError, match="part-000001.parquet was not written by neobert encode"):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True)
     assert path.read_bytes() == content
+
+
+RATES = {
+    # GFLOP/s a core: AMX with FP16; AMX; AVX-512 with FP16 as fast as float32; no 16 bits; 16 bits that are slow alike.
+    "float16": {"float32": 100, "float16": 711, "bfloat16": 800},
+    "bfloat16": {"float32": 140, "float16": 140, "bfloat16": 990},
+    "float32": {"float32": 140, "float16": 270, "bfloat16": 150},
+    "float32 ": {"float32": 150, "float16": 13, "bfloat16": 13},
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_fastest_dtype_of_a_cpu(name, monkeypatch, capsys):
+    loading._fastest_on_cpu.cache_clear()
+    monkeypatch.setattr(loading, "matrix_rates", lambda: {dtype: 1e9 * rate for dtype, rate in RATES[name].items()})
+    assert loading.choose_dtype("auto", "cpu") == getattr(torch, name.strip())
+    message = capsys.readouterr().err
+    assert f"dtype {name.strip()}, by the matrix products" in message and f"float32 {RATES[name]['float32']}" in message
+    assert loading.choose_dtype("float32", "cpu") == torch.float32 and not capsys.readouterr().err
+    loading._fastest_on_cpu.cache_clear()
+
+
+def test_the_rates_are_measured_in_a_moment():
+    start, threads = time.process_time(), torch.get_num_threads()
+    rates = loading.matrix_rates()
+    assert time.process_time() - start < 2, "it must not hold up a command, on the slowest of CPUs"
+    assert torch.get_num_threads() == threads and rates.keys() == {"float32", "float16", "bfloat16"} and min(rates.values()) > 1e6
+
+
+def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path, monkeypatch):
+    """A measurement that turns out otherwise, on another machine, must not give one output two precisions."""
+    monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "bfloat16")
+    embed(corpus, tmp_path / "out", model_folder, dtype="auto", shard_rows=16)
+    path = tmp_path / "out" / "part-000002.parquet"
+    before = pyarrow.parquet.read_table(path)
+    path.unlink()
+    monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "float32")
+    embed(corpus, tmp_path / "out", model_folder, dtype="auto", shard_rows=16)
+    assert pyarrow.parquet.read_table(path).equals(before)
+    assert json.loads((tmp_path / "out" / "encode.json").read_text())["environment"]["dtype"] == "bfloat16"
 
 
 def test_a_vector_that_is_not_finite_is_named(corpus, tmp_path, tokenizer_dir):

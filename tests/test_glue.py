@@ -426,7 +426,9 @@ def test_lora_is_saved_merged_and_reloaded(world, tmp_path):
 
 def test_lora_on_the_embedding(world, tmp_path):
     pytest.importorskip("peft")
-    folder, result = run(world, tmp_path, lora=True, lora_rank=4, lora_targets="qkv,encoder", num_train_epochs=0.3)["sst2", 1]
+    folder, result = run(world, tmp_path, lora=True, lora_rank=4, lora_targets="qkv,encoder", num_train_epochs=0.3, warmup_ratio=0)[
+        "sst2", 1
+    ]
     adapter, head = 2 * 4 * (32 + 96) + 4 * (30522 + 32), 32 * 32 + 32 + 66
     assert result["parameters"]["trained"] == adapter + head, "qkv of two blocks, the embedding and the head are trained."
     original = NeoBERTForMaskedLM.from_pretrained(world / "model", dtype=torch.float32)

@@ -20,6 +20,7 @@ from mteb.types import PromptType
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.local_text import is_held_out
 from neobert.common.published import MTEB
@@ -185,7 +186,7 @@ def test_help_states_the_default_batch(model_folder):
 
 
 def test_an_evaluation_its_files_and_a_second_run_that_encodes_nothing(model_folder, tiny_tasks, tmp_path, monkeypatch):
-    encoder = PackedEncoder(model_folder, device="cpu")
+    encoder = PackedEncoder(model_folder, dtype="float32", device="cpu")
     given = arguments(model_folder, tmp_path, ["TinyRetrieval", "TinySTS", "TinyClassification", "TinyAggregate"])
     report = evaluate(encoder, given, show_progress_bar=False)
     assert report["scores"]["TinyRetrieval"] > 20 and set(report["scores"]) == set(given.tasks)
@@ -204,13 +205,13 @@ def test_an_evaluation_its_files_and_a_second_run_that_encodes_nothing(model_fol
 
 
 def test_a_name_belongs_to_one_model_and_keeps_its_tasks(model_folder, tiny_tasks, tokenizer_dir, tmp_path, monkeypatch):
-    out, encoder = tmp_path / "out", PackedEncoder(model_folder, device="cpu")
+    out, encoder = tmp_path / "out", PackedEncoder(model_folder, dtype="float32", device="cpu")
     first = evaluate(encoder, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)
     both = evaluate(encoder, arguments(model_folder, out, ["TinyClassification"]), show_progress_bar=False)
     assert both["scores"]["TinySTS"] == first["scores"]["TinySTS"] and len(both["scores"]) == 2, "a second run dropped the first one's task"
     table = (out / "table.md").read_text()
     assert "| tiny | measured, 2 other tasks |" in table and "| BERT base | published, 56 tasks |" in table
-    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), device="cpu")
+    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), dtype="float32", device="cpu")
     with pytest.raises(UserError, match="tiny.json holds the scores of other weights or settings .* another --name"):
         evaluate(other, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)
     # kill -9 while MTEB writes a result
@@ -239,7 +240,7 @@ def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tiny_t
 
 
 def test_instructions_go_before_the_query_and_before_both_texts_of_a_symmetric_task(model_folder):
-    encoder = PackedEncoder(model_folder, device="cpu")
+    encoder = PackedEncoder(model_folder, dtype="float32", device="cpu")
     retrieval, sts = TinyRetrieval().metadata, TinySTS().metadata
     model = PackedModel(encoder, "neobert/x", "1", {}, "I: {instruction} Q: ")
     assert model.prompt(retrieval, PromptType.query) == "I: Find me. Q: "
@@ -253,13 +254,36 @@ def test_instructions_go_before_the_query_and_before_both_texts_of_a_symmetric_t
 
 def test_results_of_other_weights_or_settings_are_not_reused(model_folder, tokenizer_dir, tmp_path):
     given = arguments(model_folder, tmp_path, ["local"])
-    encoder = PackedEncoder(model_folder, device="cpu")
-    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), device="cpu")
+    encoder = PackedEncoder(model_folder, dtype="float32", device="cpu")
+    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), dtype="float32", device="cpu")
     prints = {fingerprint(encoder, given, {}), fingerprint(other, given, {}), fingerprint(encoder, given, None)}
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", max_length=16), given, {}))
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", dtype="bfloat16"), given, {}))
     assert len(prints) == 5, "two settings that change the vectors share MTEB's result cache"
-    assert fingerprint(PackedEncoder(model_folder, device="cpu"), given, {}) in prints, "the same model must find its own results"
+    assert fingerprint(PackedEncoder(model_folder, dtype="float32", device="cpu"), given, {}) in prints, (
+        "the same model must find its own results"
+    )
+
+
+def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tiny_tasks, tmp_path, monkeypatch):
+    command = ["--model", model_folder, "--output", str(tmp_path), "--name", "tiny", "--tasks"]
+    for measured, task in (("bfloat16", "TinySTS"), ("float32", "TinyClassification")):
+        monkeypatch.setattr(loading, "_fastest_on_cpu", lambda measured=measured: measured)
+        assert main([*command, task]) == 0
+    report = json.loads((tmp_path / "tiny.json").read_text())
+    assert report["environment"]["dtype"] == "bfloat16" and len(report["scores"]) == 2
+    with pytest.raises(UserError, match="holds the scores of other weights or settings"):
+        main([*command, "TinySTS", "--dtype", "float32"])
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_instructions_of_a_file(tmp_path, ending):
+    """So that who has the paper's tables runs exactly them."""
+    texts = {"STS12": "Find: the same.", "STS": "All others."}
+    path = tmp_path / f"tables7and8.{ending}"
+    path.write_text(json.dumps(texts) if ending == "json" else "STS12: 'Find: the same.'\nSTS: All others.\n")
+    assert read_instructions(str(path), choose_tasks(["STS12,STS13"])) == texts
+    assert read_instructions("mteb", []) == {} and read_instructions("none", []) is None
 
 
 def test_bad_input_is_one_sentence(model_folder, tmp_path):
