@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..common import figures
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.errors import guarded
+from ..common.commands import guarded
 from ..common.files import write_text
 from ..common.identity import weights_digest
 from ..common.results import environment, markdown_table, write_result

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig,
 
 from ..common import figures
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.errors import guarded
+from ..common.commands import guarded
 from ..common.loading import TOKENIZER, choose_device
 from ..common.local_text import wordnet_entries
 from ..common.memory import PeakMemory
