@@ -64,10 +64,10 @@ class DistillArguments(Arguments):
     """What learns from what."""
 
     teacher: str = option(help="sentence encoder to learn from: a folder or a Hub name", positional=True)
-    texts: list = option(
+    texts: list[str | dict] = option(
         default_factory=list, help="files of texts: .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license"
     )
-    other_texts: list = option(default_factory=list, help="files of text of another kind, which is only measured on")
+    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
     output: str | None = option(None, "folder of the student")
     work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
     overwrite: bool = option(False, "train anew, also where output holds a student of this command")
