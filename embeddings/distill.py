@@ -51,6 +51,7 @@ TRAINER = {
     "save_total_limit": 2,
     "eval_strategy": "steps",
     "eval_steps": 500,
+    "ddp_find_unused_parameters": False,
     "report_to": "none",
     "seed": 0,
 }
@@ -296,9 +297,8 @@ def main(argv=None):
     """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
     arguments, trainer_options = read_arguments((DistillArguments,), argv or [], "neobert distill", __doc__.split("\n\n")[0], TRAINER)
     figures = train(arguments, trainer_options)
-    last = figures["agreement"][-1] if figures["agreement"] else {}
-    print(
-        f"{arguments.output}: sentence encoder after {figures['steps']:,} steps"
-        + "".join(f"; {key} {value:.3f}" for key, value in last.items() if key != "step")
-    )
+    if checkpoints.is_main():
+        last = figures["agreement"][-1] if figures["agreement"] else {}
+        agreed = "".join(f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step")
+        print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
     return 0

@@ -1,12 +1,14 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes of a small file."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from ..common.errors import UserError
+from ..common.files import write_json
 from ..common.pooling import write_pooling
 from .packed_encoder import load_sentence_transformer
 
@@ -55,8 +57,6 @@ def _loaded(arguments):
 
 def _fresh(arguments, teacher):
     """An untrained NeoBERT with the teacher's tokenizer."""
-    import tempfile
-
     from .. import NeoBERTConfig, NeoBERTModel
 
     tokenizer = teacher.tokenizer
@@ -67,7 +67,9 @@ def _fresh(arguments, teacher):
     except (TypeError, ValueError) as error:
         raise UserError(f"model_config: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        # Not model.save_pretrained, which writes in a run's first process alone.
+        write_json(Path(folder) / "config.json", {**model.config.to_dict(), "architectures": ["NeoBERT"]})
+        save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
         return load_sentence_transformer(folder, max_length=arguments.max_length, pooling=arguments.pooling)
 
