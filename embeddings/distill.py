@@ -137,6 +137,10 @@ def check(arguments):
             path, *(p for p in (arguments.teacher, arguments.init_from, *(s.path for s in sources + others)) if p and Path(p).exists())
         )
     check_apart(work, output)
+    for model in filter(None, (arguments.teacher, arguments.init_from)):
+        looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+        if looks_local and not any((Path(model) / name).is_file() for name in ("modules.json", "config.json")):
+            raise UserError(f"there is no model in {model}: it needs a config.json or modules.json")
     if output.is_dir() and any(output.iterdir()):
         check_replaceable(output, "distill")
         if not arguments.overwrite:

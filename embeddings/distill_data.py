@@ -144,11 +144,13 @@ class TeacherVectors:
                     if path.is_file():  # another process was faster
                         continue
                     vectors = teacher.embed(teacher.tokenize(texts[start : start + SHARD]), bar.update)
-                    self._write(path, vectors.astype(np.float16))
+                    self._write(path, vectors)
         self.shards = [np.load(path, mmap_mode="r") for _, path in shards]
 
     @staticmethod
     def _write(path, vectors):
+        with np.errstate(over="ignore"):
+            vectors = vectors.astype(np.float16)
         if not np.isfinite(vectors).all():
             raise UserError("the teacher's vectors are not finite in float16; give --teacher-dtype float32")
         temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -65,11 +65,11 @@ def files(tmp_path_factory):
     return str(texts), str(others)
 
 
-def recipe(tmp_path, teacher, files, name="recipe.yaml", **changes):
+def recipe(tmp_path, encoder, files, name="recipe.yaml", **changes):
     """Path of a recipe; `trainer` is merged, others replaced, None removed."""
     trainer = {"max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3, "eval_steps": 3, "warmup_steps": 1}
     values = {
-        "teacher": teacher,
+        "teacher": encoder,
         "texts": [files[0]],
         "other_texts": [files[1]],
         "model_config": STUDENT,
