@@ -1,5 +1,6 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes of a small file."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +14,8 @@ from ..common.pooling import write_pooling
 from .packed_encoder import load_sentence_transformer
 
 
-STORAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
+# float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype that is asked for (4 keeps e4m3 as it is).
+STORAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e5m2}
 
 
 def build_student(arguments, teacher, width):
@@ -117,7 +119,7 @@ def save_student(student, folder, dtype, embedding_dtype):
     folder = Path(folder)
     model = student[0].auto_model
     student.save_pretrained(str(folder), create_model_card=False)
-    write_pooling(folder, model.config.hidden_size, student[1].pooling_mode if isinstance(student[1].pooling_mode, str) else "mean")
+    _use_old_names(folder, student, model.config.hidden_size)
     _add_code(folder)
     path = folder / "model.safetensors"
     weights = {
@@ -126,6 +128,17 @@ def save_student(student, folder, dtype, embedding_dtype):
     }
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)
+
+
+def _use_old_names(folder, student, width):
+    """Names of modules, and keys of the pooling and the length, that old and new versions of sentence-transformers read."""
+    write_pooling(folder, width, student[1].pooling_mode if isinstance(student[1].pooling_mode, str) else "mean")
+    rows = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    for row in rows:
+        row["type"] = f"sentence_transformers.models.{row['type'].rpartition('.')[2]}"
+    write_json(folder / "modules.json", rows)
+    path = folder / "sentence_bert_config.json"
+    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "max_seq_length": student.max_seq_length, "do_lower_case": False})
 
 
 def _add_code(folder):

@@ -197,7 +197,7 @@ def test_token_embeddings_come_from_the_teacher(teacher):
     arguments = arguments_for(teacher, embeddings_from_teacher=True, freeze_embeddings=True, embedding_dtype="float8")
     weight = build_student(arguments, encoder, 32)[0].auto_model.get_input_embeddings().weight
     assert not weight.requires_grad
-    assert torch.equal(weight, source.to(torch.float8_e4m3fn).float()), "they must be trained with as they are stored"
+    assert torch.equal(weight, source.to(torch.float8_e5m2).float()), "they must be trained with as they are stored"
     narrow = build_student(arguments_for(teacher, model_config=NARROW, embeddings_from_teacher=True), encoder, 32)
     weight = narrow[0].auto_model.get_input_embeddings().weight
     gram = source.double() @ source.double()[:500].T
@@ -256,9 +256,13 @@ def test_the_folder_is_complete_and_small(finished):
     )
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True and pooling["pooling_mode_cls_token"] is False
+    assert [row["type"] for row in json.loads((folder / "modules.json").read_text())] == [
+        f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")
+    ], "older versions of the library know these names alone"
+    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 32
     weights = load_file(folder / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in weights.items() if "encoder.weight" in name or "qkv" in name} == {
-        "encoder.weight": torch.float8_e4m3fn,
+        "encoder.weight": torch.float8_e5m2,
         **{f"transformer_encoder.{i}.qkv.weight": torch.float16 for i in range(2)},
     }
     card = (folder / "README.md").read_text()
