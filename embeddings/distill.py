@@ -56,7 +56,7 @@ TRAINER = {
     "seed": 0,
 }
 # Options that a continued run may change: they touch neither the numbers nor the order of the data.
-_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "language")
+_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
 _FREE_TRAINER = ("logging_", "log_", "save_", "eval_", "disable_tqdm", "report_to", "run_name", "dataloader_num", "push_to_hub", "hub_")
 
 
