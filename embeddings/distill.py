@@ -8,6 +8,7 @@ Two folders: `--work` holds the teacher's vectors and the checkpoints of a run t
 
 # ruff: noqa: E402  (a missing extra is named before the imports that need it)
 
+import functools
 import json
 import shutil
 from dataclasses import asdict, dataclass
@@ -30,13 +31,13 @@ from ..common.identity import files_digest, weights_digest
 from ..common.loading import choose_device
 from ..common.results import environment
 from .distill_card import precision_check, write_card
-from .distill_data import TeacherVectors, TextSource, read_texts, training_dataset
+from .distill_data import SimilarLengths, TeacherVectors, TextSource, read_texts, token_lengths, training_dataset
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import STORAGE_DTYPES, as_shipped, build_student, save_student
 from .packed_encoder import POOLINGS, PackedEncoder
 
 
-SETTINGS = "run.json"
+SETTINGS, LENGTHS = "run.json", "lengths.npy"
 # Trainer's options where this command has other defaults.
 TRAINER = {
     "per_device_train_batch_size": 256,
@@ -170,6 +171,7 @@ def claim_work(work, settings, overwrite):
         )
     if changed:
         shutil.rmtree(work / "checkpoints", ignore_errors=True)
+        (work / LENGTHS).unlink(missing_ok=True)
     write_json(path, {"command": "distill", "settings": settings})
 
 
@@ -239,6 +241,9 @@ def _train(arguments, training, settings, texts, vectors):
         model.set_attn_implementation(arguments.attn_implementation)
     if arguments.compile:
         compile_blocks(student)
+    with training.main_process_first(desc="lengths"):
+        lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, Path(arguments.work) / LENGTHS)
+    training.batch_sampler = functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
     sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
     sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
     trainer = DistillTrainer(

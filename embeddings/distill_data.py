@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sentence_transformers.base.sampler import DefaultBatchSampler
 from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option
@@ -185,3 +186,52 @@ def training_dataset(texts, vectors):
         return output
 
     return data.with_transform(with_vectors)
+
+
+def token_lengths(texts, tokenizer, max_length, path):
+    """Tokens of each text, (N,) int32, kept in the file `path`."""
+    if path.is_file() and len(lengths := np.load(path)) == len(texts):
+        return lengths
+    lengths = []
+    for start in tqdm(range(0, len(texts), 4096), desc="lengths"):
+        rows = tokenizer(texts[start : start + 4096], truncation=True, max_length=max_length, return_attention_mask=False)["input_ids"]
+        lengths += map(len, rows)
+    with open(path, "wb") as file:
+        np.save(file, np.array(lengths, dtype=np.int32))
+    return np.array(lengths, dtype=np.int32)
+
+
+class SimilarLengths(DefaultBatchSampler):
+    """Batches of texts of nearly one length: attention on the CPU runs once a length.
+
+    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the batches. `group` neighbouring batches hold
+    texts of one length: those of the processes of a step, which wait for each other.
+
+    Args:
+        dataset: of N texts.
+        lengths: (N,) tokens of each.
+    """
+
+    pool = 64
+
+    def __init__(self, dataset, batch_size, drop_last=True, generator=None, seed=0, lengths=None, group=1, **kwargs):
+        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
+        self.lengths, self.group, self.seed, self.epoch = torch.from_numpy(np.asarray(lengths)), group, seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return max(1, len(self.lengths) // (self.batch_size * self.group)) * self.group
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)
+        together = self.batch_size * self.group
+        groups = []
+        for part in order.split(self.pool * together):
+            part = part[self.lengths[part].argsort(stable=True)]
+            groups += [rows for rows in part.split(together) if len(rows) == together]
+        groups = groups or [order]  # fewer texts than one step takes
+        for index in torch.randperm(len(groups), generator=generator).tolist():
+            yield from (rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group)))
