@@ -9,7 +9,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream bench gpu test-gpu clean
+.PHONY: demo test lint test-oldest test-upstream bench gpu test-gpu sentence-encoder-code clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -71,6 +71,10 @@ $(HARSH)/.ready: setup.cfg constraints-5.0.txt
 	$(PYTHON) -m venv $(HARSH)
 	$(HARSH)/bin/python $(PIP_INSTALL) constraints-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@
+
+# The bundled sentence encoder carries the model's code, as a folder of the Hub does.
+sentence-encoder-code:
+	cp modeling_neobert.py configuration_neobert.py examples/sentence-encoder/
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info

@@ -19,6 +19,11 @@ COMMANDS = {
         ("eval", "sentence_transformers", "datasets", "accelerate"),
         "contrastive fine-tuning to a sentence encoder",
     ),
+    "distill": (
+        "embeddings.distill",
+        ("eval", "sentence_transformers", "datasets", "accelerate"),
+        "a sentence encoder that learns another one's vectors",
+    ),
     "mteb": ("embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb"), "MTEB evaluation and its table"),
     "encode": ("embeddings.encode", ("eval", "sentence_transformers", "pyarrow"), "embeddings of a large corpus"),
     "throughput": ("benchmarks.throughput", (), "tokens per second against other encoders"),

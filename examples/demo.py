@@ -1,4 +1,4 @@
-"""The main job in one go: convert the bundled raw training checkpoint, load it as a user would, fill masks, compare sentences.
+"""The main job in one go: convert the bundled raw training checkpoint, load it as a user would, fill masks; then search by meaning.
 
 make demo        or        python examples/demo.py [--output runs/demo]
 """
@@ -29,6 +29,17 @@ SENTENCES = [
     "a musical instrument with strings",
     "an instrument played with a bow, like the violin",
     "a person who works on a ship",
+]
+# As people type them; hardly a word of an answer is in its query.
+QUERIES = [
+    "someone who flies planes",
+    "tool to keep off the rain",
+    "longing for the past",
+    "where do i borrow books",
+    "money you get when you stop working",
+    "doctor for teeth",
+    "device that tells how hot it is",
+    "land with water all around it",
 ]
 
 
@@ -78,17 +89,29 @@ def hidden_states(folder):
     print(f"hidden states {tuple(together.shape)}, {fill:.0%} real tokens; a text alone and in the batch differ by {difference:.1e}")
 
 
-def compare_sentences(folder):
+def search(folder, path):
+    """Semantic search over the dictionary's definitions with the bundled sentence encoder."""
+    import torch
     from sentence_transformers import SentenceTransformer
 
-    heading("5. SentenceTransformer(folder, trust_remote_code=True): cosine similarity")
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
+    heading(f"5. SentenceTransformer('examples/sentence-encoder', trust_remote_code=True): which of {len(rows):,} definitions is meant?")
     model = SentenceTransformer(str(folder), trust_remote_code=True)
-    embeddings = model.encode(SENTENCES, show_progress_bar=False)
-    similarity = model.similarity(embeddings, embeddings)
-    width = max(map(len, SENTENCES)) + 4
-    print(" " * width + "".join(f"{i + 1:>7}" for i in range(len(SENTENCES))))
-    for i, sentence in enumerate(SENTENCES):
-        print(f"{i + 1}. {sentence:<{width - 3}}" + "".join(f"{value:7.2f}" for value in similarity[i].tolist()))
+    started = time.perf_counter()
+    definitions = model.encode([definition for _, definition in rows], convert_to_tensor=True, show_progress_bar=False)
+    print(f"{len(rows):,} definitions read in {time.perf_counter() - started:.0f} s\n")
+    model.encode(["warm-up"])
+    times = []
+    for query in QUERIES:
+        started = time.perf_counter()
+        scores = model.similarity(model.encode(query, convert_to_tensor=True), definitions)[0]
+        best = torch.topk(scores, 3)
+        times.append(1000 * (time.perf_counter() - started))
+        print(f"{query}")
+        for score, index in zip(best.values.tolist(), best.indices.tolist()):
+            words, definition = rows[index]
+            print(f"   {score:.2f}  {words}: {definition}")
+    print(f"\n{len(QUERIES)} queries, {sorted(times)[len(times) // 2]:.0f} ms each")
 
 
 def main():
@@ -108,7 +131,7 @@ def main():
     logging.disable_progress_bar()
     fill_masks(folder)
     hidden_states(folder)
-    compare_sentences(folder)
+    search(ROOT / "examples" / "sentence-encoder", ROOT / "examples" / "definitions.tsv")
     print(f"\nDone in {time.time() - started:.0f} s. The folder is ready for the Hub: {os.path.relpath(folder)}")
 
 

@@ -1,0 +1,165 @@
+"""The bundled sentence encoder beside its teacher: three local tasks, agreement over training, sentences per second.
+
+    python benchmarks/sentence_encoder.py --teacher FOLDER --output results/distill
+
+Both run in sentence-transformers' `encode`, in turns within one run. The tasks are those of embeddings/local_tasks.py, without instructions.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+from neobert.common.files import write_json, write_text
+from neobert.common.local_text import sentiment_sentences
+from neobert.common.results import environment, markdown_table
+from neobert.embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
+
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAST_SHARE = 0.9
+
+
+def task_scores(model):
+    """{task: score in percent}."""
+    import mteb
+
+    results = mteb.evaluate(model, [task() for task in LOCAL_TASKS.values()], cache=None, show_progress_bar=False)
+    return {result.task_name: 100 * result.get_score() for result in results.task_results}
+
+
+def timed_texts(count):
+    """Short texts of two kinds: definitions and tweets, in a fixed order."""
+    definitions = [definition for _, _, definition in wordnet_definitions()]
+    tweets = [row["text"] for row in sentiment_sentences("tweets")]
+    return {"definitions": definitions[:: len(definitions) // count][:count], "tweets": tweets[:: max(1, len(tweets) // count)][:count]}
+
+
+def speeds(models, dtypes, rounds, count):
+    """Sentences per second of each model, by wall clock and by CPU time, in turns: rows of kind, dtype, model, runs."""
+    import torch
+
+    rows = []
+    for dtype in dtypes:
+        for model in models.values():
+            model.to(getattr(torch, dtype))
+        for kind, texts in timed_texts(count).items():
+            runs = {name: [] for name in models}
+            for _ in range(rounds + 1):
+                for name, model in models.items():
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    model.encode(texts, batch_size=64, show_progress_bar=False)
+                    runs[name].append((len(texts) / (time.perf_counter() - wall), len(texts) / (time.process_time() - cpu)))
+            for name, found in runs.items():
+                wall, cpu = zip(*found[1:])  # the first round warms up
+                rows.append({"texts": kind, "dtype": dtype, "model": name, "per_second": wall, "per_cpu_second": cpu})
+    for model in models.values():
+        model.to(torch.float32)
+    return rows
+
+
+def speed_table(rows):
+    cells = []
+    for row in rows:
+        other = next(r for r in rows if r["model"] == "teacher" and (r["texts"], r["dtype"]) == (row["texts"], row["dtype"]))
+        ratios = [a / b for a, b in zip(row["per_cpu_second"], other["per_cpu_second"])]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        medians = [f"{statistics.median(row[key]):,.0f}" for key in ("per_second", "per_cpu_second")]
+        cells.append([row["texts"], row["dtype"], row["model"], *medians, f"{statistics.median(ratios):.2f}", spread])
+    return markdown_table(["texts", "dtype", "model", "sentences/s", "sentences/CPU-s", "times the teacher", "over the rounds"], cells)
+
+
+def plot(figures, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for axis, key, title in zip(axes, ("spearman", "cosine"), ("Spearman of pair similarities", "mean cosine to the teacher's vector")):
+        for name in (name.removesuffix(f"_{key}") for name in figures["agreement"][-1] if name.endswith(f"_{key}")):
+            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in figures["agreement"]]
+            axis.plot(*zip(*points), label=name.replace("_", " "))
+        axis.set(title=title, xlabel="step")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(ROOT / "examples" / "sentence-encoder"))
+    parser.add_argument("--teacher", required=True, help="folder of the teacher")
+    parser.add_argument("--output", default="results/distill")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sentences", type=int, default=1000)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    given = parser.parse_args()
+    from sentence_transformers import SentenceTransformer
+
+    models = {
+        "teacher": SentenceTransformer(given.teacher, device="cpu"),
+        "student": SentenceTransformer(given.model, device="cpu", trust_remote_code=True),
+    }
+    scores = {name: task_scores(model) for name, model in models.items()}
+    rows = speeds(models, given.dtypes, given.rounds, given.sentences)
+    figures = json.loads((Path(given.model) / "figures.json").read_text())
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    megabytes = {
+        name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6
+        for name, folder in (("teacher", given.teacher), ("student", given.model))
+    }
+    env = environment(dtype=", ".join(given.dtypes))
+    output = Path(given.output)
+    write_json(
+        output / "distill.json",
+        {
+            "kind": "distill",
+            "scores": scores,
+            "speed": rows,
+            "parameters": sizes,
+            "megabytes": megabytes,
+            "training": figures,
+            "environment": env,
+        },
+    )
+    cells = []
+    for task in LOCAL_TASKS:
+        share = scores["student"][task] / scores["teacher"][task]
+        cells.append(
+            [
+                task,
+                f"{scores['teacher'][task]:.1f}",
+                f"{scores['student'][task]:.1f}",
+                f"{share:.3f}",
+                "yes" if share >= LEAST_SHARE else "no",
+            ]
+        )
+    last = figures["agreement"][-1]
+    names = [name.removesuffix("_spearman") for name in last if name.endswith("_spearman")]
+    agreed = [[name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"] for name in names]
+    text = f"""# The bundled sentence encoder beside its teacher
+
+{sizes["student"] / 1e6:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {sizes["teacher"] / 1e6:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
+
+{markdown_table(["task", "teacher", "student", "share", f"at least {LEAST_SHARE}"], cells)}
+Agreement with the teacher at the end of training, on texts that were not trained on (`held out`: the same sources; the others: kinds of text
+that are not in the training texts):
+
+{markdown_table(["texts", "mean cosine", "Spearman of pair similarities"], agreed)}
+![agreement over training](distill.png)
+
+Sentences per second in `SentenceTransformer.encode`, batches of 64, {given.rounds} rounds in turns, medians:
+
+{speed_table(rows)}
+`{env["command"]}`, commit {env["commit"]}, {env["date"]}, {env["hardware"]}, {env["threads"]} threads.
+"""
+    write_text(output / "distill.md", text)
+    plot(figures, output / "distill.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""`neobert distill TEACHER RECIPE.yaml`: a NeoBERT sentence encoder that learns the vectors of another one.
+
+The teacher is any model of sentence-transformers; its vectors are computed once and kept. The student is a new NeoBERT of any size, or one that
+exists. It trains with sentence-transformers' trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
+
+Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished; `--output` appears when it is, complete.
+"""
+
+# ruff: noqa: E402  (a missing extra is named before the imports that need it)
+
+import functools
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..common.errors import require
+
+
+require("eval", "sentence_transformers", "datasets", "accelerate", "scipy")
+
+import torch
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import set_seed
+
+from ..common import checkpoints
+from ..common.arguments import Arguments, option, read_arguments, training_arguments
+from ..common.errors import UserError
+from ..common.files import check_apart, check_folder, check_replaceable, new_folder, write_json
+from ..common.identity import files_digest, weights_digest
+from ..common.loading import choose_device
+from ..common.results import environment
+from .distill_card import precision_check, write_card
+from .distill_data import SimilarLengths, TeacherVectors, TextSource, read_texts, token_lengths, training_dataset
+from .distill_loss import Agreement, DistillLoss
+from .distill_student import STORAGE_DTYPES, as_shipped, build_student, save_student
+from .packed_encoder import POOLINGS, PackedEncoder
+
+
+SETTINGS, LENGTHS = "run.json", "lengths.npy"
+# Trainer's options where this command has other defaults.
+TRAINER = {
+    "per_device_train_batch_size": 256,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "adam_beta2": 0.98,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 200,
+    "logging_steps": 50,
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 500,
+    "ddp_find_unused_parameters": False,
+    "report_to": "none",
+    "seed": 0,
+}
+# Options that a continued run may change: they touch neither the numbers nor the order of the data.
+_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
+_FREE_TRAINER = ("logging_", "log_", "save_", "eval_", "disable_tqdm", "report_to", "run_name", "dataloader_num", "push_to_hub", "hub_")
+
+
+@dataclass
+class DistillArguments(Arguments):
+    """What learns from what."""
+
+    teacher: str = option(help="sentence encoder to learn from: a folder or a Hub name", positional=True)
+    texts: list[str | dict] = option(
+        default_factory=list, help="files of texts: .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license"
+    )
+    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
+    output: str | None = option(None, "folder of the student")
+    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
+    overwrite: bool = option(False, "train anew, also where output holds a student of this command")
+    model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
+    init_from: str | None = option(None, "a NeoBERT to start from: a folder or a Hub name")
+    trust_remote_code: bool = option(False, "run the own code of the teacher's or the student's repository")
+    embeddings_from_teacher: bool = option(False, "start from the teacher's token embeddings, by PCA where the student is narrower")
+    freeze_embeddings: bool = option(False, "do not train the token embeddings")
+    pooling: str = option("mean", "of a student without one", choices=POOLINGS)
+    max_length: int = option(128, "tokens of a text, for both models", least=3)
+    cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
+    mse_weight: float = option(0.0, "of the mean squared error between the two vectors of a text", least=0)
+    similarity_weight: float = option(1.0, "of the KL divergence between the similarities within a batch", least=0)
+    similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
+    keep_projection: bool = option(True, "where the widths differ: whether the linear map to the teacher's width stays, as a Dense module")
+    teacher_dtype: str = option(
+        "auto", "of the teacher's weights while its vectors are computed", choices=("auto", "float32", "float16", "bfloat16")
+    )
+    dtype: str = option("float32", "of the saved weights", choices=tuple(STORAGE_DTYPES))
+    embedding_dtype: str = option("float32", "of the saved token embeddings", choices=tuple(STORAGE_DTYPES))
+    held_out_percent: float = option(1.0, "of the texts, by hash, to measure with", above=0, most=50)
+    held_out_texts: int = option(2000, "at most so many of them", least=3)
+    attn_implementation: str | None = option(None, "attention implementation while training; eager is fastest on the CPU")
+    compile: bool = option(False, "torch.compile the blocks while training")
+    device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
+    title: str | None = option(None, "heading of the card; by default the name of the output folder")
+    license: str = option("other", "licence of the student, for the card")
+    language: str = option("en", "language of the texts, for the card")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.texts:
+            raise UserError("there are no texts to learn from: give texts in the recipe, or --texts FILE")
+        if not self.output:
+            raise UserError("give --output, the folder for the student")
+        if bool(self.model_config) == bool(self.init_from):
+            raise UserError("give either model_config, for a new student, or --init-from, a NeoBERT to start from")
+        if not (self.cosine_weight or self.mse_weight or self.similarity_weight):
+            raise UserError("at least one of cosine_weight, mse_weight and similarity_weight must be above 0")
+        self.work = self.work or f"{self.output.rstrip('/')}.work"
+
+    def sources(self):
+        """`TextSource`s to learn from, and those of other kinds."""
+        return [TextSource.from_entry(entry) for entry in self.texts], [TextSource.from_entry(entry) for entry in self.other_texts]
+
+
+class DistillTrainer(SentenceTransformerTrainer):
+    """The library's trainer; it stops where the loss is not finite."""
+
+    def log(self, logs, *args, **kwargs):
+        if not torch.isfinite(torch.tensor(float(logs.get("loss", 0.0)))):
+            raise UserError(
+                f"training diverged at step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and nothing was written "
+                "to the output; give a lower --learning-rate and --overwrite"
+            )
+        super().log(logs, *args, **kwargs)
+
+
+def check(arguments):
+    """Finds what is wrong with the folders before any work begins."""
+    output, work = Path(arguments.output), Path(arguments.work)
+    sources, others = arguments.sources()
+    for path, name in ((output, "output"), (work, "work")):
+        check_folder(path, name)
+        check_apart(
+            path, *(p for p in (arguments.teacher, arguments.init_from, *(s.path for s in sources + others)) if p and Path(p).exists())
+        )
+    check_apart(work, output)
+    for model in filter(None, (arguments.teacher, arguments.init_from)):
+        looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+        if looks_local and not any((Path(model) / name).is_file() for name in ("modules.json", "config.json")):
+            raise UserError(f"there is no model in {model}: it needs a config.json or modules.json")
+    if output.is_dir() and any(output.iterdir()):
+        check_replaceable(output, "distill")
+        if not arguments.overwrite:
+            raise UserError(f"{output} holds a finished student; give another --output, or --overwrite to train it anew")
+
+
+def settings_of(arguments, trainer_options, sources, others):
+    """What a run is known by: its settings, with digests of its texts and of the weights it starts from."""
+    settings = {name: value for name, value in asdict(arguments).items() if name not in _FREE}
+    settings["trainer"] = {name: value for name, value in trainer_options.items() if not name.startswith(_FREE_TRAINER)}
+    settings["teacher_weights"] = weights_digest(arguments.teacher)
+    settings["init_weights"] = weights_digest(arguments.init_from) if arguments.init_from else None
+    settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}
+    return json.loads(json.dumps(settings, default=str))
+
+
+def claim_work(work, settings, overwrite):
+    """Makes `work` this run's: with the same settings a run goes on; with others only the vectors stay, and only with `overwrite`."""
+    path = work / SETTINGS
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if old is None and any(entry.name not in ("vectors", ".lock") for entry in work.iterdir()):
+        raise UserError(f"{work} holds other files; choose another --work")
+    changed = [] if old is None else [name for name in settings if old.get("settings", {}).get(name) != settings[name]]
+    if changed and not overwrite:
+        raise UserError(
+            f"{work} holds a run with other settings ({', '.join(changed)} differ); choose another --work, or give --overwrite to begin anew"
+        )
+    if changed:
+        shutil.rmtree(work / "checkpoints", ignore_errors=True)
+        (work / LENGTHS).unlink(missing_ok=True)
+    write_json(path, {"command": "distill", "settings": settings})
+
+
+def load_teacher(arguments, device):
+    dtype = arguments.teacher_dtype
+    return PackedEncoder(
+        arguments.teacher, dtype=dtype, device=device, max_length=arguments.max_length, trust_remote_code=arguments.trust_remote_code
+    )
+
+
+def teacher_vectors(arguments, texts, device):
+    """`TeacherVectors` of all texts of a run: {"train", "held_out", other names}."""
+    loaded = []
+
+    def load():
+        if not loaded:
+            loaded.append(load_teacher(arguments, device))
+        return loaded[0]
+
+    identity = {"teacher": weights_digest(arguments.teacher), "max_length": arguments.max_length, "dtype": arguments.teacher_dtype}
+    folder = Path(arguments.work) / "vectors"
+    sets = {"train": texts.train, "held_out": texts.held_out, **{f"other-{name}": rows for name, rows in texts.other.items()}}
+    return {name: TeacherVectors(folder / name, rows, identity, load) for name, rows in sets.items() if rows}
+
+
+def compile_blocks(student):
+    """torch.compile of each block, which is the same graph for all of them."""
+    torch._dynamo.config.recompile_limit = 64
+    for block in student[0].auto_model.transformer_encoder:
+        block.compile(dynamic=True)
+
+
+def train(arguments, trainer_options):
+    """Trains the student and writes its folder; a run that was interrupted goes on at its last checkpoint.
+
+    Returns:
+        dict of figures: agreement over the steps, losses, precision, seconds.
+    Raises:
+        UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
+    """
+    check(arguments)
+    sources, others = arguments.sources()
+    device = choose_device(arguments.device)
+    work = Path(arguments.work)
+    fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps")}
+    if device.type == "cpu":
+        fixed["use_cpu"] = True
+    training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
+    settings = settings_of(arguments, trainer_options, sources, others)
+    with checkpoints.lock_run(work):
+        if training.process_index == 0:
+            claim_work(work, settings, arguments.overwrite)
+        texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
+        with training.main_process_first(desc="teacher vectors"):
+            vectors = teacher_vectors(arguments, texts, device)
+        return _train(arguments, training, settings, texts, vectors)
+
+
+def _train(arguments, training, settings, texts, vectors):
+    set_seed(training.seed)
+    teacher = load_teacher(arguments, "cpu").sentence_transformer
+    student = build_student(arguments, teacher, vectors["train"].width)
+    del teacher
+    model = student[0].auto_model
+    packing = model.config._attn_implementation
+    if arguments.attn_implementation:
+        model.set_attn_implementation(arguments.attn_implementation)
+    if arguments.compile:
+        compile_blocks(student)
+    with training.main_process_first(desc="lengths"):
+        lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, Path(arguments.work) / LENGTHS)
+    training.batch_sampler = functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
+    sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
+    sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
+    trainer = DistillTrainer(
+        model=student,
+        args=training,
+        train_dataset=training_dataset(texts.train, vectors["train"]),
+        loss=DistillLoss(student, arguments),
+        evaluator=Agreement(sets) if sets else None,
+    )
+    outcome = checkpoints.train(trainer)
+    history = trainer.state.log_history
+    if not all(parameter.isfinite().all() for parameter in student.parameters()):
+        raise UserError(f"training diverged with learning_rate {training.learning_rate:g}; give a lower --learning-rate and --overwrite")
+    for block in model.transformer_encoder:
+        block._compiled_call_impl = None
+    model.set_attn_implementation(packing)
+    figures = {
+        "texts": {"train": len(texts.train), "held_out": len(texts.held_out), **{name: len(rows) for name, rows in texts.other.items()}},
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch,
+        "seconds": outcome.metrics.get("train_runtime"),
+        "losses": [
+            {key: entry[key] for key in ("step", "loss", "cosine", "mse", "similarity") if key in entry}
+            for entry in history
+            if "loss" in entry
+        ],
+        "agreement": [
+            {key.removeprefix("eval_"): value for key, value in entry.items() if key == "step" or key.endswith(("_cosine", "_spearman"))}
+            for entry in history
+            if any(key.endswith("_spearman") for key in entry)
+        ],
+        "settings": settings,
+        "environment": environment(
+            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32", processes=training.world_size
+        ),
+    }
+    if training.process_index == 0:
+        write_student(arguments, student, sets, figures)
+    return figures
+
+
+def _measured(texts):
+    """(name, texts, folder of their vectors) of what agreement is measured on."""
+    yield "held_out", texts.held_out, "held_out"
+    for name, rows in texts.other.items():
+        yield name, rows, f"other-{name}"
+
+
+def write_student(arguments, student, sets, figures):
+    """Writes the output folder: the encoder with its code, its figures and its card, after a check in each precision."""
+    with new_folder(arguments.output, "distill", replace=arguments.overwrite) as folder:
+        save_student(as_shipped(student.to("cpu"), arguments.keep_projection), folder, arguments.dtype, arguments.embedding_dtype)
+        figures["precision"] = precision_check(folder, sets)
+        write_json(folder / "figures.json", figures)
+        write_card(folder, arguments, figures)
+    shutil.rmtree(Path(arguments.work) / "checkpoints")
+
+
+def main(argv=None):
+    """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
+    arguments, trainer_options = read_arguments((DistillArguments,), argv or [], "neobert distill", __doc__.split("\n\n")[0], TRAINER)
+    figures = train(arguments, trainer_options)
+    if checkpoints.is_main():
+        last = figures["agreement"][-1] if figures["agreement"] else {}
+        agreed = "".join(f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step")
+        print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
+    return 0

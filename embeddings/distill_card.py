@@ -1,0 +1,108 @@
+"""The card of a student, and the check that it gives the same vectors in every precision."""
+
+import numpy as np
+
+from ..common.errors import UserError
+from ..common.files import write_text
+from ..common.results import markdown_table
+from .distill_loss import agreement
+from .packed_encoder import PackedEncoder
+
+
+LEAST_COSINE = 0.99
+
+
+def precision_check(folder, sets):
+    """Loads the saved student in float32, bfloat16 and float16.
+
+    Args:
+        sets: {name: (texts, teacher's vectors)}.
+    Returns:
+        {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine", "<set>_spearman": agreement with the teacher}}.
+    Raises:
+        UserError: vectors are not finite, or of another direction than those of float32.
+    """
+    found, exact = {}, {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        encoder = PackedEncoder(str(folder), dtype=dtype, device="cpu")
+        figures = {}
+        for name, (texts, vectors) in sets.items():
+            own = encoder.embed(encoder.tokenize(texts))
+            exact.setdefault(name, own)
+            cosine = agreement(own, exact[name])["cosine"]
+            if not np.isfinite(own).all() or not cosine > LEAST_COSINE:
+                raise UserError(
+                    f"the student's vectors in {dtype} are not those of float32 (mean cosine {cosine:.4f}); save it with --dtype float32"
+                )
+            figures["to_float32"] = min(cosine, figures.get("to_float32", 1.0))
+            figures |= {f"{name}_{key}": value for key, value in agreement(own, vectors).items()}
+        found[dtype] = figures
+        del encoder
+    return found
+
+
+def write_card(folder, arguments, figures):
+    """README.md of the student."""
+    title = arguments.title or folder.name.lstrip(".").partition(".writing")[0]
+    sources, others = arguments.sources()
+    header = ["---", "library_name: sentence-transformers", "pipeline_tag: sentence-similarity", f"language: {arguments.language}"]
+    header += [
+        f"license: {arguments.license}",
+        "tags: [sentence-transformers, sentence-similarity, feature-extraction, neobert, distillation]",
+        "---",
+    ]
+    rows = [
+        [dtype, f"{found.get('to_float32', 1.0):.4f}", *(f"{found[key]:.3f}" for key in found if key != "to_float32")]
+        for dtype, found in figures["precision"].items()
+    ]
+    columns = [key.replace("_", " ") for key in next(iter(figures["precision"].values())) if key != "to_float32"]
+    kinds = [[source.name, source.license or "not stated"] for source in sources]
+    environment = figures["environment"]
+    text = f"""
+# {title}
+
+A NeoBERT sentence encoder (arXiv 2502.19587) that learned the vectors of {_name(arguments.teacher)}.
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{title}", trust_remote_code=True)
+print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle", "a violin"])))
+```
+
+## How near it is to its teacher
+
+Mean cosine between the two vectors of a text, and Spearman correlation between the similarities of all pairs of {min(1000, figures["texts"]["held_out"])}
+texts. `held out`: texts of the training sources, kept back by hash. {_others(others)}
+
+{markdown_table(["dtype", "cosine to float32", *columns], rows)}
+
+## Training
+
+{figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {_losses(arguments)}.
+`figures.json` holds the settings, the losses and the agreement over the steps.
+{environment["hardware"]}, {environment["threads"]} threads; commit {environment["commit"]}, {environment["date"]}.
+
+{markdown_table(["texts", "licence"], kinds)}
+"""
+    write_text(folder / "README.md", "\n".join(header) + text)
+
+
+def _name(teacher):
+    return teacher.rstrip("/").rsplit("/", 1)[-1] if "/" in teacher and teacher.count("/") > 1 else teacher
+
+
+def _others(others):
+    return (
+        f"The other columns are text of kinds that it did not learn from: {', '.join(source.name for source in others)}." if others else ""
+    )
+
+
+def _losses(arguments):
+    named = {
+        "cosine": "1 - cosine",
+        "mse": "mean squared error",
+        "similarity": f"KL divergence of in-batch similarities / {arguments.similarity_temperature:g}",
+    }
+    parts = [(getattr(arguments, f"{name}_weight"), words) for name, words in named.items()]
+    return ", ".join(f"{weight:g} x {words}" for weight, words in parts if weight > 0)

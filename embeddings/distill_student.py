@@ -1,0 +1,148 @@
+"""The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes of a small file."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..common.errors import UserError
+from ..common.files import write_json
+from ..common.pooling import write_pooling
+from .packed_encoder import load_sentence_transformer
+
+
+# float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype that is asked for (4 keeps e4m3 as it is).
+STORAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e5m2}
+
+
+def build_student(arguments, teacher, width):
+    """A SentenceTransformer: NeoBERT, pooling, a Dense module where the widths differ, and Normalize where the teacher has it.
+
+    Args:
+        arguments: `DistillArguments`.
+        teacher: SentenceTransformer.
+        width: of the teacher's vectors, D.
+    """
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import models as modules
+
+    student = _loaded(arguments) if arguments.init_from else _fresh(arguments, teacher)
+    transformer, pooling = student[0], student[1]
+    own = transformer.auto_model.config.hidden_size
+    parts = [transformer, pooling]
+    if own != width:
+        dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
+        torch.nn.init.orthogonal_(dense.linear.weight)
+        parts.append(dense)
+    if any(isinstance(module, modules.Normalize) for module in teacher.children()):
+        parts.append(modules.Normalize())
+    student = SentenceTransformer(modules=parts, device="cpu")
+    if arguments.embeddings_from_teacher:
+        take_embeddings(student, teacher, STORAGE_DTYPES[arguments.embedding_dtype])
+    if arguments.freeze_embeddings:
+        student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
+    student.max_seq_length = arguments.max_length
+    return student
+
+
+def _loaded(arguments):
+    student = load_sentence_transformer(
+        arguments.init_from, max_length=arguments.max_length, pooling=arguments.pooling, trust_remote_code=arguments.trust_remote_code
+    )
+    if student[0].auto_model.config.model_type != "neobert":
+        raise UserError(f"the student must be a NeoBERT, but {arguments.init_from} is a {student[0].auto_model.config.model_type}")
+    return student
+
+
+def _fresh(arguments, teacher):
+    """An untrained NeoBERT with the teacher's tokenizer."""
+    from .. import NeoBERTConfig, NeoBERTModel
+
+    tokenizer = teacher.tokenizer
+    given = {"max_position_embeddings": 512, **arguments.model_config}
+    given |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    try:
+        model = NeoBERTModel(NeoBERTConfig(**given))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model_config: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        # Not model.save_pretrained, which writes in a run's first process alone.
+        write_json(Path(folder) / "config.json", {**model.config.to_dict(), "architectures": ["NeoBERT"]})
+        save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        tokenizer.save_pretrained(folder)
+        return load_sentence_transformer(folder, max_length=arguments.max_length, pooling=arguments.pooling)
+
+
+@torch.no_grad()
+def take_embeddings(student, teacher, storage):
+    """Copies the teacher's token embeddings into the student, rounded to what will be stored.
+
+    A narrower student gets the principal components of them (of the uncentred matrix, so that scalar products are kept best).
+
+    Raises:
+        UserError: the vocabularies differ, or the student is wider.
+    """
+    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
+        raise UserError("embeddings_from_teacher needs a student with the teacher's vocabulary; leave it out, or init_from another model")
+    source = teacher[0].auto_model.get_input_embeddings().weight.float().cpu()
+    target = student[0].auto_model.get_input_embeddings().weight
+    rows, width = target.shape
+    if width > source.shape[1]:
+        raise UserError(
+            f"embeddings_from_teacher: hidden_size is {width}, but the teacher's token embeddings have {source.shape[1]} numbers"
+        )
+    if width < source.shape[1]:
+        _, vectors = torch.linalg.eigh(source.double().T @ source.double())
+        source = source @ vectors[:, -width:].flip(1).float()
+    target.copy_(source[:rows].to(storage).float())
+
+
+def as_shipped(student, keep_projection):
+    """The student as it is saved: without the Dense module unless it is kept."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers import models as modules
+
+    parts = [module for module in student.children() if keep_projection or not isinstance(module, modules.Dense)]
+    shipped = SentenceTransformer(modules=parts, device="cpu")
+    shipped.max_seq_length = student.max_seq_length
+    return shipped
+
+
+def save_student(student, folder, dtype, embedding_dtype):
+    """Writes the sentence encoder with its code: weights in `dtype`, token embeddings in `embedding_dtype`.
+
+    The config asks for float32, which is what the weights are loaded as where nothing else is asked for.
+    """
+    folder = Path(folder)
+    model = student[0].auto_model
+    student.save_pretrained(str(folder), create_model_card=False)
+    _use_old_names(folder, student, model.config.hidden_size)
+    _add_code(folder)
+    path = folder / "model.safetensors"
+    weights = {
+        name: tensor.to(STORAGE_DTYPES[embedding_dtype if name.endswith("encoder.weight") else dtype])
+        for name, tensor in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def _use_old_names(folder, student, width):
+    """Names of modules, and keys of the pooling and the length, that old and new versions of sentence-transformers read."""
+    write_pooling(folder, width, student[1].pooling_mode if isinstance(student[1].pooling_mode, str) else "mean")
+    rows = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    for row in rows:
+        row["type"] = f"sentence_transformers.models.{row['type'].rpartition('.')[2]}"
+    write_json(folder / "modules.json", rows)
+    path = folder / "sentence_bert_config.json"
+    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "max_seq_length": student.max_seq_length, "do_lower_case": False})
+
+
+def _add_code(folder):
+    from ..common.loading import ROOT
+
+    for name in ("modeling_neobert.py", "configuration_neobert.py"):
+        shutil.copyfile(ROOT / name, folder / name)

