@@ -156,6 +156,7 @@ def test_ranges_hold_for_objects_made_in_python():
     with pytest.raises(UserError, match="rate must be above 0, but -1 was given"):
         Training(rate=-1)
     assert Model(1, dropout=None).dropout is None, "None has no range"
+    assert (Model(1, dropout=0).dropout, Model(4096).hidden_size) == (0, 4096), "the ends of a range belong to it"
 
 
 # ------------------------------------------------------------------------------------------------------ Trainer's options

@@ -37,6 +37,14 @@ def peft_configs():
         "LoRA": peft.LoraConfig(target_modules=TARGETS, r=4, **task),
         "LoRA on all linear layers": peft.LoraConfig(target_modules="all-linear", r=4, **task),
         "LoRA without a task": peft.LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"]),
+        "DoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_dora=True, **task),
+        "rsLoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_rslora=True, **task),
+        "AdaLoRA": peft.AdaLoraConfig(target_modules=TARGETS, init_r=4, target_r=2, total_step=10, **task),
+        "VeRA": peft.VeraConfig(target_modules=TARGETS, r=4, **task),
+        "LoHa": peft.LoHaConfig(target_modules=TARGETS, r=4, **task),
+        "LoKr": peft.LoKrConfig(target_modules=TARGETS, r=4, **task),
+        "OFT": peft.OFTConfig(target_modules=TARGETS, r=0, oft_block_size=16, **task),
+        "BOFT": peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, **task),
         "IA3": peft.IA3Config(target_modules=["qkv", "w3"], feedforward_modules=["w3"], **task),
         "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **task),
         "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task),
@@ -55,7 +63,11 @@ def train_and_save(model, folder, batch):
         return model.eval()(**batch).logits
 
 
-@pytest.mark.parametrize("method", ["LoRA", "LoRA on all linear layers", "LoRA without a task", "IA3", "prompt tuning", "p-tuning"])
+METHODS = ["LoRA", "LoRA on all linear layers", "LoRA without a task", "DoRA", "rsLoRA", "AdaLoRA", "VeRA", "LoHa", "LoKr", "OFT", "BOFT", "IA3",
+           "prompt tuning", "p-tuning"]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_peft_defaults_keep_the_head(base, tmp_path, method):
     """A reloaded adapter on the base model, drawn by another seed as in another process, gives the logits that were trained."""
     from peft import PeftModel, get_peft_model
@@ -74,6 +86,19 @@ def test_peft_defaults_keep_the_head(base, tmp_path, method):
         untrained = fresh(2).eval()(**batch).logits
     assert_same(actual, expected, 1e-5, f"logits of a reloaded adapter ({method})")
     assert (untrained - expected).abs().max() > 1e-2, "training changed nothing, so this test would be vacuous"
+
+
+def test_encoder_as_a_module_to_save_is_also_the_blocks(base):
+    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of `transformer_encoder` too; the full name is not."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+    def copied(name):
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wo"], r=4, modules_to_save=[name], task_type="SEQ_CLS"))
+        return {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ == "ModulesToSaveWrapper"}
+
+    assert "transformer_encoder" in copied("encoder"), "docs/compatibility.md warns of what is not so any more"
+    assert copied("model.encoder") == {"encoder", "classifier", "score"} - {"score"}
 
 
 def test_peft_on_multiple_choice(base, tmp_path):
@@ -333,3 +358,55 @@ def test_bert_score(tmp_path, tokenizer_dir):
         states = model(ids, output_hidden_states=True).hidden_states
         assert_same(cut(ids).last_hidden_state, model.layer_norm(states[2]), 1e-6, "output of the first two blocks")
     assert cut.config.num_hidden_layers == cut.n_layers == 2
+
+
+# ------------------------------------------------------------------------------------------------ sentence-transformers' losses
+
+
+def sentence_losses(model):
+    losses = pytest.importorskip("sentence_transformers.losses", reason="sentence-transformers is not installed")
+    pairs, classes, scores = "pairs", torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
+    width = model.get_sentence_embedding_dimension()
+    return {
+        "MultipleNegativesRankingLoss": (losses.MultipleNegativesRankingLoss(model), pairs, None),
+        "CachedMultipleNegativesRankingLoss": (losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), pairs, None),
+        "MultipleNegativesSymmetricRankingLoss": (losses.MultipleNegativesSymmetricRankingLoss(model), pairs, None),
+        "MegaBatchMarginLoss": (losses.MegaBatchMarginLoss(model, use_mini_batched_version=False), pairs, None),
+        "MatryoshkaLoss": (losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [width, 16]), pairs, None),
+        "GISTEmbedLoss": (losses.GISTEmbedLoss(model, model), pairs, None),
+        "CosineSimilarityLoss": (losses.CosineSimilarityLoss(model), pairs, scores),
+        "CoSENTLoss": (losses.CoSENTLoss(model), pairs, scores),
+        "AnglELoss": (losses.AnglELoss(model), pairs, scores),
+        "ContrastiveLoss": (losses.ContrastiveLoss(model), pairs, classes),
+        "OnlineContrastiveLoss": (losses.OnlineContrastiveLoss(model), pairs, classes),
+        "SoftmaxLoss": (losses.SoftmaxLoss(model, width, 2), pairs, classes),
+        "TripletLoss": (losses.TripletLoss(model), "triplets", None),
+        "BatchAllTripletLoss": (losses.BatchAllTripletLoss(model), "singles", classes),
+        "BatchHardTripletLoss": (losses.BatchHardTripletLoss(model), "singles", classes),
+        "MSELoss": (losses.MSELoss(model), "singles", torch.linspace(-1, 1, 4 * width).view(4, width)),
+        "MarginMSELoss": (losses.MarginMSELoss(model), "triplets", scores),
+    }
+
+
+def test_losses_of_sentence_transformers(tmp_path, tokenizer_dir):
+    """With padding taken out in the model they are, with their gradients, what they are with it left in."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    make_model(NeoBERTModel, vocab_size=30522).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
+    model = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu")
+    texts = ["a bird", "the hawk is a kind of bird of prey", "stone", "a hard mineral that is found in the ground"]
+    columns = {"singles": 1, "pairs": 2, "triplets": 3}
+    for name, (loss, kind, labels) in sentence_losses(model).items():
+        found = []
+        for unpad_inputs in (True, False):
+            model[0].auto_model.config.unpad_inputs = unpad_inputs
+            rotated = [texts[i:] + texts[:i] for i in range(columns[kind])]
+            model.zero_grad()
+            value = loss([model.preprocess(column) for column in rotated], labels)
+            value.backward()
+            weight = model[0].auto_model.transformer_encoder[0].wo.weight
+            found.append((value.detach(), weight.grad.clone()))
+        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
+        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
+        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
+    model[0].auto_model.config.unpad_inputs = True
