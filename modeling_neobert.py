@@ -572,7 +572,7 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
             if value is not None and value.dim() != (4 if name == "inputs_embeds" else 3):
                 raise ValueError(f"Multiple choice takes {name} of (batch, choices, length), but {tuple(value.shape)} was given.")
         if kwargs.get("cu_seq_lens_q") is not None:
-            raise ValueError("Multiple choice takes (batch, choices, length) and a mask, but the packed batch of cu_seq_lens_q was given.")
+            raise ValueError("Multiple choice takes no packed batch, but cu_seq_lens_q was given; give (batch, choices, length).")
         if position_ids is not None and attention_mask is None:
             # So that the positions of a single candidate are not read as a packed batch.
             attention_mask = torch.ones_like(position_ids)
