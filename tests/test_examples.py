@@ -63,7 +63,7 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
     spec.loader.exec_module(module)
     output = tmp_path / "out"
     metrics = module.main(
-        ["--model", str(model_folder), "--data", str(data), "--output", str(output), "--epochs", epochs, "--learning_rate", "3e-3"]
+        ["--model", str(model_folder), "--data", str(data), "--output", str(output), "--epochs", epochs, "--learning-rate", "3e-3"]
     )
     assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file(), (
         "The trained model and its tokenizer were not saved."
