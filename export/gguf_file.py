@@ -215,6 +215,7 @@ def describe_tokenizer(writer, tokenizer, rows):
     writer.add_uint32("tokenizer.ggml.cls_token_id", tokenizer.cls_token_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
+    writer.add_add_sep_token(False)  # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
     writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowercase)
     writer.add_bool("tokenizer.ggml.normalizer.strip_accents", strip_accents)
 

@@ -215,7 +215,7 @@ def test_the_vocabulary(make):
     assert words[-3:] == [f"[PAD{len(WORDS) + i}]" for i in range(3)] and kinds[-3:] == [5, 5, 5], "rows without a token are UNUSED"
     ids = {"bos": 2, "cls": 2, "eos": 3, "seperator": 3, "unknown": 1, "padding": 0, "mask": 4}
     assert {name: keys[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
-    assert keys["tokenizer.ggml.add_bos_token"] and keys["tokenizer.ggml.add_eos_token"]
+    assert [keys[f"tokenizer.ggml.add_{name}_token"] for name in ("bos", "eos", "sep")] == [True, True, False]
 
 
 @pytest.mark.parametrize("lowercase", (True, False))
