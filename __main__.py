@@ -10,6 +10,7 @@ from .common.errors import Stopped, require
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
 COMMANDS = {
     "convert": ("convert_checkpoint", (), "raw training checkpoint to a Hub repository"),
+    "export": ("export.command", (), "a Hub repository to GGUF, ONNX or OpenVINO"),
     "pretrain": ("pretraining.pretrain", ("train", "accelerate", "datasets"), "masked-LM pre-training from a YAML recipe"),
     "ablations": ("pretraining.ablations", ("train", "accelerate", "datasets"), "the ladder M0 to M9 at a reduced size"),
     "pseudo-perplexity": ("pretraining.pseudo_perplexity", (), "pseudo-perplexity against length"),

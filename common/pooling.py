@@ -37,6 +37,19 @@ def pooling_config(width, mode="mean", include_prompt=True):
     return {"word_embedding_dimension": width, **flags, "include_prompt": include_prompt, "pooling_mode": mode}
 
 
+def pooling_mode(config):
+    """The mode in the content of `1_Pooling/config.json`, in either form.
+
+    Raises:
+        UserError: none, several at once, or one that is not known.
+    """
+    given = config.get("pooling_mode")
+    modes = [given] if isinstance(given, str) else list(given or [name for name, key in _MODES.items() if config.get(key)])
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UserError(f"the pooling mode must be one of {', '.join(_MODES)}, but {', '.join(map(str, modes)) or 'none'} was given")
+    return modes[0]
+
+
 def write_pooling(folder, width, mode="mean", include_prompt=True):
     """Writes `1_Pooling/config.json` of a folder, arguments as of `pooling_config`; over the one that a library wrote, if there is one."""
     write_json(Path(folder) / "1_Pooling" / "config.json", pooling_config(width, mode, include_prompt))

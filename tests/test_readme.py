@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neobert import __main__ as cli
 from neobert.__main__ import COMMANDS
 from neobert.common.published import GLUE, MTEB
 
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BASH = re.compile(r"```(?:bash)?\n(.*?)```", flags=re.DOTALL)
 PAGES = [README, *((path).read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
@@ -98,31 +96,3 @@ def test_commands_extras_and_files_exist():
         assert re.search(rf"^{extra} ?=", setup, flags=re.MULTILINE), f"setup.cfg has no extra {extra}"
     for name in re.findall(r"`([\w./-]+\.(?:py|yaml|json|md))`", README) + re.findall(r"\]\(((?!http)[\w./-]+)\)", README):
         assert (ROOT / name).exists(), f"the README names {name}, which does not exist"
-
-
-def commands_of(page):
-    """(command, its words) of every `neobert` line in the blocks of a page."""
-    for block in BASH.findall(page):
-        for line in block.replace("\\\n", " ").splitlines():
-            found = re.match(r"(?:.* -m )?neobert ([a-z-]+)(.*)", line.split("  #")[0].split("# ")[0])
-            if found:
-                yield found[1], found[2].split()
-
-
-def test_every_option_of_the_pages_exists(capsys):
-    """As `neobert COMMAND --help` lists them."""
-    from transformers import TrainingArguments
-
-    used = {}
-    for page in PAGES:
-        for command, words in commands_of(page):
-            used.setdefault(command, set()).update(word.partition("=")[0] for word in words if word.startswith("--"))
-    assert len(used) >= 8 and sum(map(len, used.values())) >= 20, "hardly any command was found, so this test would be vacuous"
-    for command, options in used.items():
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        printed = capsys.readouterr().out
-        known = set(re.findall(r"^  (--[\w-]+)", printed, flags=re.MULTILINE)) | {"--help"}
-        if "transformers.TrainingArguments" in printed:
-            known |= {f"--{name.replace('_', '-')}" for name in TrainingArguments.__dataclass_fields__}
-        assert options <= known, f"neobert {command} has no {sorted(options - known)}, which a page uses"

@@ -1,0 +1,245 @@
+"""What is exported: a Hub folder read once, with its model, its tokenizer, and how a sentence-transformers folder pools."""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from ..common.arguments import Arguments, option
+from ..common.errors import UserError, one_line
+from ..common.files import read_json
+from ..common.loading import load_tokenizer
+from ..common.pooling import pooling_mode
+from ..configuration_neobert import NeoBERTConfig
+from ..conversion import command as converter
+from ..conversion.heads import HEADS, Head, choose_head
+from ..conversion.tokenizer import find_tokenizer, write_tokenizer
+
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}
+
+
+@dataclass
+class ExportArguments(Arguments):
+    """Options of every target; a target's own come after them."""
+
+    folder: str = option(help="Hub folder (config.json and safetensors), or a raw checkpoint, which is converted first", positional=True)
+    output: str = option(help="what to write", positional=True)
+    head: str | None = option(
+        None, "by default base for a folder of sentence-transformers, and otherwise what the weights are", choices=tuple(HEADS)
+    )
+    tokenizer: str | None = option(None, "folder; by default the model's own, then the BERT uncased tokenizer")
+    force: bool = option(False, "replace what this command wrote")
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a folder of sentence-transformers makes one vector of a text.
+
+    Attributes:
+        mode: of `common.pooling`: "mean", "cls", "lasttoken", ...
+        include_prompt: whether tokens of a prompt count.
+        dense: linear layers after pooling, an `nn.Sequential`; empty if there is none.
+        normalize: whether the vector is scaled to length 1.
+    """
+
+    mode: str = "mean"
+    include_prompt: bool = True
+    dense: nn.Sequential = nn.Sequential()
+    normalize: bool = False
+
+    def __call__(self, hidden, mask):
+        """(B, L, D) float32 and (B, L) of ones and zeros to (B, D)."""
+        mask = mask.to(hidden.dtype)[..., None]
+        if self.mode == "cls":
+            vectors = hidden[:, 0]
+        elif self.mode == "lasttoken":
+            last = (mask.squeeze(-1) * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)).argmax(dim=1)
+            vectors = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+        elif self.mode == "max":
+            vectors = hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).amax(dim=1)
+        else:
+            if self.mode == "weightedmean":
+                mask = mask * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[:, None]
+            count = mask.sum(dim=1).clamp(min=1)
+            vectors = (hidden * mask).sum(dim=1) / (count.sqrt() if self.mode == "mean_sqrt_len_tokens" else count)
+        vectors = self.dense(vectors)
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export.
+
+    Attributes:
+        name: of the folder or checkpoint that was given.
+        folder: of the weights, a Hub folder; temporary where a checkpoint was converted.
+        head: which kind of model; `head.model_class` and `head.architectures` name its class.
+        model: in float32, on the CPU, in eval mode, without the packing of padded batches.
+        tokenizer: loaded from `tokenizer_folder`.
+        tokenizer_folder: a clean copy of the tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json, and BERT's vocab.txt.
+        pooling: of a folder of sentence-transformers; None for any other model.
+        max_length: tokens of a text that are read.
+        prompts: of a folder of sentence-transformers, {name: text}.
+    """
+
+    name: str
+    folder: Path
+    head: Head
+    model: nn.Module
+    tokenizer: object
+    tokenizer_folder: Path
+    pooling: Pooling | None
+    max_length: int
+    prompts: dict
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def describe(self):
+        """One line for the user."""
+        pooled = f", {self.pooling.mode} pooling" + (", Dense" if len(self.pooling.dense) else "") if self.pooling else ""
+        pooled += ", length 1" if self.pooling and self.pooling.normalize else ""
+        layers, width = self.config.num_hidden_layers, self.config.hidden_size
+        return f"{self.name}: {self.head.class_name}, {layers} layers of {width}{pooled}, texts of up to {self.max_length:,} tokens"
+
+
+def _is_hub_folder(folder):
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (_WEIGHTS, _INDEX))
+
+
+@contextlib.contextmanager
+def open_source(arguments):
+    """The model that `arguments`, ExportArguments, names.
+
+    Yields:
+        Source; its temporary folders live as long as the block.
+    Raises:
+        UserError: it cannot be read, is not a NeoBERT, or its parts do not fit together.
+    """
+    given = Path(arguments.folder)
+    if not given.exists():
+        raise UserError(f"there is no {given}; a model of the Hub is fetched first: hf download USER/NAME --local-dir FOLDER")
+    with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch:
+        scratch = Path(scratch)
+        modules = _read_modules(given)
+        folder = given / modules[0]["path"] if modules else given
+        if not _is_hub_folder(folder):
+            if modules or (given / "adapter_config.json").is_file():
+                raise UserError(
+                    f"{folder} has no config.json with {_WEIGHTS}; an adapter is merged into its model first (merge_and_unload)"
+                )
+            folder = _converted(arguments, scratch / "converted")
+        yield _read(arguments, given, folder, modules, scratch)
+
+
+def _converted(arguments, folder):
+    tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
+    converter.convert(converter.ConvertArguments(arguments.folder, str(folder), head=arguments.head, **tokenizer))
+    return folder
+
+
+def _read_modules(folder):
+    """[{"path", "kind"}] of modules.json, or []."""
+    if not (folder / "modules.json").is_file():
+        return []
+    modules = read_json(folder / "modules.json")
+    try:
+        found = [{"path": str(module["path"]), "kind": str(module["type"]).rpartition(".")[2]} for module in modules]
+    except (TypeError, KeyError):
+        raise UserError(f"{folder / 'modules.json'} is not a list of modules with path and type") from None
+    kinds = [module["kind"] for module in found]
+    if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= {"Dense", "Normalize"}:
+        raise UserError(f"{folder} has the modules {', '.join(kinds)}; exported are Transformer, Pooling, then Dense and Normalize")
+    if any(Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts for module in found):
+        raise UserError(f"{folder / 'modules.json'} names a folder outside of it")
+    return found
+
+
+def _read_pooling(folder, modules, width):
+    """The Pooling of a folder of sentence-transformers, or None."""
+    if not modules:
+        return None
+    config = read_json(folder / modules[1]["path"] / "config.json")
+    dense, kinds = [], [module["kind"] for module in modules[2:]]
+    if "Normalize" in kinds[:-1]:
+        raise UserError(f"{folder} normalises before its last module, which is not exported")
+    for module in modules[2:]:
+        if module["kind"] == "Dense":
+            dense += _read_dense(folder / module["path"])
+    pooling = Pooling(pooling_mode(config), config.get("include_prompt", True), nn.Sequential(*dense), "Normalize" in kinds)
+    widths = [width, *(layer.out_features for layer in dense if isinstance(layer, nn.Linear))]
+    if widths[:-1] != [layer.in_features for layer in dense if isinstance(layer, nn.Linear)]:
+        raise UserError(f"the Dense modules of {folder} do not fit the vectors of {width} numbers before them")
+    return pooling
+
+
+def _read_dense(folder):
+    """[linear layer, activation] of a Dense module."""
+    config, path = read_json(folder / "config.json"), folder / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"{folder} has no model.safetensors; save the model again with a newer sentence-transformers")
+    state = {name.removeprefix("linear."): tensor.float() for name, tensor in load_file(path).items()}
+    activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise UserError(f"the activation function of {folder} must be one of {', '.join(_ACTIVATIONS)}, but {activation} was given")
+    layer = nn.Linear(*reversed(state["weight"].shape), bias="bias" in state)
+    layer.load_state_dict(state)
+    return [layer.requires_grad_(False), _ACTIVATIONS[activation]()]
+
+
+def _tensor_names(folder):
+    if (folder / _INDEX).is_file():
+        return list(read_json(folder / _INDEX)["weight_map"])
+    with safe_open(folder / _WEIGHTS, framework="pt") as file:
+        return list(file.keys())
+
+
+def _read(arguments, given, folder, modules, scratch):
+    """The Source of a Hub folder."""
+    try:
+        fields = read_json(folder / "config.json")
+        if fields.get("model_type") != "neobert":
+            raise UserError(f"{folder} holds a {fields.get('model_type')} model, not a NeoBERT")
+        config = NeoBERTConfig.from_pretrained(folder)
+        head, _ = choose_head(_tensor_names(folder), arguments.head or ("base" if modules else None), config.architectures or ())
+        if head.has_choices:
+            raise UserError("multiple-choice models are not exported; the engines have no form for them")
+        model = head.model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa")
+    except UserError:
+        raise
+    except Exception as error:  # damaged files of any kind
+        raise UserError(f"the model in {folder} cannot be loaded ({one_line(error)})") from error
+    model.config.unpad_inputs = False
+    model.eval().requires_grad_(False)
+    own = folder / "sentence_bert_config.json"
+    read = read_json(own).get("max_seq_length") if own.is_file() else None
+    longest = min(read or config.max_position_embeddings, config.max_position_embeddings)
+    tokenizer_folder = scratch / "written-tokenizer"
+    tokenizer_folder.mkdir()
+    sizes = SimpleNamespace(vocab_size=config.vocab_size, max_position_embeddings=longest)
+    write_tokenizer(find_tokenizer(arguments.tokenizer, [folder]), tokenizer_folder, sizes, scratch)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    further = given / "config_sentence_transformers.json"
+    prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}
+    pooling = _read_pooling(given, modules, config.hidden_size) if head.option == "base" else None
+    return Source(
+        given.name or str(given),
+        folder,
+        head,
+        model,
+        tokenizer,
+        tokenizer_folder,
+        pooling,
+        min(longest, tokenizer.model_max_length),
+        prompts,
+    )
