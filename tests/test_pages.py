@@ -50,7 +50,7 @@ def options_in(paths):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_option_exists(page):
     found = list(commands(page))
-    assert len(found) > 2, "vacuous: the page has hardly a command"
+    assert len(found) > 1, "vacuous: the page has hardly a command"
     for words in found:
         if words[0] == "neobert":
             assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
