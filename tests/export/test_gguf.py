@@ -236,8 +236,9 @@ def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_rows_in_the_published_order_are_not_kept(make, monkeypatch):
-    """What other converters write. It loads in llama.cpp; the comparison with torch sees it."""
+@pytest.fixture
+def published_order(monkeypatch):
+    """The rows as other converters write them. Such a file loads in llama.cpp."""
     tensors_of = gguf_file.tensors_of
 
     def as_published(model):
@@ -248,10 +249,32 @@ def test_rows_in_the_published_order_are_not_kept(make, monkeypatch):
             yield tensor
 
     monkeypatch.setattr(gguf_file, "tensors_of", as_published)
+
+
+def test_rows_in_the_published_order_are_not_kept(make, published_order):
     folder = make()
     with pytest.raises(UserError, match=r"the worst token cosine to torch is -?0\.\d+, below 0.999, so it was not kept"):
         export(folder)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"], "something was left behind"
+
+
+def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatch, capsys):
+    folder = make(pooling="mean")
+    path = folder.parent / "theirs.bin"
+    gguf_file.write(path, NeoBERTModel.from_pretrained(folder), BertTokenizerFast.from_pretrained(folder), "mean", "f16", "theirs", {})
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"theirs.bin does not hold this model: worst token cosine -?0\.\d+, worst pooled cosine -?0\.\d+$"):
+        export(folder, "--check", name="theirs.bin")
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    export(folder)
+    capsys.readouterr()
+    export(folder, "--check")
+    assert "out.gguf holds this model: worst token cosine 0.999" in capsys.readouterr().out
+    for content, words in ((b"my notes", "is not a GGUF file that can be read"), (None, "does not exist")):
+        path.write_bytes(content) if content else path.unlink()
+        with pytest.raises(UserError, match=words):
+            export(folder, "--check", name="theirs.bin")
 
 
 # --------------------------------------------------------------------------------------------------------------------- refusals
