@@ -80,6 +80,7 @@ def new_export(source, arguments, target):
 def _config(source, kept_settings):
     """config.json: that of the model, with the class that is exported, and what transformers.js has to know."""
     config = {**source.config.to_dict(), "architectures": list(source.head.architectures), "unpad_inputs": True}
+    config.pop("_name_or_path", None)  # where it was read
     return {**config, **({"transformers.js_config": kept_settings} if kept_settings else {})}
 
 

@@ -22,9 +22,11 @@ class Graph(nn.Module):
     def __init__(self, source, dtype=torch.float32):
         super().__init__()
         self.model = source.model if dtype == torch.float32 else copy.deepcopy(source.model).to(dtype)
-        self.pooling = source.pooling
+        # A graph does not know which tokens are a prompt's; readers pool by 1_Pooling then.
+        counts_all = source.pooling is not None and (source.pooling.include_prompt or not any(source.prompts.values()))
+        self.pooling = source.pooling if counts_all else None
         names = {"base": ["last_hidden_state"], "question-answering": ["start_logits", "end_logits"]}
-        self.outputs = names.get(source.head.option, ["logits"]) + (["sentence_embedding"] if source.pooling else [])
+        self.outputs = names.get(source.head.option, ["logits"]) + (["sentence_embedding"] if counts_all else [])
 
     def forward(self, input_ids, attention_mask):
         found = self.model(input_ids=input_ids, attention_mask=attention_mask)
