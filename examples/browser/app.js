@@ -31,10 +31,10 @@ async function load() {
         progress_callback: ({ status, progress = 0 }) => status === "progress" && show("Loading the model…", progress / 200),
     });
 
-    // (texts.length, D): the vectors that the exported graph pools and normalises itself.
+    // Vectors of length 1; the exported graph pools by itself.
     async function encode(texts) {
         const { sentence_embedding } = await model(tokenizer(texts, { padding: true, truncation: true }));
-        return sentence_embedding.tolist();
+        return sentence_embedding.normalize().tolist();
     }
 
     const vectors = [];
