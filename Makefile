@@ -26,9 +26,10 @@ test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 $(MODEL_TESTS)
 	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
 
-MODEL_TESTS = tests/test_golden.py tests/test_model_api.py tests/test_heads.py tests/test_rope.py tests/test_attention.py \
-	tests/test_loading.py tests/test_tokenizer.py tests/test_trainer.py tests/test_remote_code_rules.py
-LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.py tests/test_model_api.py tests/test_heads.py
+MODEL_TESTS = tests/test_golden.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py tests/test_rope.py tests/test_attention.py \
+	tests/test_packing.py tests/test_serving.py tests/test_clients.py tests/test_compile_export.py tests/test_loading.py tests/test_tokenizer.py \
+	tests/test_trainer.py tests/test_remote_code_rules.py
+LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py
 
 # transformers' own common model tests, fetched from its source archive for the version at hand.
 test-upstream: $(VENV)/.test $(OLDEST)/.ready

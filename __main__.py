@@ -4,7 +4,7 @@ import importlib
 import sys
 
 from .common.commands import guarded
-from .common.errors import Stopped, printable, require
+from .common.errors import Stopped, require
 
 
 # command: (module, (extra of setup.cfg, modules that it brings), what the command does)
@@ -59,7 +59,7 @@ def main(argv=None):
         return 0
     command, *arguments = argv
     if command not in COMMANDS:
-        print(f"neobert: there is no command {printable(command)!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"neobert: there is no command {command!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module, needs, _ = COMMANDS[command]
 

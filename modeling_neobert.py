@@ -12,6 +12,7 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,7 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         """
         attended, weights = self.attend(self.attention_norm(hidden), position_embeddings, attention, **kwargs)
         hidden = hidden + self.dropout(attended)
+        del attended  # before the feed-forward takes memory of its own
         hidden = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
         return (hidden, weights) if output_attentions else hidden
 
@@ -118,6 +120,7 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         query, key, value = (states.transpose(1, 2) for states in (*query_key.unbind(-2), value.squeeze(-2)))
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = attention(self, query, key, value, dropout=dropout, scaling=self.scaling, **kwargs)
+        del query_key, query, key, value  # before `wo` takes memory of its own
         # Functions return (B, L, H, K); those of serving engines (T, H * K).
         return self.wo(output.reshape(x.shape)), weights
 
@@ -253,9 +256,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         longest = self._longest(tokens.shape[1], mask, packing)
         hidden, positions = self._embed(tokens, mask, position_ids, packing)
 
+        compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.transformer_encoder)
+
         def encode(hidden, positions, packing):
-            attention = AttentionDispatch(self.config, implementation, hidden, mask, packing, self.training, output_attentions)
-            position_embeddings = rotary_embeddings(self.config, positions, longest, _is_compiled(self.transformer_encoder))
+            own_mask = mask if packing is None else None
+            attention = AttentionDispatch(self.config, implementation, hidden, own_mask, packing, self.training, output_attentions)
+            position_embeddings = rotary_embeddings(self.config, positions, longest, compiled)
             given = kwargs if packing is None else packing.kwargs(kwargs)
             return self._encode(hidden, position_embeddings, attention, output_hidden_states, output_attentions, **given)
 
@@ -307,7 +313,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             if mask is not None and any(lengths) and may_pack and kernel in _PACKS:
                 packing = Packing.of_mask(mask, lengths)
         if mask is None and packing is None and may_pack and shape[0] > 1 and self._works_in_parts(tokens):
-            packing = Packing.of_rows(shape)
+            packing = Packing.of_mask(torch.ones(shape, dtype=torch.bool), [shape[1]] * shape[0])
         return packing, mask
 
     def _embed(self, tokens, mask, position_ids, packing):
@@ -535,7 +541,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
             self.config.problem_type = "regression" if self.num_labels == 1 else several
         problem = self.config.problem_type
         if problem == "single_label_classification":
-            labels = _check_labels("labels", _squeezed(labels), logits.shape[:1], self.num_labels)
+            labels = _check_labels("labels", labels, logits.shape[:1], self.num_labels)
             return _cross_entropy(logits, labels, num_items_in_batch)
         _check_shape("labels", labels, logits.shape[:1] if self.num_labels == 1 and labels.dim() == 1 else logits.shape)
         multi_label = problem == "multi_label_classification"
@@ -560,28 +566,24 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         self.post_init()
 
     def run_backbone(self, input_ids, attention_mask, position_ids, inputs_embeds, **kwargs):
-        given = input_ids if input_ids is not None else inputs_embeds
-        _check_tensors(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds)
-        if given is None or given.dim() != (3 if input_ids is not None else 4):
-            shape = None if given is None else tuple(given.shape)
-            raise ValueError(f"Multiple choice takes input_ids of (batch, choices, length), but {shape} was given.")
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        _check_tensors(**given)
+        for name, value in given.items():
+            if value is not None and value.dim() != (4 if name == "inputs_embeds" else 3):
+                raise ValueError(f"Multiple choice takes {name} of (batch, choices, length), but {tuple(value.shape)} was given.")
         if kwargs.get("cu_seq_lens_q") is not None:
-            raise ValueError(
-                "Multiple choice takes no packed batch, but cu_seq_lens_q was given; give (batch, choices, length) and a mask."
-            )
-        if position_ids is not None and position_ids.dim() != 3:
-            raise ValueError(f"Multiple choice takes position_ids of (batch, choices, length), but {tuple(position_ids.shape)} was given.")
+            raise ValueError("Multiple choice takes no packed batch, but cu_seq_lens_q was given; give (batch, choices, length).")
         if position_ids is not None and attention_mask is None:
             # So that the positions of a single candidate are not read as a packed batch.
             attention_mask = torch.ones_like(position_ids)
-        flat = [x if x is None else x.flatten(0, 1) for x in (input_ids, attention_mask, position_ids, inputs_embeds)]
-        return super().run_backbone(*flat, **kwargs)
+        given["attention_mask"] = attention_mask
+        return super().run_backbone(**{name: x if x is None else x.flatten(0, 1) for name, x in given.items()}, **kwargs)
 
     def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
         logits = self.classify(outputs, None if attention_mask is None else attention_mask.flatten(0, 1)).view(shape)
         if labels is None:
             return None, logits
-        return _cross_entropy(logits, _check_labels("labels", _squeezed(labels), shape[:1], shape[1]), num_items_in_batch), logits
+        return _cross_entropy(logits, _check_labels("labels", labels, shape[:1], shape[1]), num_items_in_batch), logits
 
 
 class NeoBERTForTokenClassification(_TaskHeadModel):
@@ -642,11 +644,9 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             losses = []
             pairs = (("start_positions", start_positions, start_logits), ("end_positions", end_positions, end_logits))
             for name, positions, logits in pairs:
-                _check_tensors(**{name: positions})
-                positions = _squeezed(positions)
-                positions = positions.masked_fill((positions < 0) | (positions >= logits.shape[1]), -100)
-                positions = _check_labels(name, positions, logits.shape[:1], logits.shape[1])
-                losses.append(_cross_entropy(logits, positions, num_items_in_batch))
+                positions = _check_labels(name, positions, logits.shape[:1])
+                outside = (positions < 0) | (positions >= logits.shape[1])
+                losses.append(_cross_entropy(logits, positions.masked_fill(outside, -100), num_items_in_batch))
             loss = sum(losses) / 2
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
         return modeling_outputs.QuestionAnsweringModelOutput(loss=loss, start_logits=start_logits, end_logits=end_logits, **states)
@@ -671,20 +671,12 @@ def _cross_entropy(logits, labels, num_items_in_batch=None):
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
 
-def _squeezed(labels):
-    """(B, 1) as (B,)."""
-    return labels.squeeze(-1) if torch.is_tensor(labels) and labels.dim() == 2 and labels.shape[1] == 1 else labels
-
-
 def _token_labels(labels, shape, classes, packing, attention_mask):
     """Checked labels of tokens, -100 at padding: (B, L), or (1, T) where the hidden states are packed."""
-    if torch.is_tensor(labels) and labels.dim() == 1 and labels.numel() == shape.numel():
-        labels = labels.view(shape)
-    _check_labels("labels", labels, shape, classes)
+    labels = _check_labels("labels", labels, shape, classes)
     if packing is not None:
         return packing.pack(labels)
-    real = attention_mask is None or attention_mask.dim() != 2
-    return labels if real else labels.masked_fill(attention_mask == 0, -100)
+    return labels if attention_mask is None or attention_mask.dim() != 2 else labels.masked_fill(attention_mask == 0, -100)
 
 
 def _unpacked(logits, packing):
@@ -711,10 +703,6 @@ def _values_are_free(x):
 def _on_cpu_without_gradients(x):
     """True where what is best for the CPU's caches and memory is in nobody's way."""
     return x.device.type == "cpu" and not torch.is_grad_enabled() and not _is_tracing()
-
-
-def _is_compiled(blocks):
-    return any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks)
 
 
 def _hooks(*modules):
@@ -756,13 +744,15 @@ def _check_range(name, values, count, hint="."):
         raise ValueError(f"{name} must lie between 0 and {count - 1}, but {wrong} was given{hint}")
 
 
-def _check_labels(name, labels, shape, classes):
-    """`labels` of this shape, whole numbers, each a class or -100 (ignored)."""
+def _check_labels(name, labels, shape, classes=None):
+    """`labels` in this shape (a flat tensor or one of an axis more has the same items): whole numbers, each a class or -100 (ignored)."""
     _check_tensors(**{name: labels})
+    if labels.dim() != len(shape) and labels.numel() == shape.numel():
+        labels = labels.view(shape)
     _check_shape(name, labels, shape)
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers (int64), but {labels.dtype} was given.")
-    if _values_are_free(labels):
+    if classes is not None and _values_are_free(labels):
         wrong = (labels != -100) & ((labels < 0) | (labels >= classes))
         if wrong.any():
             raise ValueError(f"{name} must lie between 0 and {classes - 1}, or be -100 (ignored), but {labels[wrong][0].item()} was given.")
@@ -818,7 +808,11 @@ def rotary_embeddings(config, positions, longest, compiled=False):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         frequencies, attention_factor = config.rope_theta**-exponents, 1.0
     else:
-        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](_RopeSettings(config), device, seq_len=longest)
+        # The fields that these functions read, under the names of both transformers 4 and 5.
+        names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta", "rope_parameters")
+        fields = {name: getattr(config, name) for name in names} | {"rope_scaling": config.rope_parameters, "partial_rotary_factor": 1.0}
+        settings = SimpleNamespace(**fields, standardize_rope_params=lambda: None)
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](settings, device, seq_len=longest)
     # An elementwise product: unlike a matrix product, autocast leaves it in float32.
     angles = (positions[..., None].float() * frequencies.float())[:, :, None, None]
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
@@ -851,19 +845,6 @@ def apply_rotary_pos_emb(x, position_embeddings, in_place=False):
         if rows.dtype != torch.float32:  # else the pairs are a view of the rows
             rows.copy_(pairs.flatten(-2))
     return x
-
-
-class _RopeSettings:
-    """The fields that `ROPE_INIT_FUNCTIONS` reads, under the names of both transformers 4 and 5."""
-
-    def __init__(self, config):
-        for name in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta"):
-            setattr(self, name, getattr(config, name))
-        self.rope_parameters = self.rope_scaling = dict(config.rope_parameters)
-        self.partial_rotary_factor = 1.0
-
-    def standardize_rope_params(self):
-        pass
 
 
 # ------------------------------------------------------------------------------------------------------------------ packing
@@ -911,12 +892,6 @@ class Packing:
         index = order[real // mask.shape[1]] * mask.shape[1] + real % mask.shape[1]
         cu_seq_lens = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32, non_blocking=True)
         return cls(cu_seq_lens, lengths[-1], lengths, mask.shape, index, order[-len(lengths) :])
-
-    @classmethod
-    def of_rows(cls, shape):
-        """Packing of rows (B, L) without padding, on the CPU."""
-        bounds, index = torch.arange(0, shape.numel() + 1, shape[1], dtype=torch.int32), torch.arange(shape.numel())
-        return cls(bounds, shape[1], [shape[1]] * shape[0], shape, index, torch.arange(shape[0]))
 
     @classmethod
     def of_caller(cls, shape, attention_mask, position_ids, kwargs):
@@ -1142,20 +1117,14 @@ class AttentionDispatch:
             self.padding = packing.padding(hidden.shape[1])
         elif self.kernel == "flex" and hidden.device.type == "cpu":
             self.function = _flex_on_cpu
-        if mask is not None and packing is None and mask.dim() == 4:
-            if self.kernel != "masked":
-                raise ValueError(f"{implementation} takes no 4-D attention_mask; choose 'sdpa' or 'eager', or give a (batch, length) mask.")
+        convention = _mask_convention(implementation)
+        if self.kernel == "flash":
             self.mask = mask
-        elif self.kernel == "flash":
-            self.mask = mask if packing is None else None
         elif self.kernel in ("flex", "masked") and (packing is not None or mask is not None):
-            self.mask = _make_mask(config, implementation, hidden, mask, packing)
-        if (
-            self.mask is not None
-            and self.kernel == "masked"
-            and _mask_convention(implementation) == "additive"
-            and self.mask.dtype == torch.bool
-        ):
+            self.mask = _make_mask(convention, config, implementation, hidden, mask, packing)
+        if mask is not None and mask.dim() == 4 and self.kernel != "masked":
+            raise ValueError(f"{implementation} takes no 4-D attention_mask; choose 'sdpa' or 'eager', or give a (batch, length) mask.")
+        if convention == "additive" and self.mask is not None and self.mask.dtype == torch.bool:
             self.mask = torch.zeros_like(self.mask, dtype=hidden.dtype).masked_fill(~self.mask, torch.finfo(hidden.dtype).min)
 
     def __call__(self, module, query, key, value, **kwargs):
@@ -1169,8 +1138,10 @@ class AttentionDispatch:
         return self.function(module, query, key, value, self.mask, **kwargs)
 
 
-def _make_mask(config, implementation, hidden, mask, packing):
-    """The mask of a (B, L) `mask` or a `packing` in the form that the function takes: a BlockMask, its own, or boolean (B or 1, 1, L or 1, L)."""
+def _make_mask(convention, config, implementation, hidden, mask, packing):
+    """What the function takes for a (B, L) `mask` or a `packing`: a BlockMask, its own, or boolean (B or 1, 1, L or 1, L); 4-D masks as they are."""
+    if mask is not None and mask.dim() == 4:
+        return mask
     batch, length = hidden.shape[:2]
     sequences = None if packing is None else packing.sequence_ids(length)
     # Rows that are all padding see everything: softmax over nothing is not finite.
@@ -1179,7 +1150,6 @@ def _make_mask(config, implementation, hidden, mask, packing):
     def visible(b, h, q, k):
         return real[b, k] if sequences is None else sequences[q] == sequences[k]
 
-    convention = _mask_convention(implementation)
     if convention == "own":
         return _own_mask(ALL_MASK_ATTENTION_FUNCTIONS[implementation], visible, real, config, hidden)
     if convention != "flex":

@@ -73,7 +73,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--texts", type=int, default=8192)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     given = parser.parse_args()
     torch.set_num_threads(1)
     arguments, _ = read_arguments((DistillArguments,), [given.teacher, given.recipe], trainer=TRAINER)

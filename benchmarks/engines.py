@@ -250,14 +250,21 @@ def openvino_engine(precision, hint, names):
 class Llama:
     """llama.cpp in a process of node: one line of JSON in, one out.
 
+    Args:
+        modules: folder node_modules with node-llama-cpp.
+        model: GGUF file.
+        threads: that compute.
+        pooling: number of a GGUF pooling type in place of the file's own.
+
     Attributes:
         extra_bytes: peak memory of that process beyond what it held before the model was loaded.
     """
 
-    def __init__(self, modules, model, threads):
+    def __init__(self, modules, model, threads, pooling=None):
         script = Path(__file__).with_name("llama.mjs")
+        more = [] if pooling is None else [str(int(pooling))]
         self.process = subprocess.Popen(
-            ["node", str(script), str(modules), str(model), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ["node", str(script), str(modules), str(model), str(threads), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._read()
 

@@ -1,6 +1,6 @@
 """`neobert glue` on real local data in GLUE's schema: Table 3's layout without a network. The data is not GLUE's, and the table says so.
 
-    python benchmarks/glue_local.py --output results/glue_local \\
+    python -m neobert.benchmarks.glue_local --output results/glue_local \\
         --run "neobert-small runs/neobert-small --learning-rate 1e-3 --classifier-pooling mean" \\
         --run "MiniLM-L6 FOLDER --learning-rate 1e-4"
 
@@ -50,9 +50,9 @@ def main(argv=None):
     parser.add_argument("--archive", help="vaderSentiment-3.3.2.tar.gz or its folder")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--epochs", default="3")
-    parser.add_argument("--batch_size", default="32")
-    parser.add_argument("--train_rows", type=int, default=1000)
-    parser.add_argument("--dev_rows", type=int, default=400)
+    parser.add_argument("--batch-size", default="32")
+    parser.add_argument("--train-rows", type=int, default=1000)
+    parser.add_argument("--dev-rows", type=int, default=400)
     args = parser.parse_args(argv)
 
     data = Path(args.work) / "reviews-and-wordnet"

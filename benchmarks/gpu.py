@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from ..common.arguments import Arguments, option, read_arguments
-from ..common.errors import UserError, guarded, one_line
+from ..common.commands import guarded
+from ..common.errors import UserError, one_line
 from ..common.files import check_folder
 from ..common.results import environment, markdown_table, write_result
 from .gpu_steps import STEPS, targets

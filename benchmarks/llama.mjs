@@ -1,10 +1,11 @@
-// llama.cpp for benchmarks/engines.py: node llama.mjs NODE_MODULES MODEL.gguf THREADS. Every line of stdin is a list of lists of token ids, special
-// tokens included; every answer is a line of JSON with their vectors and the peak memory beyond what there was before the model was loaded.
+// llama.cpp for benchmarks/engines.py: node llama.mjs NODE_MODULES MODEL.gguf THREADS [POOLING]. Every line of stdin is a list of texts, each a string or
+// a list of token ids, special tokens included; every answer is a line of JSON with their vectors and the peak memory beyond what there was before the
+// model was loaded. POOLING, a number (1 mean, 2 the first token, 3 the last), takes the place of the file's own.
 import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
 import { pathToFileURL } from "node:url";
 
-const [modules, modelPath, threads] = process.argv.slice(2);
+const [modules, modelPath, threads, pooling] = process.argv.slice(2);
 const { getLlama } = await import(pathToFileURL(`${modules}/node-llama-cpp/dist/index.js`));
 
 function bytes(field) {
@@ -14,14 +15,15 @@ function bytes(field) {
 
 const llama = await getLlama({ build: "never", gpu: false, skipDownload: true, maxThreads: Number(threads), logLevel: "error" });
 const before = bytes("VmRSS");
-const model = await llama.loadModel({ modelPath });
+const metadataOverrides = pooling === undefined ? undefined : { "neo-bert": { pooling_type: Number(pooling) } };
+const model = await llama.loadModel({ modelPath, metadataOverrides });
 const context = await model.createEmbeddingContext({ contextSize: 1024, batchSize: 1024, threads: Number(threads) });
 console.log(JSON.stringify({ ready: true }));
 
 for await (const line of createInterface({ input: process.stdin })) {
     const vectors = [];
-    for (const ids of JSON.parse(line)) {
-        vectors.push((await context.getEmbeddingFor(ids)).vector);
+    for (const text of JSON.parse(line)) {
+        vectors.push((await context.getEmbeddingFor(text)).vector);
     }
     console.log(JSON.stringify({ vectors, bytes: bytes("VmHWM") - before }));
 }

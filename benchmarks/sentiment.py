@@ -1,6 +1,6 @@
 """Movie-review sentiment: NeoBERT fine-tuned in full and with LoRA, against a bag of words and the MiniLM sentence encoder.
 
-    python benchmarks/sentiment.py --model FOLDER --output results/sentiment
+    python -m neobert.benchmarks.sentiment --model FOLDER --output results/sentiment
 
 Data: 10,605 sentences of film reviews with the mean rating of 20 people (Hutto and Gilbert 2014), in the source archive of vaderSentiment 3.3.2;
 rated under 0.5 from zero is left out. Every seed draws its own train and test set, and all methods see the same ones:
@@ -237,15 +237,15 @@ def main(argv=None):
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--epochs", type=float, default=2)
-    parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--lora_learning_rate", type=float, default=2e-3)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--lora-learning-rate", type=float, default=2e-3)
     parser.add_argument("--pooling", default="mean", choices=("cls", "mean"))
-    parser.add_argument("--evaluations_per_epoch", type=int, default=2)
-    parser.add_argument("--lora_rank", type=int, default=16)
-    parser.add_argument("--test_rows", type=int, default=1000)
-    parser.add_argument("--train_rows", type=int, default=100_000)
-    parser.add_argument("--heldout_rows", type=int, default=500)
+    parser.add_argument("--evaluations-per-epoch", type=int, default=2)
+    parser.add_argument("--lora-rank", type=int, default=16)
+    parser.add_argument("--test-rows", type=int, default=1000)
+    parser.add_argument("--train-rows", type=int, default=100_000)
+    parser.add_argument("--heldout-rows", type=int, default=500)
     parser.add_argument("--rows", type=int, default=100_000, help="a random so many of all sentences")
     parser.add_argument("--margin", type=float, default=0.5, help="ratings closer to 0 are left out")
     args = parser.parse_args(argv)

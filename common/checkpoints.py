@@ -256,7 +256,9 @@ class Checkpoints(TrainerCallback):
         if self._args is not None:
             self._args.save_total_limit, self._args = self._limit, None
         if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+            # Trainer's enable_jit_checkpoint has a handler too, and may have put back what was there before both.
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:
+                signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
 
 

@@ -137,21 +137,28 @@ def read_json(path, limit=TEXT_LIMIT):
 
 
 @contextlib.contextmanager
-def new_file(path):
-    """A binary file beside `path` that takes its name when the block ends well, by then on the disk, and vanishes when it does not."""
+def new_path(path):
+    """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{socket.gethostname()}-{os.getpid()}-")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
+        yield Path(temporary)
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def new_file(path):
+    """A binary file beside `path` that takes its name when the block ends well, by then on the disk, and vanishes when it does not."""
+    with new_path(path) as temporary, open(temporary, "wb") as file:
+        yield file
 
 
 def remove_left_overs(folder, name=""):

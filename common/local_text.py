@@ -224,8 +224,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m neobert.common.local_text", description=__doc__.splitlines()[0])
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, help="folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--heldout_percent", type=float, default=2.0)
-    parser.add_argument("--long_words", type=int, help="also long.jsonl: neighbouring held-out rows joined to texts of so many words")
+    parser.add_argument("--heldout-percent", type=float, default=2.0)
+    parser.add_argument("--long-words", type=int, help="also long.jsonl: neighbouring held-out rows joined to texts of so many words")
     arguments = parser.parse_args(argv)
     try:
         if arguments.long_words is not None and arguments.long_words < 1:

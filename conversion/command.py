@@ -86,7 +86,8 @@ def _whole_or_nothing(output, force):
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"no space left at {output.parent} while writing; nothing was kept.") from None
-        raise UserError(f"{output} cannot be written ({error.strerror or error}); nothing was kept.") from None
+        place = "" if error.filename is None else f"{error.filename}: "
+        raise UserError(f"{output} cannot be written ({place}{error.strerror or error}); nothing was kept.") from None
 
 
 def convert(arguments):

@@ -19,11 +19,10 @@ from tqdm.auto import tqdm
 from ..common.arguments import Arguments, option
 from ..common.errors import UserError
 from ..common.files import write_json
-from ..common.rows import check_corpus, read_corpus
+from ..common.rows import read_rows, row_format
 
 
 SHARD = 65_536
-PLAIN = ".txt"
 
 
 @dataclass
@@ -51,12 +50,8 @@ class TextSource(Arguments):
 
     def read(self):
         """The texts in file order, without surrounding spaces; empty ones are left out."""
-        if Path(self.path).suffix == PLAIN:
-            with open(self.path, encoding="utf-8", errors="replace") as lines:
-                yield from filter(None, map(str.strip, lines))
-            return
-        check_corpus(self.path, [self.column], [self.column])
-        yield from filter(None, (row[self.column].strip() for row in read_corpus(self.path, [self.column])))
+        column = "text" if row_format(Path(self.path)) == ".txt" else self.column
+        yield from filter(None, (row[column].strip() for _, row in read_rows(self.path, [column], [column])))
 
 
 def is_held_out(text, percent):

@@ -1,7 +1,7 @@
 """Named-entity recognition with plain Trainer, entity F1 by seqeval: python examples/named_entities.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", "wrote"], "tags": ["B-PER", "I-PER", "O"]}. A word's first piece
-carries its tag. The published vocabulary is uncased: see docs/embeddings.md for what that costs names.
+carries its tag. `python examples/make_names.py` makes such a folder. What the uncased vocabulary costs names: docs/finetuning.md.
 """
 
 import argparse

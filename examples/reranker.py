@@ -1,6 +1,7 @@
 """A reranker with sentence-transformers' CrossEncoder: python examples/reranker.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer", "negative": "another text"}.
+`python examples/make_pairs.py` makes such a folder.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Sparse vectors over the vocabulary, SPLADE on the masked-LM head: python examples/sparse_encoder.py --model MODEL --data FOLDER
 
 MODEL has a masked-LM head. FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer"}.
+`python examples/make_pairs.py` makes such a folder.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import torch
 from datasets import load_dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from transformers import set_seed
 
 
@@ -23,7 +25,15 @@ def main(argv=None):
 
     set_seed(0)
     data = load_dataset("json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")})
-    model = SparseEncoder(args.model, trust_remote_code=True, model_kwargs={"dtype": torch.float32})
+    remote = {"trust_remote_code": True}
+    head = Transformer(
+        args.model,
+        transformer_task="fill-mask",
+        model_kwargs={"dtype": torch.float32, **remote},
+        config_kwargs=remote,
+        processor_kwargs=remote,
+    )
+    model = SparseEncoder(modules=[head, SpladePooling(pooling_strategy="max")])
     ranking = SparseMultipleNegativesRankingLoss(model)
     schedule = {"num_train_epochs": args.epochs, "learning_rate": args.learning_rate, "per_device_train_batch_size": args.batch}
     trainer = SparseEncoderTrainer(

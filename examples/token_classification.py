@@ -17,7 +17,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="chandar-lab/NeoBERT")
     parser.add_argument("--data", required=True)
-    for name, default in (("--output", "runs/token_classification"), ("--epochs", 3.0), ("--learning_rate", 2e-5)):
+    for name, default in (("--output", "runs/token_classification"), ("--epochs", 3.0), ("--learning-rate", 2e-5)):
         parser.add_argument(name, default=default, type=type(default))
     args = parser.parse_args(argv)
 

@@ -18,10 +18,14 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def train_tokenizer(texts, kind, vocabulary, folder):
-    """A tokenizer learnt from `texts`: "wordpiece" (uncased, as BERT's) or "bpe" (cased, byte-level, as LLaMA's in kind, 5 % larger)."""
-    if kind == "wordpiece":
+    """A tokenizer learnt from `texts`.
+
+    Args:
+        kind: "wordpiece" (uncased, as BERT's), "wordpiece-cased", or "bpe" (cased, byte-level, as LLaMA's in kind, 5 % larger).
+    """
+    if kind.startswith("wordpiece"):
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=kind == "wordpiece")
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=_SPECIAL, show_progress=False)

@@ -5,8 +5,11 @@ It shares no line with the model and knows no padding, packing or mask: a text i
 
 import inspect
 import math
+import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from neobert import NeoBERTConfig
@@ -141,6 +144,29 @@ def count_rows(*modules):
 
         module.forward = forward
     return seen
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations made and that are still alive: their peak, whatever the allocator keeps."""
+
+    def __init__(self, *made_before):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in made_before}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return output
+
+    def _forget(self, key, size):
+        self.known.discard(key)
+        self.live -= size
 
 
 def assert_same(actual, expected, tolerance=1e-5, what="output"):

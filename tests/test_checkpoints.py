@@ -181,6 +181,17 @@ def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path):
     assert made.state.global_step == 12 and same(weights(made), end)
 
 
+def test_sigterm_where_trainer_has_a_handler_of_its_own(whole, tmp_path):
+    """Trainer's enable_jit_checkpoint ends the training without telling the command that it is not finished."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="after step 5 of 12"):
+        checkpoints.train(trainer(tmp_path, At(5, sigterm), enable_jit_checkpoint=True))
+    assert signal.getsignal(signal.SIGTERM) == before, "a handler that nobody serves any more would swallow the signal"
+    made = trainer(tmp_path, enable_jit_checkpoint=True)
+    checkpoints.train(made)
+    assert made.state.global_step == 12 and same(weights(made), whole[1])
+
+
 def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
     with pytest.raises(Stopped, match="step 12 of 12"):
         checkpoints.train(trainer(tmp_path, At(12, sigterm)))

@@ -37,6 +37,14 @@ def peft_configs():
         "LoRA": peft.LoraConfig(target_modules=TARGETS, r=4, **task),
         "LoRA on all linear layers": peft.LoraConfig(target_modules="all-linear", r=4, **task),
         "LoRA without a task": peft.LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"]),
+        "DoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_dora=True, **task),
+        "rsLoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_rslora=True, **task),
+        "AdaLoRA": peft.AdaLoraConfig(target_modules=TARGETS, init_r=4, target_r=2, total_step=10, **task),
+        "VeRA": peft.VeraConfig(target_modules=TARGETS, r=4, **task),
+        "LoHa": peft.LoHaConfig(target_modules=TARGETS, r=4, **task),
+        "LoKr": peft.LoKrConfig(target_modules=TARGETS, r=4, **task),
+        "OFT": peft.OFTConfig(target_modules=TARGETS, r=0, oft_block_size=16, **task),
+        "BOFT": peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, **task),
         "IA3": peft.IA3Config(target_modules=["qkv", "w3"], feedforward_modules=["w3"], **task),
         "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **task),
         "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task),
@@ -55,7 +63,11 @@ def train_and_save(model, folder, batch):
         return model.eval()(**batch).logits
 
 
-@pytest.mark.parametrize("method", ["LoRA", "LoRA on all linear layers", "LoRA without a task", "IA3", "prompt tuning", "p-tuning"])
+METHODS = ["LoRA", "LoRA on all linear layers", "LoRA without a task", "DoRA", "rsLoRA", "AdaLoRA", "VeRA", "LoHa", "LoKr", "OFT", "BOFT", "IA3",
+           "prompt tuning", "p-tuning"]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_peft_defaults_keep_the_head(base, tmp_path, method):
     """A reloaded adapter on the base model, drawn by another seed as in another process, gives the logits that were trained."""
     from peft import PeftModel, get_peft_model
@@ -69,11 +81,26 @@ def test_peft_defaults_keep_the_head(base, tmp_path, method):
 
     model = get_peft_model(fresh(1), peft_configs()[method])
     expected = train_and_save(model, tmp_path, batch)
+    del batch["labels"]  # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
     with torch.no_grad():
         actual = PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
         untrained = fresh(2).eval()(**batch).logits
     assert_same(actual, expected, 1e-5, f"logits of a reloaded adapter ({method})")
     assert (untrained - expected).abs().max() > 1e-2, "training changed nothing, so this test would be vacuous"
+
+
+def test_the_embedding_as_a_module_to_save(base):
+    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of `transformer_encoder` too; `model.encoder` is not."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+    def adapted(name):
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["wo"], r=4, modules_to_save=[name], task_type="SEQ_CLS"))
+
+    with pytest.raises(TypeError, match="ModuleList"):
+        adapted("encoder")
+    copied = {name.rpartition(".")[2] for name, m in adapted("model.encoder").named_modules() if type(m).__name__ == "ModulesToSaveWrapper"}
+    assert copied == {"encoder", "classifier"}
 
 
 def test_peft_on_multiple_choice(base, tmp_path):
@@ -197,14 +224,15 @@ def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
     assert rows == [19] and not warnings("not packed"), f"{what}: {rows}"
 
 
-def test_opacus_clips_gradients_of_each_text():
+@pytest.mark.parametrize("norm_type", ["layer", "rms"])
+def test_opacus_clips_gradients_of_each_text(norm_type):
     """Per-sample gradients of all parameters are those of each text alone."""
     grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
     ids, mask = random_batch([9, 4, 6])
     labels = torch.tensor([0, 2, 1])
 
     def model():
-        return make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_dropout=0.0, norm_type="layer").train()
+        return make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_dropout=0.0, norm_type=norm_type).train()
 
     private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
     private(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss.backward()
@@ -333,3 +361,116 @@ def test_bert_score(tmp_path, tokenizer_dir):
         states = model(ids, output_hidden_states=True).hidden_states
         assert_same(cut(ids).last_hidden_state, model.layer_norm(states[2]), 1e-6, "output of the first two blocks")
     assert cut.config.num_hidden_layers == cut.n_layers == 2
+
+
+# ------------------------------------------------------------------------------------------------ sentence-transformers' losses
+
+
+def sentence_losses(model):
+    losses = pytest.importorskip("sentence_transformers.losses", reason="sentence-transformers is not installed")
+    pairs, classes, scores = "pairs", torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
+    width = model.get_sentence_embedding_dimension()
+    return {
+        "MultipleNegativesRankingLoss": (losses.MultipleNegativesRankingLoss(model), pairs, None),
+        "CachedMultipleNegativesRankingLoss": (losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), pairs, None),
+        "MultipleNegativesSymmetricRankingLoss": (losses.MultipleNegativesSymmetricRankingLoss(model), pairs, None),
+        "MegaBatchMarginLoss": (losses.MegaBatchMarginLoss(model, use_mini_batched_version=False), pairs, None),
+        "MatryoshkaLoss": (losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [width, 16]), pairs, None),
+        "GISTEmbedLoss": (losses.GISTEmbedLoss(model, model), pairs, None),
+        "CosineSimilarityLoss": (losses.CosineSimilarityLoss(model), pairs, scores),
+        "CoSENTLoss": (losses.CoSENTLoss(model), pairs, scores),
+        "AnglELoss": (losses.AnglELoss(model), pairs, scores),
+        "ContrastiveLoss": (losses.ContrastiveLoss(model), pairs, classes),
+        "OnlineContrastiveLoss": (losses.OnlineContrastiveLoss(model), pairs, classes),
+        "SoftmaxLoss": (losses.SoftmaxLoss(model, width, 2), pairs, classes),
+        "TripletLoss": (losses.TripletLoss(model), "triplets", None),
+        "BatchAllTripletLoss": (losses.BatchAllTripletLoss(model), "singles", classes),
+        "BatchHardTripletLoss": (losses.BatchHardTripletLoss(model), "singles", classes),
+        "MSELoss": (losses.MSELoss(model), "singles", torch.linspace(-1, 1, 4 * width).view(4, width)),
+        "MarginMSELoss": (losses.MarginMSELoss(model), "triplets", scores),
+    }
+
+
+@pytest.fixture
+def encoder_folder(tmp_path, tokenizer_dir):
+    """A random backbone with its tokenizer, as sentence-transformers and others load it."""
+    folder = tmp_path / "encoder"
+    make_model(NeoBERTModel, vocab_size=30522).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return str(folder)
+
+
+def test_losses_of_sentence_transformers(encoder_folder):
+    """With padding taken out in the model they are, with their gradients, what they are with it left in."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    model = sentence_transformers.SentenceTransformer(encoder_folder, device="cpu")
+    texts = ["a bird", "the hawk is a kind of bird of prey", "stone", "a hard mineral that is found in the ground"]
+    columns = {"singles": 1, "pairs": 2, "triplets": 3}
+    for name, (loss, kind, labels) in sentence_losses(model).items():
+        found = []
+        for unpad_inputs in (True, False):
+            model[0].auto_model.config.unpad_inputs = unpad_inputs
+            rotated = [texts[i:] + texts[:i] for i in range(columns[kind])]
+            model.zero_grad()
+            value = loss([model.preprocess(column) for column in rotated], labels)
+            value.backward()
+            weight = model[0].auto_model.transformer_encoder[0].wo.weight
+            found.append((value.detach(), weight.grad.clone()))
+        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
+        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
+        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
+    model[0].auto_model.config.unpad_inputs = True
+
+
+# ------------------------------------------------------------------------------------------- what is built on sentence encoders
+
+TEXTS = ["a bird of prey with long wings", "the hawk is a kind of bird", "a hard mineral", "stone that is found in the ground"]
+
+
+def test_keybert(encoder_folder):
+    """The scores of its key words are the cosines of their vectors and the text's."""
+    keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(encoder_folder, device="cpu")
+    found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
+    vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
+    assert len(found) >= 4
+    assert_same(torch.tensor(list(found.values())), vectors[1:] @ vectors[0], 1e-3, "scores of key words")
+
+
+def test_setfit(encoder_folder, tmp_path, monkeypatch):
+    """Few-shot classification: trained, saved, and loaded with the same probabilities."""
+    setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    model = setfit.SetFitModel.from_pretrained(encoder_folder, device="cpu")
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 0, 1, 1]})
+    arguments = setfit.TrainingArguments(str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3)
+    before = torch.tensor(model.model_body.encode(TEXTS))
+    setfit.Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3, "the body was not trained"
+    expected = model.predict_proba(TEXTS, as_numpy=False)
+    model.save_pretrained(tmp_path / "saved")
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu").predict_proba(TEXTS, as_numpy=False)
+    assert_same(torch.as_tensor(again), torch.as_tensor(expected), 1e-5, "probabilities of a reloaded SetFit model")
+
+
+def test_gliner(encoder_folder, tmp_path):
+    """Entities of any label: the scores do not depend on padding, and a saved model gives the same."""
+    gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
+    config = gliner.GLiNERConfig(model_name=encoder_folder, hidden_size=64, max_width=4, span_mode="markerV0", max_len=64)
+    model = gliner.GLiNER.load_from_config(config).eval()
+
+    def scores(model):
+        found = model.inference(TEXTS, ["animal", "thing"], threshold=0.0, flat_ner=False, multi_label=True)
+        return torch.tensor(sorted(entity["score"] for entities in found for entity in entities))
+
+    (backbone,) = [module for module in model.modules() if isinstance(module, NeoBERTModel)]
+    expected = scores(model)
+    assert len(expected) > 20
+    backbone.config.unpad_inputs = False
+    assert_same(scores(model), expected, 1e-5, "scores of a padded batch")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(scores(gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()), expected, 1e-5, "scores of a reloaded model")

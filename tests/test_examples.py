@@ -1,13 +1,21 @@
-"""Pins the scripts of examples/: each is under 60 lines, and learns a small task from scratch well above chance, on data made here."""
+"""Pins the scripts of examples/. The classifiers are under 60 lines and learn a small task from scratch well above chance, on data made here. The
+other ways to use an encoder are under 80 lines, run as a user runs them, from a folder with remote code and without this package, on real text;
+padding is never computed in them."""
 
 import importlib.util
+import inspect
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from neobert import NeoBERTConfig, NeoBERTModel
+
+from .reference import count_rows
 
 
 datasets = pytest.importorskip("datasets")
@@ -55,7 +63,7 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
     spec.loader.exec_module(module)
     output = tmp_path / "out"
     metrics = module.main(
-        ["--model", str(model_folder), "--data", str(data), "--output", str(output), "--epochs", epochs, "--learning_rate", "3e-3"]
+        ["--model", str(model_folder), "--data", str(data), "--output", str(output), "--epochs", epochs, "--learning-rate", "3e-3"]
     )
     assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file(), (
         "The trained model and its tokenizer were not saved."
@@ -98,3 +106,148 @@ def test_question_answering(model_folder, tmp_path):
 
     metrics = run("question_answering", tmp_path / "data", model_folder, tmp_path, row)
     assert metrics["eval_exact"] > 0.8, f"exact spans {metrics['eval_exact']}; a guess among the positions gives less than 0.3."
+
+
+# ------------------------------------------------------------------------------------------------------ as a user runs them
+
+# Runs the examples in turn and writes {name: what its main returned, and the tokens that went in and that the model computed}. Not with this
+# package: its classes would be taken in place of the folder's own code.
+RUNNER = """
+import functools, importlib.util, json, sys
+import torch, transformers
+
+torch.set_num_threads(1)
+load, watched = transformers.PreTrainedModel.from_pretrained.__func__, []
+
+{count_rows}
+def watch(cls, *args, **kwargs):
+    model = load(cls, *args, **kwargs)
+    model, more = model if isinstance(model, tuple) else (model, None)
+    seen = {{"code": type(model).__module__, "real": 0, "padded": 0, "computed": count_rows(model.base_model.layer_norm)}}
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args, **kwargs):
+        seen["real"] += int(kwargs["attention_mask"].sum())
+        seen["padded"] += kwargs["attention_mask"].numel()
+        return inner(*args, **kwargs)
+
+    model.forward = forward
+    watched.append(seen)
+    return model if more is None else (model, more)
+
+transformers.PreTrainedModel.from_pretrained = classmethod(watch)
+results = {{}}
+for path, argv in {runs!r}:
+    spec = importlib.util.spec_from_file_location("example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    watched.clear()
+    metrics = module.main(argv)
+    results[path] = {{"metrics": metrics, "models": [{{**seen, "computed": sum(seen["computed"])}} for seen in watched]}}
+assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the package was imported"
+with open({output!r}, "w") as file:
+    json.dump(results, file)
+"""
+
+
+def pairs(folder, train, test):
+    """Definitions and their words, from the bundled ones; the negative is the words of a definition far away in WordNet."""
+    rows = [line.split("\t") for line in (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()]
+    random.Random(0).shuffle(rows)
+    rows = [{"anchor": definition, "positive": words, "negative": other} for (words, definition), (other, _) in zip(rows, rows[1:])]
+    for name, part in (("train", rows[:train]), ("test", rows[train : train + test])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def outcomes(bundled, tmp_path_factory):
+    """{name of an example: {"metrics", "models"}}: all of them, one after another in one process of their own."""
+    folder = tmp_path_factory.mktemp("examples")
+    data = pairs(folder, 256, 64)
+    given = {
+        "reranker": [data, "--epochs", "2"],
+        "sparse_encoder": [data, "--epochs", "1", "--batch", "16"],
+        "late_interaction": [data, "--epochs", "2"],
+        "matryoshka": [data, "--epochs", "2"],
+        "named_entities": [str(ROOT / "tests" / "data" / "names"), "--epochs", "6"],
+    }
+    paths = {name: str(ROOT / "examples" / f"{name}.py") for name in given}
+    # The sentence encoder has no masked-LM head.
+    models = {name: ENCODER if ENCODER.is_dir() and name != "sparse_encoder" else bundled for name in given}
+    runs = [
+        (paths[name], ["--model", str(models[name]), "--output", str(folder / name), "--learning-rate", "1e-3", "--data", *more])
+        for name, more in given.items()
+    ]
+    output = folder / "outcomes.json"
+    runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
+    environment = {**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", runner], env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    print(done.stdout)
+    found = json.loads(output.read_text())
+    return {name: {**found[path], "folder": folder / name, "printed": done.stdout} for name, path in paths.items()}
+
+
+ENCODER = ROOT / "examples" / "sentence-encoder"
+USES = ["reranker", "sparse_encoder", "late_interaction", "matryoshka", "named_entities"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USES)
+def test_every_use_trains_saves_and_loads_with_remote_code(name, outcomes):
+    outcome = outcomes[name]
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 80, "it is promised to be under 80 lines"
+    assert "neobert" not in (ROOT / "examples" / f"{name}.py").read_text().split("def main")[0].split('"""')[2], "no code of ours around it"
+    trained, loaded = outcome["models"][0], outcome["models"][-1]
+    assert len(outcome["models"]) >= 2 and trained["code"].startswith("transformers_modules."), "not the folder's own code"
+    assert loaded["code"].startswith("transformers_modules.") and (outcome["folder"] / "modeling_neobert.py").is_file()
+    config = json.loads((outcome["folder"] / "config.json").read_text())
+    assert "modeling_neobert" in str(config["auto_map"]), "the saved model would not find its code"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USES)
+def test_no_padding_is_computed_in_any_use(name, outcomes):
+    """In training and in inference: the backbone's last norm sees the real tokens of every batch, and no other row."""
+    for what, seen in zip(("training", "inference"), (outcomes[name]["models"][0], outcomes[name]["models"][-1])):
+        assert seen["padded"] > 1.05 * seen["real"] > 0, f"vacuous: hardly any padding in {what}"
+        assert seen["computed"] == seen["real"], f"{what}: {seen['computed']} rows computed for {seen['real']} real tokens"
+
+
+@pytest.mark.slow
+def test_what_the_uses_learn(outcomes):
+    """256 definitions and a few steps: far above chance, which is 1 in 64 for recall@1 and 0.5 for the reranker."""
+    found = {name: outcome["metrics"] for name, outcome in outcomes.items()}
+    assert found["reranker"]["accuracy"] > 0.65, found
+    assert found["sparse_encoder"]["recall"] > 5 / 64 and 1 < found["sparse_encoder"]["active"] < 10_000, found
+    assert found["late_interaction"]["recall"] > 5 / 64, found
+    widths = sorted((int(key.removeprefix("recall_")) for key in found["matryoshka"]), reverse=True)
+    assert widths == [widths[0], widths[0] // 4, widths[0] // 16] and widths[0] >= 192, widths
+    assert found["matryoshka"][f"recall_{widths[1]}"] > 5 / 64, found
+    assert found["named_entities"]["eval_f1"] > 0.3, found
+
+
+def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
+    """The longest name wins, a name of two kinds is left out, and so is what is written like an ordinary word."""
+    path = ROOT / "examples" / "make_names.py"
+    spec = importlib.util.spec_from_file_location("make_names", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "data.noun").write_text(
+        "  1 a comment\n"
+        '001 18 n 02 Byron 0 Ada_Byron 0 001 @i 009 n 0000 | mathematician from New England; "an example"\n'
+        "002 15 n 01 New_England 0 001 @i 009 n 0000 | a region of England near Lincoln\n"
+        "003 15 n 01 England 0 001 @i 009 n 0000 | a division\n"
+        "004 15 n 01 Lincoln 0 001 @i 009 n 0000 | a city\n"
+        "005 18 n 01 Lincoln 0 001 @i 009 n 0000 | a president\n"
+        "006 15 n 01 region 0 001 @ 009 n 0000 | not an instance\n"
+    )
+    names, sentences = module.read_names(tmp_path)
+    assert names == {("Byron",): "PER", ("Ada", "Byron"): "PER", ("New", "England"): "LOC", ("England",): "LOC"}
+    assert module.tagged(sentences[0], names, 2) == {
+        "tokens": ["Ada", "Byron", ":", "mathematician", "from", "New", "England", "."],
+        "tags": ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "I-LOC", "O"],
+    }
+    assert len(sentences) == 5

@@ -1,6 +1,6 @@
 """Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
 of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the
-slices and parts in which the CPU works without gradients.
+slices and parts in which the CPU works without gradients, and how many tensors are alive at once.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
@@ -15,7 +15,7 @@ from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
 from neobert.benchmarks.throughput_models import compile_blocks
 
-from .reference import FlashReference, count_rows, install_flash, make_model, random_batch
+from .reference import FlashReference, LiveTensors, count_rows, install_flash, make_model, random_batch
 
 
 def scattered_batch():
@@ -434,3 +434,15 @@ def test_gradients_of_the_kernel_on_cuda():
         errors.append(((outputs.float() - exact).abs().max(), total))
     assert "varlen" in model.attention_backend(), f"the kernel did not run: {model.attention_backend()}"
     assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], f"errors {errors[1]} against {errors[0]}"
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (4, 1024)])
+def test_at_most_8_hidden_vectors_a_token_are_alive_at_once(shape):
+    """Counted in tensors of (tokens, D) float32, of the paper's width, whatever the number of blocks."""
+    model = make_model(NeoBERTModel, hidden_size=768, num_attention_heads=12, intermediate_size=3072, num_hidden_layers=2).eval()
+    ids, mask = torch.randint(5, 100, shape), torch.ones(shape, dtype=torch.long)
+    mask[:-1, -50:] = 0
+    with torch.no_grad(), LiveTensors(ids, mask, *model.parameters()) as tensors:
+        model(ids, attention_mask=mask)
+    hidden_vectors = tensors.peak / 4 / 768 / mask.sum().item()
+    assert 3 < hidden_vectors <= 8, f"{hidden_vectors:.2f} hidden vectors a token are alive at once"

@@ -1,4 +1,5 @@
-"""Pins the README: every Python snippet runs and prints what it says, every command exists, every link and extra leads somewhere.
+"""Pins the README: every Python snippet runs and prints what it says, every command exists, every link and extra leads somewhere, every figure is
+that of its file, and every published score is marked as such and the paper's.
 
 The snippets load the bundled small model in place of the published one, which cannot be fetched in a test.
 """
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from neobert.__main__ import COMMANDS
+from neobert.common.published import GLUE, MTEB
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +35,10 @@ def test_python_snippet(source, bundled, tmp_path, monkeypatch):
     width = str(json.loads((bundled / "config.json").read_text())["hidden_size"])
     expected = [line[2:].replace("768", width) for line in source.splitlines() if line.startswith("# ")]
     printed = io.StringIO()
+    for name in ("chandar-lab/NeoBERT", "runs/demo"):
+        source = source.replace(f'"{name}"', repr(str(bundled)))
     with contextlib.redirect_stdout(printed):
-        exec(compile(source.replace('"chandar-lab/NeoBERT"', repr(str(bundled))), "README.md", "exec"), {})
+        exec(compile(source, "README.md", "exec"), {})
     for line in expected:
         assert line in printed.getvalue(), f"the README promises {line!r}, but the snippet printed {printed.getvalue()!r}"
 
@@ -56,6 +60,31 @@ def test_metadata():
     metadata = yaml.safe_load(README.split("---")[1])
     assert metadata["license"] == "mit" and metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "fill-mask"
     assert "custom_code" in metadata["tags"], "the Hub would not say that the repository holds code"
+
+
+def table(heading):
+    """Cells of the rows below a heading, without the header."""
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")][2:]
+
+
+def test_published_scores_are_the_papers():
+    assert "not measured here" in README.split("## Scores")[1].split("## ")[0]
+    rows = table("Scores")
+    assert rows[0] == ["NeoBERT-4096", "245M", "89.0", "51.3"]
+    for name, _, glue, mteb in rows:
+        assert (float(glue), float(mteb)) == (GLUE[name][-1], MTEB[name][-1]), f"{name} has other scores in the paper"
+
+
+def test_figures_are_those_of_the_results():
+    file, checked = None, 0
+    for _, figure, named in table("Numbers"):
+        file = file if named == "same file" else ROOT / named.strip("`")
+        for number in re.findall(r"\b\d+\.\d+", figure):
+            text = file.read_text(encoding="utf-8")
+            assert re.search(rf"\b{re.escape(number)}\b", text), f"{file.name} has no {number}, which the README takes from it"
+            checked += 1
+    assert checked >= 9
 
 
 def test_commands_extras_and_files_exist():

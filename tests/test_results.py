@@ -5,7 +5,7 @@ import json
 import pytest
 
 from neobert.common import figures, results
-from neobert.common.results import environment, environment_line, hardware, markdown_table, processor_units, write_result
+from neobert.common.results import environment, environment_line, hardware, markdown_table, processor_units, shown, write_result
 
 
 XEON = """processor\t: 0
@@ -133,3 +133,18 @@ def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         figures.save(figure, path)
     assert path.read_bytes() == drawn and list(path.parent.iterdir()) == [path], "the old plot stays, and nothing beside it"
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        ("/home/somebody/models/encoder", "models/encoder"),
+        ("--model=/home/somebody/models/encoder", "--model=models/encoder"),
+        ("runs/encoder", "runs/encoder"),
+        ("org/encoder", "org/encoder"),
+        ("--lr=1e-3", "--lr=1e-3"),
+        ("/encoder", "/encoder"),
+    ],
+)
+def test_a_result_does_not_tell_whose_machine_it_is_from(argument, expected):
+    assert shown(argument) == expected

@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from conversion_helpers import convert, digests, package_environment, run_script
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification
+from neobert.__main__ import main
 from neobert.common.errors import UserError
 from neobert.conversion import command, hub_folder
 
@@ -252,3 +255,47 @@ def test_the_temporary_folder_of_the_machine_is_not_needed(tmp_path, checkpoint,
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+@pytest.fixture
+def shared_folder():
+    """A folder that every user may enter, while the process has the rights of an ordinary user."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    for path in sorted(folder.rglob("*")):
+        path.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif("os.name != 'posix'", reason="rights as POSIX has them")
+@pytest.mark.parametrize(
+    "closed", ["run", "run/state_dict.pt", "run/config.json", "out", "given.json", "tokenizer", "tokenizer/vocab.txt", "out/model"]
+)
+def test_without_permission(shared_folder, model, tiny_config, tokenizer_dir, without_proof, capsys, monkeypatch, closed):
+    """Every place that a conversion reads or writes: the place is named, and all files stay as they were."""
+    monkeypatch.chdir(shared_folder)
+    save(Path("run"), model.state_dict(), **tiny_config)
+    shutil.copytree(tokenizer_dir, "tokenizer")
+    Path("given.json").write_text(json.dumps(tiny_config))
+    Path("out").mkdir()
+    options = ["--config", "given.json"] if closed == "given.json" else ["--tokenizer", "tokenizer"] if "tokenizer" in closed else []
+    if closed == "out/model":
+        convert("run", "out/model", "--tokenizer", "none")
+        options = ["--force"]
+    for path in shared_folder.rglob("*"):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    before = digests(shared_folder)
+    Path(closed).chmod(0)
+    rights, user = Path(closed).stat().st_mode, os.geteuid()
+    if closed == "out/model":
+        Path("out").chmod(0o555)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        code = main(["convert", "run", "out/model", *(options or ["--tokenizer", "none"])])
+    finally:
+        os.seteuid(user)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and error.startswith("neobert convert: ") and "ermission" in error and closed.split("/")[0] in error, error
+    assert digests(shared_folder) == before and Path(closed).stat().st_mode == rights

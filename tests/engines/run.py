@@ -1,0 +1,431 @@
+"""`make test-engines`: exports two models and a classifier, runs them in the real engines on the CPU, and compares every vector with torch in float32.
+
+python tests/engines/run.py --work FOLDER [--engines llama.cpp ...] [--output results/engines]
+
+The models: the bundled sentence encoder, and one with wide random weights, on which mistakes and low precision show most. FOLDER keeps what is
+installed: node/ (npm packages) and st/ (the environment of sentence-transformers' ONNX backend). An engine that cannot be had is skipped, and the
+last lines say why.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
+from neobert.benchmarks.engines import Llama
+from neobert.common.errors import UserError, one_line
+from neobert.common.files import read_json
+from neobert.common.loading import ROOT, TOKENIZER, load_tokenizer
+from neobert.common.pooling import write_sentence_transformers
+from neobert.common.results import environment, markdown_table, write_result
+from neobert.export import command as export_command
+from neobert.export.check import SENTENCES
+
+
+HERE = Path(__file__).resolve().parent
+BUNDLED = ROOT / "examples" / "sentence-encoder"
+# Least cosines to torch in float32, (token, pooled), by precision; and for int8 and q8_0 by model, since wide weights are harder.
+BOUNDS = {"fp32": (0.9999, 0.9999), "fp16": (0.999, 0.9995), "q8_0": (0.97, 0.99), "int8": (0.95, 0.99)}
+NO_NODE = "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"
+
+
+class Skipped(Exception):
+    """An engine that is not to be had here: one sentence."""
+
+
+# --------------------------------------------------------------------------------------------------------------------- models
+
+
+def make_texts():
+    """Texts of 1 to about 150 words, among them accents, digits, code and marks."""
+    texts = list(SENTENCES)
+    return texts + [" ".join(texts[i : i + n]) for i, n in ((0, 3), (3, 5), (6, 9), (1, 13))]
+
+
+@dataclass
+class Model:
+    """A model to run, with what torch answers.
+
+    Attributes:
+        name: of the row.
+        folder: Hub folder of a sentence encoder.
+        work: where its exports go.
+        tokens: (L, D) float32 of each text.
+        pooled: (texts, D), as the folder pools.
+        seconds: that torch takes for all texts, one after another, on one thread.
+    """
+
+    name: str
+    folder: Path
+    work: Path
+    texts: list = field(default_factory=make_texts)
+
+    def __post_init__(self):
+        self.tokenizer = load_tokenizer(self.folder)
+        model = NeoBERTModel.from_pretrained(self.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        ids = [torch.tensor([self.tokenizer(text)["input_ids"]]) for text in self.texts]
+        with torch.inference_mode():
+            self.tokens = [model(row).last_hidden_state[0].numpy() for row in ids]
+
+            self.seconds = timed(lambda row: model(row).last_hidden_state.mean(1), ids)
+        self.pooled = np.stack([states.mean(0) for states in self.tokens])
+
+    def export(self, target, output, *options):
+        """`neobert export`, once; returns the path of what it wrote."""
+        path = self.work / output
+        if path.exists():
+            return path
+        export_command.main([target, str(self.folder), str(path), *options])
+        return path
+
+
+def timed(function, items, repeats=3):
+    """Median seconds that a function takes for all items, one after another; the first of the passes is not counted."""
+    times = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        for item in items:
+            function(item)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def random_model(model_class, folder, pooling=None, **changes):
+    """A Hub folder with wide random weights: outputs of attention and feed-forward as large as what they are added to."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 1024,
+    }
+    model = model_class(NeoBERTConfig(**sizes, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 1.0 if name.endswith("encoder.weight") else 0.12)
+    model.save_pretrained(folder)
+    load_tokenizer(TOKENIZER).save_pretrained(folder)
+    if pooling:
+        write_sentence_transformers(folder, model.config.hidden_size, 512, pooling)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------------------- engines
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine made of the texts of a model.
+
+    Attributes:
+        engine, version, precision: of the row.
+        tokens: (L, D) of each text, or {place: (texts, D)} where the engine gives the vectors at one place (0 or -1) only.
+        pooled: (texts, D).
+        seconds: for all texts, one after another, on one thread.
+        size: bytes of the model.
+    """
+
+    engine: str
+    version: str
+    precision: str
+    tokens: object
+    pooled: np.ndarray
+    seconds: float
+    size: int
+
+
+def onnx_runtime(model, work):
+    """ONNX Runtime in Python, in one right-padded batch, with its own pooled output where there is one."""
+    import onnxruntime
+
+    folder = onnx_folder(model)
+    inputs = padded_rows(model)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    for precision, name in onnx_files(folder).items():
+        session = onnxruntime.InferenceSession(str(folder / "onnx" / name), options, providers=["CPUExecutionProvider"])
+        outputs = [output.name for output in session.get_outputs()]
+        found = dict(zip(outputs, session.run(None, inputs)))
+        seconds = timed(partial(session.run, outputs[:1]), single_rows(model))
+        tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
+        pooled = found.get("sentence_embedding", means(tokens))
+        yield Answer("ONNX Runtime", onnxruntime.__version__, precision, tokens, pooled, seconds, size_of(folder / "onnx", name))
+
+
+def openvino(model, work):
+    """OpenVINO, with the precision that the file itself asks for, in one right-padded batch."""
+    import openvino
+
+    core, inputs = openvino.Core(), padded_rows(model)
+    for precision in ("fp32", "fp16", "int8"):
+        folder = model.export("openvino", f"openvino-{precision}", "--precision", precision)
+        (path,) = sorted(folder.rglob("openvino_model*.xml"))[:1]
+        compiled = core.compile_model(core.read_model(str(path)), "CPU", {"INFERENCE_NUM_THREADS": 1})
+        names = [output.get_any_name() for output in compiled.outputs]
+        found = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
+        seconds = timed(compiled, single_rows(model))
+        tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
+        pooled = found.get("sentence_embedding", means(tokens))
+        yield Answer("OpenVINO", openvino.__version__.split("-")[0], precision, tokens, pooled, seconds, size_of(path.parent, path.name))
+
+
+def transformers_js(model, work):
+    """transformers.js in node: its tokenizer, its reading of the folder, its mean pooling."""
+    modules = node_modules(work)
+    folder = onnx_folder(model)
+    names = {"fp32": "fp32", "fp16": "fp16", "int8": "q8" if "model_quantized.onnx" in onnx_files(folder).values() else "int8"}
+    for precision, name in onnx_files(folder).items():
+        found = in_node("transformers.mjs", modules, folder, names[precision], texts=model.texts)
+        version = package_version(modules, "@huggingface/transformers")
+        tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
+        size = size_of(folder / "onnx", name)
+        yield Answer("transformers.js", version, precision, tokens, np.array(found["pooled"]), found["seconds"], size)
+
+
+def llama_cpp(model, work):
+    """llama.cpp, prebuilt for node: its tokenizer, its pooling; token vectors are those of the first and the last token."""
+    modules = node_modules(work)
+    for dtype in ("f32", "f16", "q8_0"):
+        path = model.export("gguf", f"model.{dtype}.gguf", "--dtype", dtype)
+        vectors = {}
+        for pooling in (2, 3, None):  # the first token's, the last one's, and what the file says
+            engine = Llama(modules, path, 1, pooling)
+            vectors[pooling] = engine(model.texts)
+            seconds = timed(engine, [model.texts]) if pooling is None else None
+            engine.close()
+        precision = {"f32": "fp32", "f16": "fp16"}.get(dtype, dtype)
+        version = f"{package_version(modules, 'node-llama-cpp')} (node-llama-cpp)"
+        tokens = {0: vectors[2], -1: vectors[3]}
+        yield Answer("llama.cpp", version, precision, tokens, vectors[None], seconds, path.stat().st_size)
+
+
+def sentence_transformers_onnx(model, work):
+    """sentence-transformers 5.1 with backend="onnx", on transformers 4.57."""
+    python = work / "st" / "bin" / "python"
+    if not (work / "st" / ".ready").exists():
+        raise Skipped(f"{python.parent.parent} is not installed: make {python.parent.parent}/.ready")
+    folder = onnx_folder(model)
+    found = in_process([python, HERE / "sentence_transformers_onnx.py", folder], model.texts)
+    tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
+    name = onnx_files(folder)["fp32"]
+    yield Answer(
+        *("sentence-transformers, ONNX", found["version"], "fp32", tokens, np.array(found["pooled"]), found["seconds"]),
+        size_of(folder / "onnx", name),
+    )
+
+
+ENGINES = {
+    "onnxruntime": onnx_runtime,
+    "openvino": openvino,
+    "transformers.js": transformers_js,
+    "llama.cpp": llama_cpp,
+    "sentence-transformers": sentence_transformers_onnx,
+}
+
+
+def onnx_folder(model):
+    return model.export("onnx", "onnx", "--precisions", "fp32", "fp16", "int8")
+
+
+def onnx_files(folder):
+    """{precision: file name} of what the ONNX export wrote."""
+    names = {"fp32": ("model.onnx",), "fp16": ("model_fp16.onnx",), "int8": ("model_quantized.onnx", "model_int8.onnx")}
+    return {precision: next(name for name in given if (folder / "onnx" / name).exists()) for precision, given in names.items()}
+
+
+def single_rows(model):
+    """The inputs of each text alone."""
+    rows = [np.array([model.tokenizer(text)["input_ids"]], np.int64) for text in model.texts]
+    return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in rows]
+
+
+def padded_rows(model):
+    """The inputs of all texts in one right-padded batch."""
+    batch = model.tokenizer(model.texts, padding=True, return_tensors="np")
+    return {name: batch[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+
+
+def real_tokens(hidden, mask):
+    return [states[row.astype(bool)] for states, row in zip(hidden, mask)]
+
+
+def means(tokens):
+    return np.stack([states.mean(0) for states in tokens])
+
+
+def size_of(folder, name):
+    """Bytes of a model file and of the weights beside it."""
+    stem = Path(name).stem
+    return sum(p.stat().st_size for p in folder.iterdir() if p.name == name or p.name in (f"{name}_data", f"{name}.data", f"{stem}.bin"))
+
+
+def node_modules(work):
+    if shutil.which("node") is None:
+        raise Skipped(NO_NODE)
+    modules = work / "node" / "node_modules"
+    if not modules.is_dir():
+        raise Skipped(f"{modules} is not installed: make {work / 'node' / '.ready'}")
+    return modules
+
+
+def package_version(modules, name):
+    return read_json(modules / name / "package.json")["version"]
+
+
+def in_node(script, *arguments, texts):
+    return in_process(["node", HERE / script, *arguments], texts)
+
+
+def in_process(command, texts):
+    """The last line of a program's output, JSON; its input is a list of texts."""
+    run = subprocess.run([*map(str, command)], input=json.dumps(texts), capture_output=True, text=True, timeout=600)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not lines:
+        raise UserError(f"{Path(str(command[1])).name} ended with exit code {run.returncode}: {one_line(run.stderr[-1500:], 1500)}")
+    return json.loads(lines[-1])
+
+
+# ------------------------------------------------------------------------------------------------------------------ comparison
+
+
+def worst_cosine(given, expected):
+    """The smallest cosine between rows of two arrays; -1 where a number is not finite or the shapes differ."""
+    given, expected = np.asarray(given, np.float64), np.asarray(expected, np.float64)
+    if given.shape != expected.shape or not np.isfinite(given).all():
+        return -1.0
+    lengths = np.linalg.norm(given, axis=-1) * np.linalg.norm(expected, axis=-1)
+    return float(((given * expected).sum(-1) / np.maximum(lengths, 1e-30)).min())
+
+
+def compared(answer, model):
+    """A row: the worst cosines of an Answer."""
+    if isinstance(answer.tokens, dict):
+        token = min(worst_cosine(given, np.stack([x[place] for x in model.tokens])) for place, given in answer.tokens.items())
+    else:
+        pairs = list(zip(answer.tokens, model.tokens)) if len(answer.tokens) == len(model.tokens) else [([0.0], [[0.0]])]
+        token = min(worst_cosine(given, expected) for given, expected in pairs)
+    return {
+        "model": model.name,
+        "engine": answer.engine,
+        "version": answer.version,
+        "precision": answer.precision,
+        "token": token,
+        "pooled": worst_cosine(answer.pooled, model.pooled),
+        "bytes": answer.size,
+        "speed": model.seconds / answer.seconds,
+        "places": "first and last" if isinstance(answer.tokens, dict) else "all",
+    }
+
+
+def check_classifier(work):
+    """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst difference by the largest logit."""
+    modules = node_modules(work)
+    folder = work / "classifier"
+    if not folder.exists():
+        random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
+    path = work / "classifier.gguf"
+    if not path.exists():
+        export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
+    model, tokenizer = NeoBERTForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(folder)
+    texts = make_texts()
+    with torch.inference_mode():
+        expected = np.stack([model(**tokenizer(text, return_tensors="pt")).logits[0].numpy() for text in texts])
+    given = np.array(in_node("classifier.mjs", modules, path, "2", texts=texts)["logits"])
+    return float(np.abs(given - expected).max() / np.abs(expected).max())
+
+
+def page(rows, classifier, skipped):
+    """Markdown of the results."""
+    parts = [
+        "Vectors of the same texts (1 to about 150 words) against torch in float32. Token: the worst cosine between the vectors of one token; llama.cpp gives "
+        "the first and the last token's alone. Pooled: the worst cosine between the vectors of one text. Speed: texts one after another on one "
+        "thread, relative to torch in float32 (above 1 is faster); docs/performance.md has speeds on all cores and in batches.",
+    ]
+    header = ["engine", "version", "precision", "worst token cosine", "worst pooled cosine", "MB", "speed"]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        parts.append(f"## {name[0].upper()}{name[1:]}")
+        lines = [
+            [
+                *(row["engine"], row["version"], row["precision"], f"{row['token']:.6f}", f"{row['pooled']:.6f}"),
+                *(f"{row['bytes'] / 1e6:.1f}", f"{row['speed']:.2f}"),
+            ]
+            for row in rows
+            if row["model"] == name
+        ]
+        parts.append(markdown_table(header, lines))
+    if classifier is not None:
+        parts.append(f"A sequence classifier with two labels in llama.cpp (f32): logits within {classifier:.1e} of the largest one.")
+    parts += [f"Skipped: {name}: {reason}." for name, reason in skipped.items()]
+    return "\n\n".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
+    parser.add_argument("--output", type=Path, help="also write OUTPUT.md and OUTPUT.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = given.work.resolve() / "models"
+    shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
+    folder.mkdir(parents=True)
+    sources = {"wide random weights": random_model(NeoBERTModel, folder / "wide" / "model", "mean")}
+    if (BUNDLED / "config.json").exists():
+        sources = {"the bundled sentence encoder": BUNDLED, **sources}
+    models = []
+    for i, (name, source) in enumerate(sources.items()):
+        (folder / str(i)).mkdir()
+        models.append(Model(name, source, folder / str(i)))
+    rows, skipped, failed, classifier = [], {}, [], None
+    for name in given.engines:
+        for model in models:
+            try:
+                for answer in ENGINES[name](model, given.work.resolve()):
+                    rows.append(row := compared(answer, model))
+                    bounds = BOUNDS[row["precision"]]
+                    good = row["token"] >= bounds[0] and row["pooled"] >= bounds[1]
+                    told = f"{row['engine']} {row['precision']}, {model.name}: token {row['token']:.6f}, pooled {row['pooled']:.6f}"
+                    print(f"{'ok  ' if good else 'FAIL'} {told}", flush=True)
+                    if not good:
+                        failed.append(f"{told}; at least {bounds[0]} and {bounds[1]} are wanted")
+            except (Skipped, ImportError) as reason:
+                skipped[name] = one_line(reason)
+            except (UserError, subprocess.SubprocessError) as error:
+                failed.append(f"{name}, {model.name}: {one_line(error, 1500)}")
+    if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
+        classifier = check_classifier(folder.parent)
+        print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within {classifier:.1e}")
+        failed += [] if classifier <= 5e-3 else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
+    if given.output:
+        packages = ("onnxruntime", "openvino", "gguf")
+        write_result(
+            given.output,
+            "NeoBERT in other engines",
+            environment(packages),
+            {"rows": rows, "classifier": classifier},
+            page(rows, classifier, skipped),
+        )
+    for name, reason in skipped.items():
+        print(f"skipped {name}: {reason}")
+    for line in failed:
+        print(f"failed {line}")
+    print(f"{len(rows) - len(failed) if rows else 0} passed, {len(failed)} failed, {len(skipped)} skipped")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,364 @@
+"""Pins `neobert export gguf`: rows where llama.cpp looks for them, its keys and tokens, what is refused, and files written completely or not at all.
+
+The real engine is `make test-engines`; here the file is read back by PyPI `gguf`, and run in numpy as the engine runs it.
+"""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertTokenizerFast
+
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForQuestionAnswering,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+)
+from neobert.common.errors import UserError
+from neobert.common.pooling import write_sentence_transformers
+from neobert.export import command
+
+
+gguf = pytest.importorskip("gguf")
+
+from neobert.export import gguf_engine, gguf_file  # noqa: E402  (they need gguf)
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "rain", "##s", "sao", "quick", "##ly", "naive"]
+# Letters, digits and marks, so that few texts have an unknown word.
+WORDS += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")] + list("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~中")
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
+SMALL = {
+    "vocab_size": len(WORDS) + 3,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 512,
+}
+
+
+def build(model_class=NeoBERTModel, scale=0.1, **changes):
+    """A model whose weights, norms and biases are all far from their initial values."""
+    torch.manual_seed(0)
+    model = model_class(NeoBERTConfig(**{**SMALL, "max_position_embeddings": 256, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 1.0 if name.endswith("encoder.weight") else scale)
+    return model
+
+
+def tokenizer_of(folder, **options):
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    return BertTokenizerFast(vocab=str(folder / "vocab.txt"), vocab_file=str(folder / "vocab.txt"), **options)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(model_class, pooling=..., **config) -> a Hub folder."""
+
+    def write(model_class=NeoBERTModel, pooling=None, tokenizer=None, **changes):
+        folder = tmp_path / "model"
+        folder.mkdir()
+        build(model_class, **changes).save_pretrained(folder)
+        tokenizer_of(folder, **(tokenizer or {})).save_pretrained(folder)
+        if pooling:
+            write_sentence_transformers(folder, HIDDEN, 64, pooling)
+        return folder
+
+    return write
+
+
+def export(folder, *options, name="out.gguf"):
+    output = folder.parent / name
+    assert command.main(["gguf", str(folder), str(output), *options]) == 0
+    return output
+
+
+def read(path):
+    """{name: value} of a file's keys, and {name: (type, numbers)} of its tensors."""
+    reader = gguf.GGUFReader(path)
+    keys = {name.removeprefix("neo-bert."): field.contents() for name, field in reader.fields.items()}
+    shapes = {t.name: tuple(reversed(t.shape.tolist())) for t in reader.tensors}
+    return keys, {t.name: (t.tensor_type.name, gguf.dequantize(t.data, t.tensor_type).reshape(shapes[t.name])) for t in reader.tensors}
+
+
+# ---------------------------------------------------------------------------------------------------------------------- layout
+
+
+def test_queries_keys_and_values_are_three_blocks(make):
+    """Head h's query, row i, is row (h * 3 + 0) * K + i in NeoBERT and row h * K + i of the first block in llama.cpp; keys and values likewise."""
+    folder = make()
+    _, tensors = read(export(folder, "--dtype", "f32"))
+    published = NeoBERTModel.from_pretrained(folder).transformer_encoder[1].qkv.weight
+    _, written = tensors["blk.1.attn_qkv.weight"]
+    for part in range(3):
+        for head in range(HEADS):
+            for row in (0, HEAD_DIM - 1):
+                expected = published[(head * 3 + part) * HEAD_DIM + row].detach().numpy()
+                assert (written[part * HIDDEN + head * HEAD_DIM + row] == expected).all(), f"part {part} of head {head} is elsewhere"
+
+
+def test_names_and_shapes(make):
+    """512 gives a feed-forward of 344, 2/3 rounded up to a multiple of 8."""
+    keys, tensors = read(export(make(NeoBERTForMaskedLM), "--dtype", "f32"))
+    block = {
+        "attn_norm": (64,),
+        "attn_qkv": (192, 64),
+        "attn_output": (64, 64),
+        "ffn_norm": (64,),
+        "ffn_up": (2 * 344, 64),
+        "ffn_down": (64, 344),
+    }
+    expected = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in block.items()}
+    expected |= {"token_embd.weight": (SMALL["vocab_size"], 64), "enc.output_norm.weight": (64,)}
+    assert {name: numbers.shape for name, (_, numbers) in tensors.items()} == expected, "the masked-LM decoder has no place there"
+    assert keys["general.architecture"] == "neo-bert" and keys["feed_forward_length"] == 344
+
+
+@pytest.mark.parametrize("dtype, file_type", (("f32", 0), ("f16", 1), ("q8_0", 7)))
+def test_types_of_the_tensors(make, dtype, file_type):
+    """Vectors stay float32. w3's rows of 344 are no multiple of 32, the block of q8_0."""
+    folder = make()
+    keys, tensors = read(export(folder, "--dtype", dtype))
+    assert keys["general.file_type"] == file_type
+    for name, (kind, numbers) in tensors.items():
+        expected = "F32" if numbers.ndim == 1 else "F16" if dtype == "q8_0" and "ffn_down" in name else dtype.upper()
+        assert kind == expected, f"{name} is {kind}"
+    exact = NeoBERTModel.from_pretrained(folder).transformer_encoder[0].ffn.w12.weight.detach().numpy()
+    error = np.abs(tensors["blk.0.ffn_up.weight"][1] - exact)
+    # Half a step: of float16's 11 bits, and of 1/127 of the largest of 32 numbers.
+    steps = np.abs(exact).reshape(-1, 32).max(axis=1).repeat(32).reshape(exact.shape) / 127
+    assert (error <= {"f32": 0.0, "f16": 2.0**-11 * np.abs(exact), "q8_0": 0.501 * steps}[dtype]).all()
+
+
+def test_keys_of_the_architecture(make):
+    keys, _ = read(export(make(rope_theta=5000.0, norm_eps=1e-6, pooling="cls")))
+    expected = {
+        "context_length": 256,
+        "embedding_length": 64,
+        "block_count": 2,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 4,
+        "attention.causal": False,
+        "rope.freq_base": 5000.0,
+        "rope.scaling.type": "none",
+        "vocab_size": SMALL["vocab_size"],
+    }
+    assert {name: keys[name] for name in expected} == expected
+    assert keys["attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("pooling, number", ((None, 1), ("mean", 1), ("cls", 2), ("lasttoken", 3)))
+def test_pooling_of_the_folder(make, pooling, number):
+    assert read(export(make(pooling=pooling)))[0]["pooling_type"] == number
+
+
+# ---------------------------------------------------------------------------------------------------------------------- rotary
+
+
+def test_linear_scaling(make):
+    keys, _ = read(export(make(rope_scaling={"rope_type": "linear", "factor": 3.0})))
+    assert keys["rope.scaling.type"] == "linear" and keys["rope.scaling.factor"] == 3.0 and keys["context_length"] == 768
+
+
+@pytest.mark.parametrize(
+    "more, attention, fast",
+    (
+        ({}, 1.0, 32.0),
+        # The engine multiplies 1 + ln(4) / 10 in by itself: 1.3 / 1.138629 = 1.141724.
+        ({"attention_factor": 1.3, "beta_fast": 16}, 1.1417238, 16.0),
+    ),
+)
+def test_yarn(make, more, attention, fast):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **more}
+    keys, _ = read(export(make(rope_scaling=scaling), "--dtype", "f32"))
+    assert keys["rope.scaling.type"] == "yarn" and keys["rope.scaling.factor"] == 4.0
+    assert keys["rope.scaling.original_context_length"] == 64 and keys["context_length"] == 256
+    assert keys["rope.scaling.attn_factor"] == pytest.approx(attention, rel=1e-6)
+    assert (keys["rope.scaling.yarn_beta_fast"], keys["rope.scaling.yarn_beta_slow"]) == (fast, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------------ classifier
+
+
+@pytest.mark.parametrize("labels", (1, 2, 3))
+def test_a_classifier(make, labels, capsys):
+    folder = make(NeoBERTForSequenceClassification, num_labels=labels, id2label={i: f"kind {i}" for i in range(labels)})
+    path = export(folder, "--dtype", "f32")
+    keys, tensors = read(path)
+    assert keys["pooling_type"] == 4 and keys["classifier.output_labels"] == [f"kind {i}" for i in range(labels)]
+    model = NeoBERTForSequenceClassification.from_pretrained(folder)
+    for name, layer in (("cls", model.dense), ("cls.output", model.classifier)):
+        assert (tensors[f"{name}.weight"][1] == layer.weight.detach().numpy()).all()
+        assert (tensors[f"{name}.bias"][1] == layer.bias.detach().numpy()).all()
+    assert "worst pooled cosine 1.000000" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def test_the_vocabulary(make):
+    keys, _ = read(export(make()))
+    words, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert keys["tokenizer.ggml.model"] == "bert" and len(words) == len(kinds) == SMALL["vocab_size"]
+    assert words[:9] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "\u2581the", "\u2581rain", "s"]
+    assert words[WORDS.index("[")] == "\u2581[" and words[WORDS.index("#")] == "\u2581#"
+    assert kinds[:7] == [3, 3, 3, 3, 3, 1, 1], "special tokens are CONTROL, the others NORMAL"
+    assert words[-3:] == [f"[PAD{len(WORDS) + i}]" for i in range(3)] and kinds[-3:] == [5, 5, 5], "rows without a token are UNUSED"
+    ids = {"bos": 2, "cls": 2, "eos": 3, "seperator": 3, "unknown": 1, "padding": 0, "mask": 4}
+    assert {name: keys[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
+    assert [keys[f"tokenizer.ggml.add_{name}_token"] for name in ("bos", "eos", "sep")] == [True, True, False]
+
+
+@pytest.mark.parametrize("lowercase", (True, False))
+def test_texts_are_cut_alike(make, tmp_path, lowercase):
+    """The engine's way of cutting, on the words of the file, against the tokenizer of transformers."""
+    folder = make(tokenizer={"do_lower_case": lowercase})
+    engine = gguf_engine.Engine(export(folder))
+    tokenizer = BertTokenizerFast.from_pretrained(folder)
+    for text in ("The rains!", "naïve São, quickly...", "中the中", "a[b]{c}", "tab\tand  spaces\n", "x" * 30, "€ unknown", "\u200bthe", ""):
+        assert engine.tokenize(text) == tokenizer(text)["input_ids"], text
+
+
+# ------------------------------------------------------------------------------------------------------------------ the numbers
+
+
+@pytest.mark.parametrize("scaling", (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0}))
+@torch.no_grad()
+def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
+    folder = make(rope_scaling=scaling, rope_theta=500.0)
+    engine = gguf_engine.Engine(export(folder, "--dtype", "f32"))
+    model = NeoBERTModel.from_pretrained(folder).eval()
+    ids = torch.randint(5, len(WORDS), (1, 200))
+    expected = model(ids).last_hidden_state[0].numpy()
+    (found,) = engine.hidden([ids[0].numpy()])
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_rows_in_the_published_order_are_not_kept(make, monkeypatch):
+    """What other converters write. It loads in llama.cpp; the comparison with torch sees it."""
+    tensors_of = gguf_file.tensors_of
+
+    def as_published(model):
+        for tensor in tensors_of(model):
+            if "attn_qkv" in tensor.name:
+                block = model.transformer_encoder[int(tensor.name.split(".")[1])]
+                tensor = gguf_file.Tensor(tensor.name, tensor.shape, block.qkv.weight.detach)
+            yield tensor
+
+    monkeypatch.setattr(gguf_file, "tensors_of", as_published)
+    folder = make()
+    with pytest.raises(UserError, match=r"the worst token cosine to torch is -?0\.\d+, below 0.999, so it was not kept"):
+        export(folder)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model"], "something was left behind"
+
+
+# --------------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "model_class, changes, words",
+    (
+        (NeoBERTModel, {"position_embedding_type": "learned"}, "position_embedding_type 'rope' only, and this model has 'learned'"),
+        (NeoBERTModel, {"norm_type": "layer"}, "norm_type 'rms' only, and this model has 'layer'"),
+        (NeoBERTModel, {"hidden_act": "gelu"}, "hidden_act 'swiglu' only, and this model has 'gelu'"),
+        (NeoBERTModel, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "GGUF cannot carry rope_type 'dynamic'"),
+        (NeoBERTModel, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "cannot carry YaRN with truncate=false"),
+        (NeoBERTModel, {"pooling": "max"}, "llama.cpp pools by mean, cls, lasttoken, and this folder by max"),
+        (NeoBERTForTokenClassification, {"num_labels": 3}, "no form for NeoBERTForTokenClassification; --head base"),
+        (NeoBERTForQuestionAnswering, {}, "no form for NeoBERTForQuestionAnswering; --head base"),
+        (NeoBERTForSequenceClassification, {"classifier_pooling": "mean"}, "classifies by the first token, and this model by the mean"),
+    ),
+)
+def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, words):
+    folder = make(model_class, **changes)
+    with pytest.raises(UserError) as caught:
+        export(folder)
+    assert words in str(caught.value) and "neobert export onnx and openvino carry it" in str(caught.value)
+    assert not (folder.parent / "out.gguf").exists()
+
+
+def test_the_backbone_of_a_head_is_exported_on_demand(make):
+    _, tensors = read(export(make(NeoBERTForTokenClassification, num_labels=3), "--head", "base"))
+    assert not any("cls" in name for name in tensors)
+
+
+def test_numbers_that_float16_does_not_reach(make):
+    folder = make()
+    model = NeoBERTModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.transformer_encoder[0].wo.weight[0, 0] = 70000.0
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"blk.0.attn_output.weight holds 7e\+04, which float16 does not reach; give --dtype f32"):
+        export(folder, "--dtype", "f16")
+    assert export(folder, "--dtype", "f32").exists()
+
+
+def test_another_kind_of_tokenizer(make):
+    folder = make()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="BERT's WordPiece tokenizer only, and this folder has another one"):
+        gguf_file.describe_tokenizer(gguf.GGUFWriter(None, "neo-bert"), _fast_tokenizer(folder), SMALL["vocab_size"])
+
+
+def _fast_tokenizer(folder):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", pad_token="[PAD]"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------------ files
+
+
+def test_what_may_be_replaced(make):
+    folder = make()
+    output = export(folder)
+    with pytest.raises(UserError, match="exists; choose another name, or replace it with --force"):
+        export(folder)
+    assert export(folder, "--force", "--dtype", "q8_0") == output and read(output)[0]["general.file_type"] == 7
+    for content in (b"my notes", output.read_bytes().replace(b"neobert.command", b"somebody.elses_")):
+        output.write_bytes(content)
+        with pytest.raises(UserError, match="was not written by neobert export gguf, so it is not replaced"):
+            export(folder, "--force")
+        assert output.read_bytes() == content
+
+
+def test_outputs_that_cannot_be(make):
+    folder = make()
+    for name, words in (("out.bin", "must end in .gguf"), ("model/out.gguf", "lies inside the input"), ("file/out.gguf", "is a file")):
+        (folder.parent / "file").write_text("mine")
+        with pytest.raises(UserError, match=words):
+            export(folder, name=name)
+    (folder.parent / "folder.gguf").mkdir()
+    with pytest.raises(UserError, match="is not a file, but a folder"):
+        export(folder, name="folder.gguf")
+
+
+def test_an_interrupted_export_leaves_nothing(make, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    folder = make()
+    output = export(folder)
+    before = output.read_bytes()
+    monkeypatch.setattr(gguf_engine.Engine, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(folder, "--force")
+    assert output.read_bytes() == before and sorted(os.listdir(folder.parent)) == ["model", "out.gguf"]
+
+
+def test_the_same_folder_gives_the_same_bytes(make):
+    folder = make(pooling="mean")
+    assert export(folder, name="a.gguf").read_bytes() == export(folder, name="b.gguf").read_bytes()

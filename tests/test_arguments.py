@@ -1,0 +1,295 @@
+"""Pins the command line: options from recipes and arguments in their types and ranges, Trainer's options passed through, typing errors named as
+such, one sentence and exit code 2 for bad input, and what --help and --version print.
+"""
+
+import dataclasses
+import os
+
+import pytest
+
+from neobert import __main__ as cli
+from neobert import __version__
+from neobert.common.arguments import Arguments, number_options, option, read_arguments, training_arguments
+from neobert.common.errors import UserError, require
+
+
+@dataclasses.dataclass
+class Model(Arguments):
+    hidden_size: int = option(help="width", least=1, most=4096)
+    name: str = option("tiny", "what it is called")
+    dropout: float | None = option(None, "share of the weights", least=0, below=1)
+    model_config: dict | None = option(None, "fields of the configuration")
+
+
+@dataclasses.dataclass
+class Training(Arguments):
+    rate: float = option(1e-3, "peak learning rate", above=0)
+    seeds: list[int] = option(default_factory=lambda: [1], help="one run each", least=0)
+    layout: str = option("packed", "packed or padded", choices=("packed", "padded"))
+    lora: bool = option(False, "adapters alone")
+    texts: str | list = option("a.txt", "file or files")
+
+
+@dataclasses.dataclass
+class Paths(Arguments):
+    source: str = option(help="what is read", positional=True)
+    output: str = option(help="what is written", positional=True)
+    length: int = option(8, "tokens", least=1)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Function (text of a recipe, command line, more) -> what `read_arguments` returns."""
+
+    def read(text, argv=(), types=(Model, Training), **more):
+        path = tmp_path / "recipe.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_arguments(types, [str(path), *argv], **more)
+
+    return read
+
+
+def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_ones(read, tmp_path):
+    (tmp_path / "first.yaml").write_text("hidden_size: 8\nname: first\nlora: true\n")
+    recipe = "hidden_size: 64\nrate: 6e-4\nseeds: [1, 2]\n"
+    assert read(recipe, ["--hidden-size", "32"]) == [Model(32), Training(6e-4, [1, 2])], "YAML 1.1 reads 6e-4 as text"
+    read(recipe)
+    both = [str(tmp_path / "first.yaml"), str(tmp_path / "recipe.yaml")]
+    assert read_arguments((Model, Training), both) == [Model(64, "first"), Training(6e-4, [1, 2], lora=True)]
+    assert read_arguments((Model, Training), ["--hidden-size=1"]) == [Model(1), Training()], "no recipe is needed"
+
+
+@pytest.mark.parametrize(
+    "argv, field, value",
+    [
+        (["--rate", "1e-4"], "rate", 1e-4),
+        (["--rate=2"], "rate", 2.0),
+        (["--rate", "1", "--rate", "3"], "rate", 3.0),
+        (["--seeds", "1", "2", "3"], "seeds", [1, 2, 3]),
+        (["--seeds", "4"], "seeds", [4]),
+        (["--lora"], "lora", True),
+        (["--lora", "--layout", "padded"], "lora", True),
+        (["--lora", "false"], "lora", False),
+        (["--texts", "b.txt"], "texts", "b.txt"),
+        (["--texts", "b.txt", "c.txt"], "texts", ["b.txt", "c.txt"]),
+        (["--name", "1e-4"], "name", "1e-4"),
+        (["--name", "-"], "name", "-"),
+        (["--name", "no"], "name", "no"),
+        (["--name=a=b"], "name", "a=b"),
+        (["--hidden_size", "7"], "hidden_size", 7),
+        (["--hidden-size", "7.0"], "hidden_size", 7),
+        (["--dropout", "0.5"], "dropout", 0.5),
+        (["--dropout", "None"], "dropout", None),
+        (["--model-config", "{norm_eps: 1e-6, hidden_act: gelu}"], "model_config", {"norm_eps": 1e-6, "hidden_act": "gelu"}),
+    ],
+    ids=str,
+)
+def test_values_of_the_command_line(argv, field, value):
+    model, training = read_arguments((Model, Training), ["--hidden-size", "1", *argv])
+    given = getattr(model if hasattr(model, field) else training, field)
+    assert given == value and type(given) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text, argv, sentence",
+    [
+        ("hiden_size: 64", [], "unknown key 'hiden_size' in the recipe {recipe}; did you mean hidden_size?"),
+        ("zzz: 64", [], "unknown key 'zzz' in the recipe {recipe}; --help lists the options"),
+        ("1: 2", [], "unknown key 1 in the recipe {recipe}; --help lists the options"),
+        ("name: a", [], "give --hidden-size; --help lists the options"),
+        ("- a", [], "{recipe} must hold 'name: value' lines, but holds a list"),
+        ("hidden_size: wide", [], "hidden_size in the recipe {recipe} must be a whole number, but 'wide' was given"),
+        ("hidden_size: 64.5", [], "hidden_size in the recipe {recipe} must be a whole number, but 64.5 was given"),
+        ("hidden_size: .inf", [], "hidden_size in the recipe {recipe} must be a whole number, but inf was given"),
+        ("hidden_size: .nan", [], "hidden_size in the recipe {recipe} must be a whole number, but nan was given"),
+        ("hidden_size: true", [], "hidden_size in the recipe {recipe} must be a whole number, but True was given"),
+        ("lora: 1", [], "lora in the recipe {recipe} must be true or false, but 1 was given"),
+        ("name: [a]", [], "name in the recipe {recipe} must be text, but ['a'] was given"),
+        ("model_config: [a]", [], "model_config in the recipe {recipe} must be a mapping, but ['a'] was given"),
+        ("seeds: [a]", [], "seeds in the recipe {recipe} must be a list, but ['a'] was given"),
+        ("trainer: {seed: 1}", [], "the recipe {recipe} has a section trainer, but this command has no Trainer"),
+        ("hidden_size: 0", [], "hidden_size must be at least 1, but 0 was given"),
+        ("hidden_size: 4097", [], "hidden_size must be at most 4096, but 4097 was given"),
+        ("hidden_size: 1\ndropout: 1.0", [], "dropout must be below 1, but 1.0 was given"),
+        ("hidden_size: 1\nrate: 0", [], "rate must be above 0, but 0.0 was given"),
+        ("hidden_size: 1\nrate: .nan", [], "rate must be a finite number, but nan was given"),
+        ("hidden_size: 1\nrate: .inf", [], "rate must be a finite number, but inf was given"),
+        ("hidden_size: 1\nseeds: [0, -1]", [], "seeds must be at least 0, but -1 was given"),
+        ("hidden_size: 1\nlayout: paked", [], "layout must be one of packed, padded, but 'paked' was given"),
+        ("", ["--hiden-size", "1"], "unknown argument '--hiden-size'; did you mean --hidden-size?"),
+        ("", ["--unheard-of", "1"], "unknown argument '--unheard-of'; --help lists the options"),
+        ("", ["--hidden-size"], "--hidden-size needs a value, a whole number"),
+        ("", ["--hidden-size", "1", "2"], "--hidden-size takes one value, but '1 2' was given"),
+        ("", ["--lora", "recipe.yml"], "lora on the command line must be true or false, but 'recipe.yml' was given"),
+        ("", ["--rate", "fast"], "rate on the command line must be a number, but 'fast' was given"),
+        ("", ["--hidden-size", "9" * 5000], "hidden_size on the command line must be a whole number"),
+        ("", ["-r", "1"], "'-r' was given where an option, --name, was expected; --help lists them"),
+        ("", ["--model-config", "{a"], "model_config on the command line must be a mapping, but '{a' was given"),
+    ],
+    ids=range(32),
+)
+def test_bad_options_are_one_sentence(read, tmp_path, text, argv, sentence):
+    with pytest.raises(UserError) as error:
+        read(text, argv)
+    assert str(error.value).startswith(sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["a"], "give OUTPUT; --help lists the options"),
+        ([], "give SOURCE, OUTPUT; --help lists the options"),
+        (["a", "b", "c"], "there is no file c; give the path of a YAML file"),
+        (["a", "--length", "8", "b"], "--length takes one value, but '8 b' was given"),
+    ],
+)
+def test_positional_arguments(argv, sentence, tmp_path):
+    (tmp_path / "short.yml").write_text("length: 4")
+    assert read_arguments((Paths,), ["a", str(tmp_path / "short.yml"), "b.txt"]) == [Paths("a", "b.txt", 4)]
+    assert read_arguments((Paths,), ["a", "--output", "b"]) == [Paths("a", "b")]
+    with pytest.raises(UserError) as error:
+        read_arguments((Paths,), argv)
+    assert str(error.value) == sentence
+
+
+def test_ranges_hold_for_objects_made_in_python():
+    with pytest.raises(UserError, match="rate must be above 0, but -1 was given"):
+        Training(rate=-1)
+    assert Model(1, dropout=None).dropout is None, "None has no range"
+    assert (Model(1, dropout=0).dropout, Model(4096).hidden_size) == (0, 4096), "the ends of a range belong to it"
+
+
+# ------------------------------------------------------------------------------------------------------ Trainer's options
+
+
+def test_trainers_options_go_through(read):
+    text = "hidden_size: 1\ntrainer: {learning_rate: 1e-4, eval_strategy: no, max_steps: 7}"
+    *_, given = read(text, ["--learning-rate", "2e-4", "--bf16"], trainer={"logging_steps": 5, "max_steps": 3})
+    assert given == {"logging_steps": 5, "learning_rate": 2e-4, "eval_strategy": "no", "max_steps": 7, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    "text, argv, sentence",
+    [
+        ("trainer: {learning_rat: 1}", [], "unknown key 'learning_rat' under trainer: in the recipe {recipe}; did you mean learning_rate?"),
+        ("trainer: {max_steps: x}", [], "max_steps under trainer: in the recipe {recipe} must be a"),
+        ("learning_rate: 1", [], "unknown key 'learning_rate' in the recipe {recipe}"),
+        ("", ["--learning-rat", "1"], "unknown argument '--learning-rat'; did you mean --learning-rate?"),
+        ("", ["--max-steps", "x"], "max_steps on the command line must be a"),
+    ],
+)
+def test_bad_options_of_trainer(read, tmp_path, text, argv, sentence):
+    with pytest.raises(UserError) as error:
+        read(text, argv, trainer={})
+    assert str(error.value).startswith(sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))), str(error.value)
+
+
+def test_training_arguments(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    made = training_arguments(tmp_path, {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}, {"seed": 5, "use_cpu": True})
+    assert (made.max_steps, made.seed, made.use_cpu, made.output_dir) == (3, 5, True, str(tmp_path))
+    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret", "Trainer would write it into every checkpoint"
+    monkeypatch.delenv("HF_TOKEN")
+    for given, sentence in (
+        ({"output_dir": "x"}, "output_dir is set by this command; give --output in its place"),
+        ({"seed": 6}, "seed is set to 5 by this command, but 6 was given; leave it out"),
+        ({"eval_strategy": "sometimes"}, "sometimes is not a valid"),
+        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            training_arguments(tmp_path, given, {"seed": 5})
+
+
+def test_what_a_continued_run_may_change():
+    free = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none", "dataloader_num_workers": 3, "push_to_hub": True}
+    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3, "bf16": True, "max_grad_norm": 1.0}
+    assert number_options({**free, **numbers}) == numbers
+
+
+# -------------------------------------------------------------------------------------------------------------- printed
+
+
+def test_help_has_every_option_with_its_range_and_default(capsys):
+    with pytest.raises(SystemExit) as left:
+        read_arguments((Paths, Training), ["--help"], "neobert x", "What it does.", trainer={"max_steps": 7})
+    printed = capsys.readouterr().out
+    assert left.value.code == 0 and printed.startswith(
+        "usage: neobert x SOURCE OUTPUT [RECIPE.yaml] [--option value ...]\n\nWhat it does.\n"
+    )
+    for line in (
+        "  OUTPUT\n      what is written\n",
+        "  --length\n      tokens; at least 1 (default: 8)\n",
+        "  --rate\n      peak learning rate; above 0 (default: 0.001)\n",
+        "  --seeds\n      one run each; at least 0 (default: [1])\n",
+        "  --layout\n      packed or padded; one of packed, padded (default: packed)\n",
+        "  --max-steps (default: 7)\n",
+    ):
+        assert line in printed, f"the help lacks {line!r}:\n{printed}"
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["report", "--version"]])
+def test_version(argv, capsys):
+    try:
+        code = cli.main(argv)
+    except SystemExit as left:
+        code = left.code
+    assert code == 0 and capsys.readouterr().out == f"neobert {__version__}\n"
+
+
+def test_usage(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {command} " in printed for command in cli.COMMANDS), "the help does not list every command"
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == printed, "without arguments: the same, as an error"
+    assert cli.main(["fly\x1b[2J"]) == 2
+    assert capsys.readouterr().err == f"neobert: there is no command 'fly\\x1b[2J'; choose one of {', '.join(cli.COMMANDS)}\n"
+
+
+# --------------------------------------------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_typing_error_is_named_as_such_by_every_command(command, capsys, tmp_path, monkeypatch):
+    """Before any work: nothing is written, and it is not reported as a missing option."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, "--outptu", "x"]) == 2
+    assert capsys.readouterr().err == f"neobert {command}: unknown argument '--outptu'; did you mean --output?\n"
+    assert not list(tmp_path.iterdir())
+
+
+NEEDS_INPUT = {
+    "convert": "CHECKPOINT",
+    "pretrain": "--dataset",
+    "pseudo-perplexity": "--model",
+    "glue": "--task",
+    "contrastive": "--model",
+    "distill": "TEACHER",
+    "mteb": "--model",
+    "encode": "SOURCE",
+}
+
+
+@pytest.mark.parametrize("command, needed", NEEDS_INPUT.items())
+def test_a_command_without_arguments_says_what_it_needs(command, needed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"neobert {command}: ") and needed in error and error.count("\n") == 1, error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "--help"])
+    printed = capsys.readouterr().out
+    assert (
+        left.value.code == 0 and printed.startswith(f"usage: neobert {command} ") and "--output\n" in printed.replace("OUTPUT", "--output")
+    )
+
+
+def test_a_missing_extra_names_the_pip_line():
+    require("train", "json")
+    with pytest.raises(ImportError, match=r"nonexistent_module.*pip install -e '\.\[train\]' in the repository's folder"):
+        require("train", "json", "nonexistent_module")

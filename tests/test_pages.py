@@ -1,0 +1,86 @@
+"""Pins the commands of the pages on embeddings, fine-tuning and distillation: every command, script, recipe and option in them exists today."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from neobert.__main__ import COMMANDS
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / f"{n}.md" for n in ("embeddings", "finetuning", "distillation"))
+}
+TRAINER = {field.name for field in dataclasses.fields(TrainingArguments)}
+
+
+def commands(page):
+    """The words of every command line of a page's bash blocks, without comments and the launcher before them."""
+    for block in re.findall(r"```bash\n(.*?)```", PAGES[page], flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for start in ("neobert", "python"):
+                if start in words:
+                    yield words[words.index(start) :]
+                    break
+
+
+def options_of(words):
+    """Names that a command's options may have, by its code."""
+    if words[0] == "neobert":
+        folder = (ROOT / COMMANDS[words[1]][0].replace(".", "/")).parent
+        return options_in(folder.glob("*.py")) | TRAINER
+    path = words[1] if words[1] != "-m" else words[2].removeprefix("neobert.").replace(".", "/") + ".py"
+    assert (ROOT / path).is_file(), f"there is no {path}"
+    return options_in([ROOT / path, *((ROOT / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ())])
+
+
+def options_in(paths):
+    source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    declared = re.findall(r"^    (\w+): .+? = option\(", source, flags=re.MULTILINE)
+    parsed = [name.replace("-", "_") for name in re.findall(r"\"(?:--)?([a-z][a-z-]*)\"", source)]
+    return {*declared, *parsed}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_and_option_exists(page):
+    found = list(commands(page))
+    assert len(found) > 2, "vacuous: the page has hardly a command"
+    for words in found:
+        if words[0] == "neobert":
+            assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
+        elif words[1] == "-m" and not words[2].startswith("neobert."):
+            continue
+        known = options_of(words)
+        for word in words:
+            if word.startswith("--"):
+                name = word[2:].partition("=")[0]
+                assert "_" not in name, f"{word}: options are written with dashes"
+                assert name.replace("-", "_") in known, f"{' '.join(words[:3])} has no option {word}"
+            elif re.fullmatch(r"(recipes|examples|tests)/[\w./-]+", word):
+                assert (ROOT / word).exists(), f"there is no {word}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_option_in_the_text_exists(page):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for name in re.findall(r"`((?:examples|recipes|embeddings|finetuning|common|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`", text):
+        assert (ROOT / name).exists(), f"{page}.md names {name}"
+    rooms = {"embeddings": ["embeddings"], "finetuning": ["finetuning", "pretraining"], "distillation": ["embeddings"]}[page]
+    known = options_in(path for room in rooms for path in (ROOT / room).glob("*.py")) | TRAINER
+    for name in re.findall(r"`--([a-z_-]+)", text):
+        assert name == "nproc-per-node" or "_" not in name and name.replace("-", "_") in known, f"{page}.md names the option --{name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_opens_with_its_use_and_a_command_with_its_output(page):
+    parts = PAGES[page].split("```")
+    heading, what = parts[0].strip().split("\n", 1)
+    assert heading.startswith("# ") and len(what.strip()) > 60, "what is the page for?"
+    assert parts[1].startswith("bash\n") and parts[3].startswith("\n") and parts[3].strip(), "a command and then its output"
+    assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, "the command comes late"
