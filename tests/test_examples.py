@@ -167,19 +167,16 @@ def outcomes(bundled, tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     data = pairs(folder, 256, 64)
     given = {
-        "reranker": [data, "--epochs", "2"],
-        "sparse_encoder": [data, "--epochs", "1", "--batch", "16"],
-        "late_interaction": [data, "--epochs", "2"],
-        "matryoshka": [data, "--epochs", "2"],
-        "named_entities": [str(ROOT / "tests" / "data" / "names"), "--epochs", "6"],
+        "reranker": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "sparse_encoder": [data, "--epochs", "1", "--batch", "16", "--learning-rate", "3e-4", "--regularizer", "1e-4"],
+        "late_interaction": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "matryoshka": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "named_entities": [str(ROOT / "tests" / "data" / "names"), "--epochs", "6", "--learning-rate", "1e-3"],
     }
     paths = {name: str(ROOT / "examples" / f"{name}.py") for name in given}
     # The sentence encoder has no masked-LM head.
     models = {name: ENCODER if ENCODER.is_dir() and name != "sparse_encoder" else bundled for name in given}
-    runs = [
-        (paths[name], ["--model", str(models[name]), "--output", str(folder / name), "--learning-rate", "1e-3", "--data", *more])
-        for name, more in given.items()
-    ]
+    runs = [(paths[name], ["--model", str(models[name]), "--output", str(folder / name), "--data", *more]) for name, more in given.items()]
     output = folder / "outcomes.json"
     runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
     environment = {**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -220,13 +217,13 @@ def test_no_padding_is_computed_in_any_use(name, outcomes):
 def test_what_the_uses_learn(outcomes):
     """256 definitions and a few steps: far above chance, which is 1 in 64 for recall@1 and 0.5 for the reranker."""
     found = {name: outcome["metrics"] for name, outcome in outcomes.items()}
-    assert found["reranker"]["accuracy"] > 0.65, found
-    assert found["sparse_encoder"]["recall"] > 5 / 64 and 1 < found["sparse_encoder"]["active"] < 10_000, found
-    assert found["late_interaction"]["recall"] > 5 / 64, found
+    assert found["reranker"]["accuracy"] > 0.6, found
+    assert found["sparse_encoder"]["recall"] > 2 / 64 and 1 < found["sparse_encoder"]["active"] < 10_000, found
+    assert found["late_interaction"]["recall"] > 10 / 64, found
     widths = sorted((int(key.removeprefix("recall_")) for key in found["matryoshka"]), reverse=True)
     assert widths == [widths[0], widths[0] // 4, widths[0] // 16] and widths[0] >= 192, widths
-    assert found["matryoshka"][f"recall_{widths[1]}"] > 5 / 64, found
-    assert found["named_entities"]["eval_f1"] > 0.3, found
+    assert found["matryoshka"][f"recall_{widths[1]}"] > 10 / 64, found
+    assert found["named_entities"]["eval_f1"] > 0.5, found
 
 
 def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
