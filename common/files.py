@@ -260,7 +260,7 @@ def _is_same(path, other):
 
 
 def check_apart(output, *inputs):
-    """Raises UserError when the output is an input, holds one, or lies inside one; links are resolved first."""
+    """Raises UserError when the output is an input, holds one, or is inside of one; links are resolved first."""
     target = Path(os.path.realpath(output))
     for given in inputs:
         source = Path(os.path.realpath(given))
@@ -269,7 +269,7 @@ def check_apart(output, *inputs):
         if any(_is_same(target, folder) for folder in source.parents):
             raise UserError(f"the output {output} holds the input {given}; choose a folder of its own")
         if source.is_dir() and any(_is_same(source, folder) for folder in target.parents):
-            raise UserError(f"the output {output} lies inside the input {given}; choose a folder outside of it")
+            raise UserError(f"the output {output} is inside the input {given}; choose a folder outside of it")
 
 
 def write_manifest(folder, command, content=None):
@@ -284,18 +284,18 @@ def write_manifest(folder, command, content=None):
     write_json(folder / f"{command}.json", {"command": command, **(content or {}), "files": files})
 
 
-def _manifest(folder, command):
-    """{relative path: digest} of an output of `command`, or None for any other folder."""
+def read_manifest(folder, command):
+    """What `write_manifest` wrote in a folder: "files" {relative path: digest} and the content; None for any other folder."""
     try:
         manifest = read_json(folder / f"{command}.json", 16 * TEXT_LIMIT)
     except UserError:
         return None
-    files = manifest.get("files") if isinstance(manifest, dict) and manifest.get("command") == command else None
-    return files if isinstance(files, dict) else None
+    ours = isinstance(manifest, dict) and manifest.get("command") == command and isinstance(manifest.get("files"), dict)
+    return manifest if ours else None
 
 
 def _matches(name, pattern):
-    """Whether a relative path matches a pattern of as many parts, or lies below the folder of a pattern that ends in /**."""
+    """Whether a relative path matches a pattern of as many parts, or is below the folder of a pattern that ends in /**."""
     if pattern.endswith("/**"):
         return name.startswith(pattern[:-2])
     parts, patterns = name.split("/"), pattern.split("/")
@@ -310,11 +310,12 @@ def check_replaceable(folder, command, working_files=()):
         command: name of the command whose manifest it must carry.
         working_files: patterns of files that the command writes on its way, relative to the folder: "part-*.parquet", or "checkpoints/**".
     """
-    digests, foreign = _manifest(folder, command), []
-    if digests is None:
+    manifest, foreign = read_manifest(folder, command), []
+    if manifest is None:
         raise UserError(
             f"{folder} was not written by neobert {command} (it has no {command}.json), so it is not replaced; remove it yourself"
         )
+    digests = manifest["files"]
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -397,13 +398,13 @@ def recover(folder, command):
         old = place / _OLD
         if old.exists() and not os.path.lexists(folder):
             os.rename(old, folder)
-        if not old.exists() or _manifest(folder, command) is not None:
+        if not old.exists() or read_manifest(folder, command) is not None:
             shutil.rmtree(place, ignore_errors=True)
         os.close(lock)
 
 
 @contextlib.contextmanager
-def new_folder(output, command, replace=False):
+def new_folder(output, command, replace=False, content=None):
     """An empty folder beside `output` that takes its name when the block ends well, and vanishes when it does not.
 
     Its parent is a workplace of this process, which vanishes with all that it holds.
@@ -413,6 +414,7 @@ def new_folder(output, command, replace=False):
         command: whose manifest the folder gets.
         replace: whether an output of the same command may be replaced. It keeps its place until the new one is complete, and comes back
             if the last rename fails.
+        content: of the manifest; what is added to it in the block counts.
     Raises:
         UserError: there is something at `output` that may not be replaced; also when it came meanwhile.
     """
@@ -425,7 +427,7 @@ def new_folder(output, command, replace=False):
             folder, old = place / _NEW, place / _OLD
             folder.mkdir()
             yield folder
-            write_manifest(folder, command)
+            write_manifest(folder, command, content)
             for path in folder.rglob("*"):
                 if path.is_file():
                     with open(path, "rb+") as file:
@@ -462,7 +464,7 @@ def _aside(folder):
 def set_aside(folder, command, working_files=()):
     """Moves an output that is to be made anew to `<name>.before-overwrite`, where it stays until `remove_set_aside`.
 
-    What an earlier run set aside is complete, and what lies at `folder` then is not: that one goes.
+    What an earlier run set aside is complete, and what is at `folder` then is not: that one goes.
 
     Raises:
         UserError: it may not be replaced; see `check_replaceable`.

@@ -137,7 +137,14 @@ def _command():
     elif program.endswith(".py"):
         folder = Path(sys.argv[0]).resolve().parent.name
         program = f"python {folder}/{program}" if folder in ("benchmarks", "scripts", "examples") else f"python {program}"
-    return " ".join([program, *map(shlex.quote, redacted_arguments(sys.argv[1:]))])
+    return " ".join([program, *(shlex.quote(shown(argument)) for argument in redacted_arguments(sys.argv[1:]))])
+
+
+def shown(argument):
+    """An argument as results show it: of an absolute path the last two parts, which say what it is and not whose machine it is on."""
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    return f"{option}{equals}{Path(*path.parts[-2:])}" if path.is_absolute() and len(path.parts) > 2 else argument
 
 
 def _commit():

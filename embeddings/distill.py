@@ -29,7 +29,7 @@ from ..common.errors import UserError
 from ..common.files import check_apart, check_folder, check_replaceable, new_folder, write_json
 from ..common.identity import files_digest, weights_digest
 from ..common.loading import choose_device
-from ..common.results import environment
+from ..common.results import environment, shown
 from .distill_card import precision_check, write_card
 from .distill_data import SimilarLengths, TeacherVectors, TextSource, read_texts, token_lengths, training_dataset
 from .distill_loss import Agreement, DistillLoss
@@ -152,6 +152,7 @@ def settings_of(arguments, trainer_options, sources, others):
     """What a run is known by: its settings, with digests of its texts and of the weights it starts from."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in _FREE}
     settings["trainer"] = {name: value for name, value in trainer_options.items() if not name.startswith(_FREE_TRAINER)}
+    settings["teacher"] = shown(arguments.teacher)  # the weights are known by their digest, wherever they are
     settings["teacher_weights"] = weights_digest(arguments.teacher)
     settings["init_weights"] = weights_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..common.errors import UserError
 from ..common.files import write_text
-from ..common.results import markdown_table
+from ..common.results import markdown_table, shown
 from .distill_loss import agreement
 from .packed_encoder import PackedEncoder
 
@@ -61,7 +61,7 @@ def write_card(folder, arguments, figures):
     text = f"""
 # {title}
 
-A NeoBERT sentence encoder (arXiv 2502.19587) that learned the vectors of {_name(arguments.teacher)}.
+A NeoBERT sentence encoder (arXiv 2502.19587) that learned the vectors of `{shown(arguments.teacher)}`.
 
 ```python
 from sentence_transformers import SentenceTransformer
@@ -86,10 +86,6 @@ texts. `held out`: texts of the training sources, kept back by hash. {_others(ot
 {markdown_table(["texts", "licence"], kinds)}
 """
     write_text(folder / "README.md", "\n".join(header) + text)
-
-
-def _name(teacher):
-    return teacher.rstrip("/").rsplit("/", 1)[-1] if "/" in teacher and teacher.count("/") > 1 else teacher
 
 
 def _others(others):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from neobert.common import figures, results
-from neobert.common.results import environment, environment_line, hardware, markdown_table, processor_units, write_result
+from neobert.common.results import environment, environment_line, hardware, markdown_table, processor_units, shown, write_result
 
 
 XEON = """processor\t: 0
@@ -101,6 +101,16 @@ def test_bars_start_at_zero_and_tell_their_values():
         assert across[0] == pytest.approx([78.0, 81.0]) and across[2] == pytest.approx([83.5, 84.5]), "a range, and a deviation"
 
 
+def test_the_labels_of_a_length_axis_do_not_collide():
+    """Lengths that are near each other at the end, in the narrowest panel that a result has."""
+    figure, axes = figures.subplots(size=(4.4, 4))
+    figures.line(axes, [1000, 4000, 16000, 48000], [1, 2, 3, 4], "a", 0)
+    figures.length_axis(axes, [1000, 4000, 16000, 48000])
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert len(boxes) == 4 and all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])), boxes
+
+
 def test_lines_differ_in_colour_and_marker():
     pytest.importorskip("matplotlib")
     _, axes = figures.subplots("Speed", "length", "tokens a second")
@@ -133,3 +143,18 @@ def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         figures.save(figure, path)
     assert path.read_bytes() == drawn and list(path.parent.iterdir()) == [path], "the old plot stays, and nothing beside it"
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        ("/home/somebody/models/encoder", "models/encoder"),
+        ("--model=/home/somebody/models/encoder", "--model=models/encoder"),
+        ("runs/encoder", "runs/encoder"),
+        ("org/encoder", "org/encoder"),
+        ("--lr=1e-3", "--lr=1e-3"),
+        ("/encoder", "/encoder"),
+    ],
+)
+def test_a_result_does_not_tell_whose_machine_it_is_from(argument, expected):
+    assert shown(argument) == expected

@@ -1,0 +1,147 @@
+"""ONNX graphs of a NeoBERT with a dynamic batch and length, in a folder as transformers.js lays it out.
+
+OUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of sentence-transformers. Every graph is run by
+ONNX Runtime and compared with torch before the folder is kept.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+
+from ..common.arguments import option
+from ..common.errors import UserError, one_line
+from . import folder
+from .graph import INPUTS, Graph, example, quiet_tracing
+from .source import ExportArguments
+
+
+check_output = folder.check_output
+
+# The first one that has all operations of the graph; ONNX Runtime, its builds for browsers, and text-embeddings-inference read it.
+OPSET = 18
+# A file of protobuf ends at 2 GiB: beyond this the weights lie in a file of their own.
+LARGEST_FILE = 2**31 - 2**24
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision of `--precisions`.
+
+    Attributes:
+        file: name of the graph, that of transformers.js.
+        token, pooled: bounds of the worst cosines to torch.
+    """
+
+    file: str
+    token: float
+    pooled: float
+
+
+PRECISIONS = {
+    "fp32": Precision("model.onnx", 0.99999, 0.99999),
+    "fp16": Precision("model_fp16.onnx", 0.995, 0.999),
+    "int8": Precision("model_quantized.onnx", 0.9, 0.99),
+    "q4": Precision("model_q4.onnx", 0.3, 0.8),
+}
+
+
+@dataclass
+class Options(ExportArguments):
+    """Options of `neobert export onnx`."""
+
+    precisions: list[str] = option(
+        help="fp32, fp16 (for GPUs, WebGPU), int8 (for CPUs), q4 (smallest)", default_factory=lambda: ["fp32"], choices=tuple(PRECISIONS)
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.precisions = list(dict.fromkeys(self.precisions))
+
+
+def export(source, reference, arguments):
+    """Writes the folder of a model.
+
+    Args:
+        source: Source.
+        reference: its Reference.
+        arguments: Options.
+    Raises:
+        UserError: a graph is not near enough to torch, or the output may not be written.
+    """
+    graphs = _Graphs(source)
+    with folder.new_export(source, arguments, "onnx") as (place, said):
+        said["opset"], files = OPSET, said.setdefault("files", {})
+        for name in tqdm(arguments.precisions, desc="graphs", unit="graph", disable=None):
+            precision = PRECISIONS[name]
+            path = place / precision.file
+            external = _write(graphs.make(name), path)
+            agreement = reference.agreement(_runner(path), f"{name} in ONNX Runtime")
+            tqdm.write(f"{name:<5} {path.name:<21} {_megabytes(path)} MB  {agreement}")
+            agreement.check(f"{name} in ONNX Runtime", precision.token, precision.pooled)
+            files[path.stem] = {"precision": name, "token": agreement.token, "pooled": agreement.pooled, "external_data": external}
+
+
+class _Graphs:
+    """Makes the graph of each precision; traces the model once a floating-point dtype."""
+
+    def __init__(self, source):
+        self._source, self._traced = source, None
+
+    def make(self, name):
+        """onnx.ModelProto."""
+        from .onnx_quantise import int8, q4
+
+        if name == "fp16":
+            return _trace(Graph(self._source, torch.float16))
+        if self._traced is None:
+            self._traced = _trace(Graph(self._source))
+        return {"fp32": _copy, "int8": int8, "q4": q4}[name](self._traced)
+
+
+def _copy(graph):
+    copied = type(graph)()
+    copied.CopyFrom(graph)
+    return copied
+
+
+def _trace(graph):
+    """onnx.ModelProto of a Graph."""
+    inputs, axes = example()
+    try:
+        with quiet_tracing():
+            program = torch.onnx.export(
+                graph.eval(), (), kwargs=inputs, dynamic_shapes=axes, input_names=list(INPUTS), output_names=graph.outputs,
+                opset_version=OPSET, dynamo=True, verbose=False,
+            )  # fmt: skip
+        return program.model_proto
+    except Exception as error:  # the exporter's own, of many kinds
+        raise UserError(f"torch cannot trace this model for ONNX ({one_line(error)})") from error
+
+
+def _write(graph, path):
+    """Writes a graph; returns whether its weights are in a file of their own, `<path>_data`."""
+    import onnx
+
+    external = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
+    options = {"save_as_external_data": True, "all_tensors_to_one_file": True, "location": f"{path.name}_data"} if external else {}
+    onnx.save_model(graph, path, **options)
+    return external
+
+
+def _megabytes(path):
+    return f"{sum(file.stat().st_size for file in path.parent.glob(f'{path.name}*')) / 1e6:8.1f}"
+
+
+def _runner(path):
+    """Function of (input_ids, attention_mask) -> {name: array}."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise UserError(f"ONNX Runtime does not load {path.name} ({one_line(error)}), so it was not kept") from error
+    names = [output.name for output in session.get_outputs()]
+    return lambda ids, mask: dict(zip(names, session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})))

@@ -1,0 +1,144 @@
+"""OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of sentence-transformers reads them.
+
+What a model computes in is not part of its file: without an option the runtime takes what the processor likes best, which is bfloat16 on
+newer server CPUs. So every model has its options beside it, a JSON file of the same name: float32 for fp32, and float16, as fast as bfloat16
+and nearer, for fp16 and int8. Each model is run with them and compared with torch before the folder is kept.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..common.arguments import option
+from ..common.errors import UserError, one_line
+from ..common.files import write_json
+from . import folder
+from .graph import INPUTS, Graph, example, quiet_tracing
+from .source import ExportArguments
+
+
+check_output = folder.check_output
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision of `--precisions`.
+
+    Attributes:
+        file: name of the model, that of the OpenVINO backend of sentence-transformers.
+        hint: INFERENCE_PRECISION_HINT to run it with.
+        token, pooled: bounds of the worst cosines to torch.
+    """
+
+    file: str
+    hint: str
+    token: float
+    pooled: float
+
+
+PRECISIONS = {
+    "fp32": Precision("openvino_model.xml", "f32", 0.99999, 0.99999),
+    "fp16": Precision("openvino_model_fp16.xml", "f16", 0.995, 0.999),
+    "int8": Precision("openvino_model_qint8_quantized.xml", "f16", 0.9, 0.99),
+}
+
+
+@dataclass
+class Options(ExportArguments):
+    """Options of `neobert export openvino`."""
+
+    precisions: list[str] = option(
+        help="fp32; fp16 and int8, whose weights take a half and a quarter of the space", default_factory=lambda: ["fp32"],
+        choices=tuple(PRECISIONS),
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.precisions = list(dict.fromkeys(self.precisions))
+
+
+def export(source, reference, arguments):
+    """Writes the folder of a model.
+
+    Args:
+        source: Source.
+        reference: its Reference.
+        arguments: Options.
+    Raises:
+        UserError: a model is not near enough to torch, or the output may not be written.
+    """
+    import openvino
+
+    model = _trace(Graph(source))
+    with folder.new_export(source, arguments, "openvino") as (place, said):
+        files = said.setdefault("files", {})
+        for name in tqdm(sorted(arguments.precisions, key=list(PRECISIONS).index), desc="models", unit="model", disable=None):
+            precision = PRECISIONS[name]
+            path = place / precision.file
+            if name == "int8":
+                _compress(model)  # the last one
+            openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
+            settings = {"INFERENCE_PRECISION_HINT": precision.hint}
+            write_json(path.with_suffix(".json"), settings)
+            agreement = reference.agreement(_runner(path, settings), f"{name} in OpenVINO")
+            tqdm.write(f"{name:<5} {path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB  {agreement}")
+            agreement.check(f"{name} in OpenVINO", precision.token, precision.pooled)
+            files[path.stem] = {"precision": name, "hint": precision.hint, "token": agreement.token, "pooled": agreement.pooled}
+
+
+def _trace(graph):
+    """openvino.Model of a Graph."""
+    import openvino
+
+    inputs, axes = example()
+    try:
+        with quiet_tracing():
+            program = torch.export.export(graph.eval(), (), inputs, dynamic_shapes=axes)
+            model = openvino.convert_model(program)
+    except Exception as error:  # of both libraries, of many kinds
+        raise UserError(f"this model cannot be traced for OpenVINO ({one_line(error)})") from error
+    for ports, names in ((model.inputs, INPUTS), (model.outputs, graph.outputs)):
+        for port, name in zip(ports, names):
+            port.get_tensor().set_names({name})
+    return model
+
+
+def _compress(model):
+    """Gives the constant matrices of a model int8 weights with one scale a row: of each output of a linear layer, of each token of the embedding."""
+    import openvino
+    from openvino import opset13 as ops
+
+    for node in model.get_ops():
+        kind = node.get_type_name()
+        if kind not in ("MatMul", "Gather"):
+            continue
+        place = 1 if kind == "MatMul" else 0
+        source = node.input(place).get_source_output()
+        constant = source.get_node()
+        if constant.get_type_name() != "Constant" or len(constant.shape) != 2 or not constant.get_element_type().is_real():
+            continue
+        matrix = constant.data
+        # Rows of the embedding; outputs of the product, whichever axis they are.
+        axis = 0 if kind == "MatMul" and not node.get_attributes()["transpose_b"] else 1
+        scales = np.maximum(np.abs(matrix).max(axis, keepdims=True), 1e-12) / 127
+        steps = ops.constant(np.rint(matrix / scales).astype(np.int8), openvino.Type.i8)
+        small = ops.multiply(ops.convert(steps, "f32"), ops.constant(scales.astype(np.float32)))
+        node.input(place).replace_source_output(small.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _runner(path, settings):
+    """Function of (input_ids, attention_mask) -> {name: array}."""
+    import openvino
+
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(str(path)), "CPU", settings)
+    names = [output.any_name for output in compiled.outputs]
+
+    def run(ids, mask):
+        found = compiled({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        return {name: found[name] for name in names}
+
+    return run

@@ -1,0 +1,85 @@
+"""Fixtures of the tests of export/: tiny models in Hub folders, and the reading of a tokenizer without a process of its own."""
+
+import shutil
+import string
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.common.pooling import save_for_all_versions
+from neobert.export import source
+
+
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+WORDS = [*SPECIAL.values(), "rain", "the", "a", "server", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+WORDS += [*string.digits, *string.punctuation]
+
+
+def write_tokenizer(folder):
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=300, **SPECIAL).save_pretrained(folder)
+
+
+def build(model_class=NeoBERTModel, **changes):
+    """A tiny model whose attention is far from uniform, with no bias or norm that does nothing."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 300}
+    model = model_class(NeoBERTConfig(**{"vocab_size": len(WORDS), **fields, **changes})).eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape)
+        if parameter.dim() == 1:
+            noise = 1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise
+        elif "encoder.weight" not in name and "positional" not in name:
+            noise = noise * 1.2 / parameter.shape[1] ** 0.5
+        parameter.data.copy_(noise)
+    return model
+
+
+@pytest.fixture(scope="session")
+def hub_folder(tmp_path_factory):
+    """Function of a model class and fields of its configuration that returns a Hub folder."""
+
+    def make(model_class=NeoBERTModel, **changes):
+        folder = tmp_path_factory.mktemp("model") / "model"
+        build(model_class, **changes).save_pretrained(folder)
+        write_tokenizer(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sentence_folder(tmp_path_factory, hub_folder):
+    """A folder of sentence-transformers with mean pooling, a Dense module, vectors of length 1, and texts of up to 120 tokens."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    from sentence_transformers import models as modules
+
+    torch.manual_seed(1)
+    transformer = modules.Transformer(str(hub_folder()))
+    parts = [transformer, modules.Pooling(64, "mean"), modules.Dense(64, 48, activation_function=torch.nn.Tanh()), modules.Normalize()]
+    model = sentence_transformers.SentenceTransformer(modules=parts, device="cpu", prompts={"query": "a "})
+    model.max_seq_length = 120
+    folder = tmp_path_factory.mktemp("sentences") / "model"
+    folder.mkdir()
+    save_for_all_versions(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizers():
+    """The tokenizer's files are copied; tests/conversion has the process that they are read in otherwise."""
+
+    def copy(folder, target, sizes, scratch):
+        for path in Path(folder).glob("*token*"):
+            shutil.copy(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "write_tokenizer", copy)
+        yield

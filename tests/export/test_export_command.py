@@ -1,0 +1,241 @@
+"""Pins `neobert export`: its targets and refusals, what is read of a folder, how vectors are pooled, and the comparison with torch."""
+
+import json
+import shutil
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice, __main__
+from neobert.common.errors import UserError
+from neobert.common.pooling import pooling_config, pooling_mode
+from neobert.conversion import command as converter
+from neobert.export import check, command, folder, source
+from neobert.export.check import Agreement, Reference
+from neobert.export.source import ExportArguments, Pooling, open_source
+
+
+pytestmark = pytest.mark.usefixtures("plain_tokenizers")
+
+
+def opened(path, **options):
+    with open_source(ExportArguments(str(path), "out", **options)) as found:
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------------------- command
+
+
+def test_a_bad_command_is_one_sentence(capsys, tmp_path):
+    assert __main__.main(["export", "tflite", "model", "out"]) == 2
+    assert capsys.readouterr().err == "neobert export: the target must be one of gguf, onnx, openvino, but 'tflite' was given\n"
+    assert __main__.main(["export"]) == 2
+    assert "but nothing was given" in capsys.readouterr().err
+    pytest.importorskip("openvino", reason="needs the extra openvino")
+    assert __main__.main(["export", "openvino", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"neobert export: there is no {tmp_path}/none; a model of the Hub is fetched first")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help(capsys):
+    assert command.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in command.TARGETS)
+    with pytest.raises(SystemExit):
+        command.main(["onnx", "--help"])
+    assert "--precisions" in capsys.readouterr().out
+
+
+def test_a_missing_engine(monkeypatch):
+    monkeypatch.setitem(command.TARGETS, "onnx", ("onnx", ("onnx", "no_such_engine"), ""))
+    with pytest.raises(ImportError, match=r"needs no_such_engine, not installed here: pip install -e '.\[onnx\]'"):
+        command.main(["onnx", "model", "out"])
+
+
+@pytest.mark.parametrize(
+    "prepare, message",
+    [
+        (lambda out: (out.mkdir(), (out / "mine.txt").write_text("x")), "was not written by neobert export"),
+        (lambda out: out.write_text("x"), "must be a folder or a new name"),
+    ],
+)
+def test_an_output_of_others_is_refused(hub_folder, tmp_path, prepare, message):
+    out = tmp_path / "out"
+    prepare(out)
+    with pytest.raises(UserError, match=message):
+        folder.check_output(ExportArguments(str(hub_folder()), str(out), force=True))
+
+
+def test_an_output_inside_the_input_is_refused(hub_folder):
+    given = hub_folder()
+    with pytest.raises(UserError, match="lies inside the input"):
+        folder.check_output(ExportArguments(str(given), str(given / "out")))
+
+
+# -------------------------------------------------------------------------------------------------------------------- source
+
+
+def test_a_sentence_encoder(sentence_folder):
+    found = opened(sentence_folder)
+    assert (found.head.option, found.max_length, found.prompts["query"]) == ("base", 120, "a ")
+    assert (
+        found.pooling.mode == "mean"
+        and found.pooling.normalize
+        and [type(layer).__name__ for layer in found.pooling.dense]
+        == [
+            "Linear",
+            "Tanh",
+        ]
+    )
+    state = load_file(sentence_folder / "2_Dense" / "model.safetensors")
+    assert torch.equal(found.pooling.dense[0].weight, state["linear.weight"]) and torch.equal(
+        found.pooling.dense[0].bias, state["linear.bias"]
+    )
+    assert not found.config.unpad_inputs and not found.model.training
+
+
+def test_the_head_is_what_the_weights_are(hub_folder):
+    given = hub_folder(NeoBERTForMaskedLM)
+    assert opened(given).head.option == "masked-lm"
+    base = opened(given, head="base")
+    assert base.head.option == "base" and base.pooling is None
+    expected = load_file(given / "model.safetensors")["model.transformer_encoder.1.qkv.weight"]
+    assert torch.equal(base.model.transformer_encoder[1].qkv.weight, expected)
+
+
+def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
+    given = hub_folder(NeoBERTForMaskedLM)
+    raw = tmp_path / "raw"
+    shutil.copytree(given, raw)
+    (raw / "model.safetensors").unlink()
+    torch.save(load_file(given / "model.safetensors"), raw / "state_dict.pt")
+    monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
+    monkeypatch.setattr(converter, "write_tokenizer", source.write_tokenizer)
+    found, expected = opened(raw), opened(given)
+    assert found.head.option == "masked-lm"
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters()))
+
+
+def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
+    with pytest.raises(UserError, match="multiple-choice models are not exported"):
+        opened(hub_folder(NeoBERTForMultipleChoice))
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "bert" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="holds a bert model, not a NeoBERT"):
+        opened(tmp_path / "bert")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(hub_folder(), damaged)
+    (damaged / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    with pytest.raises(UserError, match="lacks tensors of NeoBERTModel: encoder.weight, "):
+        opened(damaged)
+    other = tmp_path / "other"
+    shutil.copytree(sentence_folder, other)
+    modules = json.loads((other / "modules.json").read_text())
+    for kinds, message in (
+        (["Transformer", "Pooling", "LSTM"], "has the modules Transformer, Pooling, LSTM"),
+        (["Transformer", "Pooling", "Normalize", "Dense"], "normalises before its last module"),
+    ):
+        changed = [{**module, "type": f"sentence_transformers.models.{kind}"} for module, kind in zip(modules, kinds)]
+        (other / "modules.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=message):
+            opened(other)
+
+
+# ------------------------------------------------------------------------------------------------------------------- pooling
+
+
+def test_pooling_by_its_formulas():
+    hidden, mask = torch.randn(2, 5, 3), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    rows = [hidden[0, :3].numpy(), hidden[1].numpy()]
+    expected = {
+        "mean": [row.mean(0) for row in rows],
+        "cls": [row[0] for row in rows],
+        "lasttoken": [row[-1] for row in rows],
+        "max": [row.max(0) for row in rows],
+        "mean_sqrt_len_tokens": [row.sum(0) / np.sqrt(len(row)) for row in rows],
+        "weightedmean": [(row * (w := np.arange(1, len(row) + 1))[:, None]).sum(0) / w.sum() for row in rows],
+    }
+    for mode, vectors in expected.items():
+        assert np.allclose(Pooling(mode)(hidden, mask).numpy(), np.stack(vectors), atol=1e-6), mode
+    vectors = np.stack(expected["mean"])
+    normed = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    assert np.allclose(Pooling(normalize=True)(hidden, mask).numpy(), normed, atol=1e-6)
+
+
+def test_both_forms_of_the_pooling_mode():
+    config = pooling_config(8, "lasttoken")
+    older, newer = {name: value for name, value in config.items() if name != "pooling_mode"}, {"pooling_mode": "lasttoken"}
+    assert (
+        pooling_mode(config) == pooling_mode(older) == pooling_mode(newer) == pooling_mode({"pooling_mode": ["lasttoken"]}) == "lasttoken"
+    )
+    for wrong in ({}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, {"pooling_mode": "median"}):
+        with pytest.raises(UserError, match="the pooling mode must be one of"):
+            pooling_mode(wrong)
+
+
+# --------------------------------------------------------------------------------------------------------------------- check
+
+
+@pytest.fixture(scope="module")
+def reference(sentence_folder, plain_tokenizers):
+    found = opened(sentence_folder)
+    return found, Reference(found)
+
+
+def test_texts_of_many_lengths(reference):
+    found, made = reference
+    lengths = sorted(int(n) for _, mask in made.batches for n in mask.sum(1))
+    assert lengths[:4] == [3, 4, 5, 7] and lengths[-1] == 120 and len(set(lengths)) >= 9
+    for ids, mask in made.batches[:2]:
+        assert (mask.diff(dim=1) <= 0).all() and (mask == 0).any() and (ids[mask == 0] == found.config.pad_token_id).all()
+        assert (ids[:, 0] == 2).all() and all(row[n - 1] == 3 for row, n in zip(ids, mask.sum(1)))
+
+
+def test_the_comparison_sees_one_wrong_token(reference):
+    found, made = reference
+
+    def run(ids, mask, spoil=None):
+        with torch.no_grad():
+            hidden = found.model(ids, attention_mask=mask).last_hidden_state.clone()
+        vectors = found.pooling(hidden, mask)
+        if spoil == "token":
+            hidden[-1, 1] *= -1
+        if spoil == "pooled":
+            vectors[-1] *= -1
+        if spoil == "padding":
+            hidden[mask == 0] = float("nan")
+            vectors = found.pooling(hidden.nan_to_num(), mask)
+            return {"last_hidden_state": hidden.nan_to_num(1e3), "sentence_embedding": vectors}
+        return {"last_hidden_state": hidden.numpy(), "sentence_embedding": vectors.numpy()}
+
+    for spoil in (None, "padding"):
+        agreement = made.agreement(partial(run, spoil=spoil))
+        assert agreement.token == pytest.approx(1, abs=1e-6) and agreement.pooled == pytest.approx(1, abs=1e-6)
+    assert made.agreement(partial(run, spoil="token")).token == pytest.approx(-1, abs=1e-6)
+    assert made.agreement(partial(run, spoil="pooled")).pooled == pytest.approx(-1, abs=1e-6)
+    with pytest.raises(UserError, match="the output last_hidden_state should be .* but is nothing"):
+        made.agreement(lambda ids, mask: {})
+
+
+def test_bounds():
+    Agreement(None, 0.99).check("x", 0.9, 0.99)
+    with pytest.raises(UserError, match="x: the worst pooled cosine to torch is 0.980000, below 0.99"):
+        Agreement(0.95, 0.98).check("x", 0.9, 0.99)
+    with pytest.raises(UserError, match="the worst token cosine to torch is nan"):
+        Agreement(float("nan"), 1.0).check("x", 0.9, 0.99)
+    assert check._worst([torch.tensor([0.5, float("nan")]), torch.tensor([0.1])]) != 0.1
+
+
+def test_few_numbers_are_compared_together():
+    """Logits of two labels have no direction worth a comparison for each text."""
+    made = Reference.__new__(Reference)
+    logits = torch.tensor([[1.0, 2.0], [0.01, -0.01]])
+    made._source, made._expected = SimpleNamespace(pooling=None), [{"logits": logits}]
+    made.batches = [(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))]
+    agreement = made.agreement(lambda ids, mask: {"logits": logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])})
+    assert agreement.token is None and agreement.pooled > 0.9999

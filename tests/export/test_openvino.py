@@ -1,0 +1,118 @@
+"""Pins `neobert export openvino`: the models against torch, the options beside each, the compression of weights, and a folder shared with ONNX."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from neobert import NeoBERTForSequenceClassification, NeoBERTModel
+from neobert.common.errors import UserError
+from neobert.export import command
+from neobert.export import openvino as target
+
+
+openvino = pytest.importorskip("openvino", reason="needs the extra openvino")
+pytestmark = pytest.mark.usefixtures("plain_tokenizers")
+FILES = {"fp32": "openvino_model", "fp16": "openvino_model_fp16", "int8": "openvino_model_qint8_quantized"}
+
+
+def run(path, ids, mask):
+    core = openvino.Core()
+    options = json.loads(path.with_suffix(".json").read_text())
+    compiled = core.compile_model(core.read_model(str(path)), "CPU", options)
+    # Float32 where the processor has nothing of 16 bits.
+    assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() in (options["INFERENCE_PRECISION_HINT"], "f32")
+    found = compiled({"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    return {output.any_name: found[output] for output in compiled.outputs}
+
+
+def batch(*lengths):
+    torch.manual_seed(3)
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return torch.randint(5, 60, mask.shape) * mask, mask
+
+
+@pytest.fixture(scope="module")
+def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
+    folder = tmp_path_factory.mktemp("exported") / "out"
+    assert command.main(["openvino", str(sentence_folder), str(folder), "--precisions", *FILES]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3, 1), (9, 4, 30, 2, 17)])
+def test_any_batch_and_length(exported, sentence_folder, lengths):
+    ids, mask = batch(*lengths)
+    model = NeoBERTModel.from_pretrained(sentence_folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    for name, least in (("fp32", 0.999999), ("fp16", 0.9999), ("int8", 0.99)):
+        found = run(exported / "openvino" / f"{FILES[name]}.xml", ids, mask)
+        assert list(found) == ["last_hidden_state", "sentence_embedding"] and found["sentence_embedding"].shape == (len(lengths), 48)
+        cosines = torch.cosine_similarity(torch.from_numpy(found["last_hidden_state"])[mask.bool()], expected, dim=-1)
+        assert cosines.min() > least, name
+
+
+def test_every_model_has_its_options_beside_it(exported):
+    """The runtime reads no precision from a model's file, and takes bfloat16 by itself on processors that have it."""
+    found = {name: json.loads((exported / "openvino" / f"{file}.json").read_text()) for name, file in FILES.items()}
+    assert found == {name: {"INFERENCE_PRECISION_HINT": "f32" if name == "fp32" else "f16"} for name in FILES}
+
+
+def test_weights_of_one_byte(exported):
+    """Products and embeddings have int8 constants; the file is a quarter of that in float32, and a half in float16."""
+    sizes = {name: (exported / "openvino" / f"{file}.bin").stat().st_size for name, file in FILES.items()}
+    assert sizes["fp16"] < 0.6 * sizes["fp32"] and sizes["int8"] < 0.45 * sizes["fp32"]
+    model = openvino.Core().read_model(str(exported / "openvino" / f"{FILES['int8']}.xml"))
+    matrices = [op for op in model.get_ops() if op.get_type_name() == "Constant" and len(op.shape) == 2 and min(op.shape) >= 48]
+    assert len(matrices) == 1 + 2 * 4 + 1 and all(op.get_element_type() == openvino.Type.i8 for op in matrices)
+
+
+def test_the_axis_of_the_scales():
+    """Outputs of a product, rows of an embedding: a row with large weights takes no precision from the others."""
+    from openvino import opset13 as ops
+
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(6, 48)).astype(np.float32)
+    weight[2] *= 1000
+    for transposed in (True, False):
+        x = ops.parameter([1, 48], np.float32)
+        stored = weight if transposed else np.ascontiguousarray(weight.T)
+        model = openvino.Model([ops.matmul(x, ops.constant(stored), False, transposed)], [x], "one")
+        target._compress(model)
+        given = generator.normal(size=(1, 48)).astype(np.float32)
+        (found,) = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"})(
+            given
+        ).values()
+        expected = given @ weight.T
+        assert np.abs((found - expected) / np.abs(weight).max(1)).max() < 0.1
+
+
+def test_a_head(hub_folder, tmp_path):
+    folder, out = hub_folder(NeoBERTForSequenceClassification, num_hidden_layers=1, num_labels=3), tmp_path / "out"
+    command.main(["openvino", str(folder), str(out)])
+    ids, mask = batch(11, 5)
+    with torch.no_grad():
+        expected = NeoBERTForSequenceClassification.from_pretrained(folder).eval()(ids, attention_mask=mask).logits
+    found = run(out / "openvino" / "openvino_model.xml", ids, mask)
+    assert list(found) == ["logits"] and np.abs(found["logits"] - expected.numpy()).max() < 1e-3
+
+
+def test_two_targets_share_a_folder(exported, sentence_folder, tmp_path):
+    """A folder of the same weights is added to; the same target again is refused without --force, and files of the user always."""
+    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    out = tmp_path / "out"
+    shutil.copytree(exported, out)
+    command.main(["onnx", str(sentence_folder), str(out)])
+    assert (out / "onnx" / "model.onnx").is_file() and (out / "openvino" / "openvino_model.xml").is_file()
+    manifest, card = json.loads((out / "export.json").read_text()), (out / "README.md").read_text()
+    assert list(manifest["targets"]) == ["openvino", "onnx"]
+    assert "openvino/openvino_model.xml" in card and "onnx/model.onnx" in card
+    with pytest.raises(UserError, match="holds onnx already; choose another folder, or replace it with --force"):
+        command.main(["onnx", str(sentence_folder), str(out)])
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds files that neobert export did not write"):
+        command.main(["onnx", str(sentence_folder), str(out), "--force"])
+    (out / "notes.txt").unlink()
