@@ -11,7 +11,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream bench gpu test-gpu test-engines browser test-browser sentence-encoder-code clean
+.PHONY: demo test lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines browser test-browser sentence-encoder-code clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,11 @@ LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.
 test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
+
+# Other people's libraries. GLiNER asks for an older transformers than it needs.
+test-clients: $(VENV)/.test
+	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
+	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..common.arguments import Arguments, option
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
 from ..common.pooling import pooling_mode
@@ -214,7 +214,12 @@ def _read(arguments, given, folder, modules, scratch):
         head, _ = choose_head(_tensor_names(folder), arguments.head or ("base" if modules else None), config.architectures or ())
         if head.has_choices:
             raise UserError("multiple-choice models are not exported; the engines have no form for them")
-        model = head.model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa")
+        model, report = head.model_class.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True
+        )
+        lacking = sorted(str(name) for name in report["missing_keys"])
+        if lacking:
+            raise UserError(f"{folder} lacks tensors of {head.class_name}: {listed(lacking, 5)}")
     except UserError:
         raise
     except Exception as error:  # damaged files of any kind
