@@ -174,14 +174,14 @@ def onnx_runtime(model, work):
 
 
 def openvino_runtime(model, work):
-    """OpenVINO, with the options beside the model, in one right-padded batch."""
+    """OpenVINO, with the options beside its models, in one right-padded batch."""
     import openvino as runtime
 
     core, inputs = runtime.Core(), padded_rows(model)
     folder = model.export("openvino", "openvino", "--precisions", *OPENVINO) / "openvino"
+    settings = {**read_json(folder / openvino.OPTIONS_FILE), "INFERENCE_NUM_THREADS": 1}
     for precision, name in OPENVINO.items():
         path = folder / name
-        settings = {**read_json(path.with_suffix(".json")), "INFERENCE_NUM_THREADS": 1}
         compiled = core.compile_model(core.read_model(str(path)), "CPU", settings)
         names = [output.get_any_name() for output in compiled.outputs]
         found = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
