@@ -393,7 +393,7 @@ def main():
         for model in models:
             try:
                 for answer in ENGINES[name](model, given.work.resolve()):
-                    rows.append(row := compared(answer, model))
+                    rows.append(row := {**compared(answer, model), "order": list(ENGINES).index(name)})
                     bounds = BOUNDS[row["precision"]]
                     good = row["token"] >= bounds[0] and row["pooled"] >= bounds[1]
                     told = f"{row['engine']} {row['precision']}, {model.name}: token {row['token']:.6f}, pooled {row['pooled']:.6f}"
@@ -402,12 +402,13 @@ def main():
                         failed.append(f"{told}; at least {bounds[0]} and {bounds[1]} are wanted")
             except (Skipped, ImportError) as reason:
                 skipped[name] = one_line(reason)
-            except (UserError, subprocess.SubprocessError) as error:
-                failed.append(f"{name}, {model.name}: {one_line(error, 1500)}")
+            except Exception as error:  # of any engine; the others still run
+                failed.append(f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}")
     if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
         classifier = check_classifier(folder.parent)
         print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within {classifier:.1e}")
         failed += [] if classifier <= 5e-3 else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
+    rows.sort(key=lambda row: row["order"])
     if given.output:
         packages = ("onnxruntime", "openvino", "gguf")
         write_result(
