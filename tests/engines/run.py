@@ -329,15 +329,11 @@ def compared(answer, model):
     }
 
 
-def check_classifier(work):
+def check_classifier(modules, work):
     """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst difference by the largest logit."""
-    modules = node_modules(work)
-    folder = work / "classifier"
-    if not folder.exists():
-        random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
-    path = work / "classifier.gguf"
-    if not path.exists():
-        export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
+    folder, path = work / "classifier", work / "classifier.gguf"
+    random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
+    export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
     model, tokenizer = NeoBERTForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(folder)
     texts = make_texts()
     with torch.inference_mode():
@@ -393,7 +389,7 @@ def main():
         for model in models:
             try:
                 for answer in ENGINES[name](model, given.work.resolve()):
-                    rows.append(row := {**compared(answer, model), "order": list(ENGINES).index(name)})
+                    rows.append(row := compared(answer, model))
                     bounds = BOUNDS[row["precision"]]
                     good = row["token"] >= bounds[0] and row["pooled"] >= bounds[1]
                     told = f"{row['engine']} {row['precision']}, {model.name}: token {row['token']:.6f}, pooled {row['pooled']:.6f}"
@@ -405,10 +401,9 @@ def main():
             except Exception as error:  # of any engine; the others still run
                 failed.append(f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}")
     if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
-        classifier = check_classifier(folder.parent)
+        classifier = check_classifier(node_modules(given.work.resolve()), folder)
         print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within {classifier:.1e}")
         failed += [] if classifier <= 5e-3 else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
-    rows.sort(key=lambda row: row["order"])
     if given.output:
         packages = ("onnxruntime", "openvino", "gguf")
         write_result(
