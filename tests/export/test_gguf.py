@@ -297,6 +297,23 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
             export(source, "--check", name="theirs.bin")
 
 
+@pytest.mark.parametrize(
+    "name, words",
+    (("feed_forward_length", "feed_forward_length is not the 344 of its tensors"), ("blk.0.ffn_up", "the file has no blk.0.ffn_up.weight")),
+)
+def test_a_file_that_llama_cpp_does_not_load(make, name, words):
+    """341 for 344 is what other converters write."""
+    source = make()
+    path = export(source)
+    content, right, wrong = path.read_bytes(), (344).to_bytes(4, "little"), (341).to_bytes(4, "little")
+    at = content.index(name.encode()) + len(name)
+    # A key is followed by the type of its value, uint32, and the value; a tensor without its last letter is another one.
+    changed = content[:at] + content[at:].replace(right, wrong, 1) if "length" in name else content[: at - 1] + b"x" + content[at:]
+    path.write_bytes(changed)
+    with pytest.raises(UserError, match=words):
+        export(source, "--check")
+
+
 # --------------------------------------------------------------------------------------------------------------------- refusals
 
 
