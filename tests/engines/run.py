@@ -333,7 +333,8 @@ def check_classifier(modules, work):
     """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst difference by the largest logit."""
     folder, path = work / "classifier", work / "classifier.gguf"
     random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
-    export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
+    if not path.exists():
+        export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
     model, tokenizer = NeoBERTForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(folder)
     texts = make_texts()
     with torch.inference_mode():
@@ -372,17 +373,18 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--output", type=Path, help="also write OUTPUT.md and OUTPUT.json")
+    parser.add_argument("--reuse", action="store_true", help="run what the last call exported")
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = given.work.resolve() / "models"
-    shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
-    folder.mkdir(parents=True)
+    if not given.reuse:
+        shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
     sources = {"wide random weights": random_model(NeoBERTModel, folder / "wide" / "model", "mean")}
     if (BUNDLED / "config.json").exists():
         sources = {"the bundled sentence encoder": BUNDLED, **sources}
     models = []
     for i, (name, source) in enumerate(sources.items()):
-        (folder / str(i)).mkdir()
+        (folder / str(i)).mkdir(exist_ok=True)
         models.append(Model(name, source, folder / str(i)))
     rows, skipped, failed, classifier = [], {}, [], None
     for name in given.engines:
