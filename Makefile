@@ -5,11 +5,13 @@ BIN = $(VENV)/bin
 OLDEST = .venv-4.57
 HARSH = .venv-5.0
 BARE = .venv-gpu
+# Engines that models are exported to: packages of npm, and an environment of older versions.
+ENGINES = .cache/engines
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream bench gpu test-gpu sentence-encoder-code clean
+.PHONY: demo test lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines browser test-browser sentence-encoder-code clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -36,8 +38,25 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
+# Other people's libraries. GLiNER asks for an older transformers than it needs.
+test-clients: $(VENV)/.test
+	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
+	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py
+
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
+
+# What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
+test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
+
+# The page of examples/browser with all that it loads, in examples/browser/site.
+browser: $(VENV)/.test $(ENGINES)/node/.ready
+	$(BIN)/python examples/browser/build.py --modules $(ENGINES)/node/node_modules
+
+# The page in headless Chromium: the one of this machine, or npm's.
+test-browser: browser
+	node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site
 
 # All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers and pytest is enough.
 gpu:
@@ -62,6 +81,18 @@ $(VENV)/.test: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) constraints.txt --editable '.[test]'
 	touch $@ $(VENV)/.demo
+
+$(ENGINES)/node/.ready: tests/engines/package.json
+	mkdir -p $(@D)
+	cp tests/engines/package.json $(@D)
+	if ! command -v npm; then echo "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"; \
+	else cd $(@D) && ONNXRUNTIME_NODE_INSTALL=skip npm install --ignore-scripts --omit=optional --no-audit --no-fund --no-package-lock \
+		&& touch .ready; fi
+
+$(ENGINES)/st/.ready: tests/engines/constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints.txt torch transformers sentence-transformers 'optimum-onnx[onnxruntime]'
+	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

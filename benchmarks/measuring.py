@@ -20,7 +20,7 @@ from ..common.memory import PeakMemory
 from .throughput_sets import make_batch
 
 
-# Sides of the square matrix product that stands for the machine's own rate (the fastest counts), and how long it runs before and after
+# Sides of the square matrix product that is taken for the machine's own rate (the fastest counts), and how long it runs before and after
 # every timed call.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
@@ -172,7 +172,7 @@ class BatchLimit:
     def search(self, run, lengths, device):
         """Largest number of texts that fits.
 
-        On the CPU the peak of an attempt foretells that of others, and what surely fits or surely does not is not run at all.
+        On the CPU the peak of one attempt predicts that of others: a batch that surely fits, or surely does not, is not run.
 
         Args:
             run: takes a `Batch`.

@@ -1,4 +1,4 @@
-"""`neobert report`: one page, results/report.md, from what lies in results/.
+"""`neobert report`: one page, results/report.md, from what is in results/.
 
 Every script here writes NAME.md (its page, with the environment), NAME.json (the figures) and often NAME.png. The report is made of these
 alone: nothing is measured or typed in by hand. Parts that are missing are named with the command that makes them.
@@ -171,7 +171,7 @@ def collect(folder):
     folder = Path(folder)
     pages = [path for path in sorted(folder.rglob("*.md")) if not re.fullmatch(r"readme|report.*", path.stem.lower())]
     pages = [path for path in pages if "cache" not in path.relative_to(folder).parts]
-    # A folder with a page is summed up by it: what lies in folders below (runs) is not a result of its own.
+    # A folder with a page is summed up by it: what is in folders below (runs) is not a result of its own.
     summed = {path.parent for path in pages} - {folder}
     pages = [path for path in pages if summed.isdisjoint(path.parent.parents)]
     results = []

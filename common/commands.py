@@ -59,7 +59,7 @@ def guarded(name, run):
         if str(stopped):
             print(f"{name}: {printable(stopped)}", file=sys.stderr)
         return 143
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:  # a panic of Rust code is not an Exception
         with contextlib.suppress(OSError):
             _flush_output()
         if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):

@@ -260,7 +260,7 @@ def _is_same(path, other):
 
 
 def check_apart(output, *inputs):
-    """Raises UserError when the output is an input, holds one, or lies inside one; links are resolved first."""
+    """Raises UserError when the output is an input, holds one, or is inside of one; links are resolved first."""
     target = Path(os.path.realpath(output))
     for given in inputs:
         source = Path(os.path.realpath(given))
@@ -269,7 +269,7 @@ def check_apart(output, *inputs):
         if any(_is_same(target, folder) for folder in source.parents):
             raise UserError(f"the output {output} holds the input {given}; choose a folder of its own")
         if source.is_dir() and any(_is_same(source, folder) for folder in target.parents):
-            raise UserError(f"the output {output} lies inside the input {given}; choose a folder outside of it")
+            raise UserError(f"the output {output} is inside the input {given}; choose a folder outside of it")
 
 
 def write_manifest(folder, command, content=None):
@@ -295,7 +295,7 @@ def read_manifest(folder, command):
 
 
 def _matches(name, pattern):
-    """Whether a relative path matches a pattern of as many parts, or lies below the folder of a pattern that ends in /**."""
+    """Whether a relative path matches a pattern of as many parts, or is below the folder of a pattern that ends in /**."""
     if pattern.endswith("/**"):
         return name.startswith(pattern[:-2])
     parts, patterns = name.split("/"), pattern.split("/")
@@ -464,7 +464,7 @@ def _aside(folder):
 def set_aside(folder, command, working_files=()):
     """Moves an output that is to be made anew to `<name>.before-overwrite`, where it stays until `remove_set_aside`.
 
-    What an earlier run set aside is complete, and what lies at `folder` then is not: that one goes.
+    What an earlier run set aside is complete, and what is at `folder` then is not: that one goes.
 
     Raises:
         UserError: it may not be replaced; see `check_replaceable`.

@@ -195,7 +195,7 @@ SOURCES.update({f"sentiment-{name}": (lambda name=name: sentiment_sentences(name
 
 
 def write_split(rows, folder, percent=2.0):
-    """Writes train.jsonl and heldout.jsonl, each whole or not at all.
+    """Writes train.jsonl and heldout.jsonl, each completely or not at all.
 
     Returns:
         dict with the number of rows of each.

@@ -13,7 +13,7 @@ class PeakMemory:
 
     The start is the construction; the end of a `with` keeps the peak. Before the start garbage and cached memory go back to the
     system, so that the growth is that of the work. All in bytes; None where the system does not tell (only Linux tells the memory at the start;
-    on macOS the peak is that of the whole process).
+    on macOS the peak is that of the process since its start).
 
     Attributes:
         before: memory at the start.

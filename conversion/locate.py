@@ -26,7 +26,7 @@ class Checkpoint:
     Attributes:
         path: the folder or file of this step.
         format: what was recognised, in words.
-        folders: where a configuration or tokenizer may lie: the checkpoint's folder and those above it that belong to the run.
+        folders: where a configuration or tokenizer may be: the checkpoint's folder and those above it that belong to the run.
         notes: what the user should know about what was read.
     """
 
@@ -68,7 +68,7 @@ def _reader_of(path):
             return lambda: (safetensors_tensors(path), "safetensors", [])
         return lambda: (torch_tensors(path), f"torch.save ({path.name})", [])
     for folder in (path, *(path / name for name in _ENGINE_FOLDERS)):
-        # Master weights are preferred to what may lie beside them.
+        # Master weights are preferred to what may be beside them.
         if folder.is_dir() and _is_deepspeed(folder):
             return lambda folder=folder: read_deepspeed(folder)
         if (folder / ".metadata").is_file():

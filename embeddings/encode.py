@@ -80,7 +80,7 @@ class EncodeArguments(Arguments):
         choose_device(self.device)
 
 
-# Settings that change the vectors or how they lie in the parts: a run is only continued with the same ones.
+# Settings that change the vectors or how they are laid out in the parts: a run is only continued with the same ones.
 _FIXED = (
     "model", "text_column", "keep", "format", "prompt_name", "prompt", "pooling", "tokenizer", "max_length", "normalize", "dtype",
     "output_dtype", "shard_rows", "shard_characters",

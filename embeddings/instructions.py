@@ -17,7 +17,7 @@ def read_instructions(path, known):
     """{name: instruction} of a .json or .yaml file.
 
     Args:
-        known: names that may stand in it.
+        known: names that may be in it.
     Raises:
         UserError: no such file, no mapping of names to texts, or a name that is not known.
     """

@@ -28,7 +28,9 @@ def main(argv=None):
         for row in data["train"]
         for side in ("positive", "negative")
     ]
-    model = CrossEncoder(args.model, num_labels=1, trust_remote_code=True, model_kwargs={"dtype": torch.float32})
+    # The new head reads the mean over the tokens, as sentence encoders do.
+    kwargs = {"model_kwargs": {"dtype": torch.float32}, "config_kwargs": {"classifier_pooling": "mean"}}
+    model = CrossEncoder(args.model, num_labels=1, trust_remote_code=True, **kwargs)
     schedule = {"num_train_epochs": args.epochs, "learning_rate": args.learning_rate, "per_device_train_batch_size": args.batch}
     trainer = CrossEncoderTrainer(
         model=model,

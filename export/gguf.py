@@ -23,11 +23,15 @@ class Options(ExportArguments):
     """Options of `neobert export gguf`."""
 
     dtype: str = option("f16", "of the matrices", choices=tuple(BOUNDS))
+    check: bool = option(False, "write nothing, but compare the file OUT, whoever made it, with the model")
 
 
 def check_output(arguments):
-    """Raises UserError unless OUT is a new name, or with --force a file that this command wrote."""
+    """Raises UserError unless OUT is a new name, or with --force a file that this command wrote; with --check any file."""
     output = Path(arguments.output)
+    if arguments.check:
+        check_file(output)
+        return
     if output.suffix != ".gguf":
         raise UserError(f"OUT is one file and must end in .gguf, but {arguments.output} was given")
     check_apart(output, arguments.folder)
@@ -44,35 +48,66 @@ def check_output(arguments):
 
 
 def export(source, reference, arguments):
-    """Writes the file, compares what it holds with torch, and only then gives it its name."""
-    from .gguf_engine import Engine
+    """Writes the file, compares what it holds with torch, and only then gives it its name.
+
+    Args:
+        source: Source.
+        reference: its Reference.
+        arguments: Options.
+    Raises:
+        UserError: llama.cpp cannot run the model, or the file's numbers are not near enough to it.
+    """
     from .gguf_file import check_model, write
 
     if isinstance(source.model, NeoBERTForMaskedLM):
         print("llama.cpp has no form for the masked-LM decoder: the file holds the backbone")
         source = replace(source, head=HEADS["base"], model=source.model.model)
         reference = Reference(source)
+    output = Path(arguments.output)
+    if arguments.check:
+        _check_other(output, source, reference)
+        return
     pooling = source.pooling or Pooling()
     check_model(source.model, pooling.mode)
     if len(pooling.dense):
         raise UserError("llama.cpp has no Dense layer after pooling for NeoBERT; neobert export onnx and openvino carry it")
     if not pooling.include_prompt and any(source.prompts.values()):
         raise UserError("llama.cpp pools over prompts too, and this folder leaves them out; neobert export onnx and openvino carry it")
-    output = Path(arguments.output)
     remove_left_overs(output.parent, output.name)
     with new_path(output) as path:
         write(path, source.model, source.tokenizer, pooling.mode, arguments.dtype, source.name, dict([MARK]))
-        engine = Engine(path)
-        _check_tokens(engine, source.tokenizer)
-        agreement = reference.agreement(engine.run)
-        agreement.check(f"{output.name} ({arguments.dtype})", *BOUNDS[arguments.dtype])
+        agreement = _compare(path, source, reference, BOUNDS[arguments.dtype])
         check_output(arguments)
         size = path.stat().st_size
     print(f"{output} ({arguments.dtype}, {size / 1e6:,.1f} MB): {agreement}")
+
+
+def _compare(path, source, reference, bounds):
+    """The Agreement of a new file with torch; UserError where it is below its bounds."""
+    from .gguf_engine import Engine
+
+    engine = Engine(path)
+    agreement = reference.agreement(engine.run, "running the file")
+    agreement.check("what llama.cpp computes of the file", *bounds)
+    _check_tokens(engine, source.tokenizer)
+    return agreement
+
+
+def _check_other(path, source, reference):
+    """Tells how near a file is to the model; UserError for one that does not hold it, by the bounds of the lowest precision."""
+    from .gguf_engine import Engine
+
+    engine = Engine(path)
+    agreement = reference.agreement(engine.run, "running the file")
+    token, pooled = BOUNDS["q8_0"]
+    if not agreement.pooled >= pooled or not (agreement.token is None or agreement.token >= token):
+        raise UserError(f"{path} does not hold this model: {agreement}")
+    _check_tokens(engine, source.tokenizer)
+    print(f"{path} holds this model: {agreement}")
 
 
 def _check_tokens(engine, tokenizer):
     """Raises UserError unless the words in the file give the tokenizer's ids."""
     wrong = [text for text in SENTENCES if engine.tokenize(text) != tokenizer(text)["input_ids"]]
     if wrong:
-        raise UserError(f"llama.cpp would cut these texts into other tokens: {listed(wrong, 2)}; so the file was not kept")
+        raise UserError(f"llama.cpp would cut these texts into other tokens than the model's: {listed(wrong, 2)}")

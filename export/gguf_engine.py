@@ -16,7 +16,7 @@ def read_mark(path, key):
     """The text under a key of a GGUF file; None if there is none, or the file is another one."""
     try:
         field = gguf.GGUFReader(path).get_field(key)
-    except Exception:  # numpy's errors, ValueError, and what it finds in arbitrary bytes
+    except Exception:  # as below
         return None
     return None if field is None else field.contents()
 
@@ -34,10 +34,12 @@ class Engine:
             reader = gguf.GGUFReader(path)
             prefix = f"{reader.get_field('general.architecture').contents()}."
             self.keys = {name.removeprefix(prefix): field.contents() for name, field in reader.fields.items()}
-        except Exception as error:
+        except Exception as error:  # numpy's errors, ValueError, and what it finds in arbitrary bytes
             raise UserError(f"{path} is not a GGUF file that can be read ({one_line(error)})") from error
+        if prefix != "neo-bert.":
+            raise UserError(f"{path} holds a model of the architecture {prefix[:-1]!r}, not a NeoBERT")
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.pooling = gguf.PoolingType(self.keys["pooling_type"])
+        self.pooling = gguf.PoolingType(self.keys.get("pooling_type", 0))
         self._ids = {word: i for i, word in enumerate(self.keys["tokenizer.ggml.tokens"])}
 
     def _weight(self, name):
@@ -55,10 +57,10 @@ class Engine:
 
     def _words(self, text):
         text = unicodedata.normalize("NFC", text)
-        if self.keys["tokenizer.ggml.normalizer.strip_accents"]:
+        if self.keys.get("tokenizer.ggml.normalizer.strip_accents", True):
             text = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
         words = [""]
-        for c in text.lower() if self.keys["tokenizer.ggml.normalizer.lowercase"] else text:
+        for c in text.lower() if self.keys.get("tokenizer.ggml.normalizer.lowercase", True) else text:
             if c.isspace():
                 words.append("")
             elif unicodedata.category(c)[0] == "P" or (c.isascii() and not c.isalnum() and c.isprintable()) or 0x4E00 <= ord(c) <= 0x9FFF:
@@ -80,7 +82,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------------------- forward
 
     def run(self, ids, mask):
-        """`last_hidden_state`, zero at padding, and `sentence_embedding`, or `logits` of a classifier, of (B, L) tensors."""
+        """What the file computes of (B, L) tensors: `last_hidden_state`, zero at padding, and `sentence_embedding`; of a classifier `logits`."""
         texts = [row[real].numpy() for row, real in zip(ids, mask.bool())]
         hidden = self.hidden(texts)
         if self.pooling == gguf.PoolingType.RANK:
@@ -88,7 +90,10 @@ class Engine:
         padded = np.zeros((*ids.shape, hidden[0].shape[-1]), np.float32)
         for row, states in zip(padded, hidden):
             row[: len(states)] = states
-        return {"last_hidden_state": padded, "sentence_embedding": np.stack([self._pool(states) for states in hidden])}
+        pooled = (
+            {} if self.pooling == gguf.PoolingType.NONE else {"sentence_embedding": np.stack([self._pool(states) for states in hidden])}
+        )
+        return {"last_hidden_state": padded, **pooled}
 
     def hidden(self, texts):
         """Normed hidden states, (L, D) each, of arrays of token ids."""
@@ -101,12 +106,11 @@ class Engine:
     def _block(self, i, states):
         names = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
         attn_norm, qkv, out, ffn_norm, up, down = (self._weight(f"blk.{i}.{name}.weight") for name in names)
-        width = self.keys["feed_forward_length"]
         outputs = []
         for x in states:
             x = x + self._attend(self._norm(x, attn_norm) @ qkv.T) @ out.T
             both = self._norm(x, ffn_norm) @ up.T
-            gate, value = both[:, :width], both[:, width:]
+            gate, value = np.split(both, 2, axis=1)
             outputs.append(x + (gate / (1.0 + np.exp(-gate)) * value) @ down.T)
         return outputs
 
@@ -134,13 +138,13 @@ class Engine:
             factor = self.keys["rope.scaling.factor"]
             interpolated = angles / factor
             if kind == "yarn":
-                trained = self.keys["rope.scaling.original_context_length"]
-                turns = [self.keys[f"rope.scaling.yarn_beta_{name}"] for name in ("fast", "slow")]
-                bounds = [head_dim * np.log(trained / (n * 2 * np.pi)) / (2 * np.log(base)) for n in turns]
+                trained = self.keys.get("rope.scaling.original_context_length", self.keys["context_length"])
+                # Keys for other numbers than 32 and 1 are read for other architectures alone.
+                bounds = [head_dim * np.log(trained / (n * 2 * np.pi)) / (2 * np.log(base)) for n in (32, 1)]
                 low, high = max(0, np.floor(bounds[0])), min(head_dim - 1, np.ceil(bounds[1]))
                 kept = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
                 interpolated = interpolated * (1 - kept) + angles * kept
-                magnitude = self.keys["rope.scaling.attn_factor"] * (1 + 0.1 * np.log(factor))
+                magnitude = self.keys.get("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * np.log(factor))
             angles = interpolated
         cos, sin = (np.float32(magnitude) * function(angles).astype(np.float32) for function in (np.cos, np.sin))
         even, odd = x[..., 0::2], x[..., 1::2]

@@ -26,6 +26,8 @@ DTYPES = tuple(_FILE_TYPES)
 POOLING = {"mean": gguf.PoolingType.MEAN, "cls": gguf.PoolingType.CLS, "lasttoken": gguf.PoolingType.LAST}
 _BLOCK = 32  # numbers that share one scale in q8_0
 _LARGEST_F16 = 65504.0
+# What the engine takes for granted in YaRN: for this architecture it reads the factors and the trained length only.
+_YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ELSEWHERE = "neobert export onnx and openvino carry it"
 
 
@@ -71,9 +73,10 @@ def check_model(model, pooling):
     ):
         if value != only:
             raise UserError(f"llama.cpp runs NeoBERT with {name} {only!r} only, and this model has {value!r}; {_ELSEWHERE}")
-    if rope["rope_type"] == "dynamic" or (rope["rope_type"] == "yarn" and not rope.get("truncate", True)):
-        kind = "rope_type 'dynamic'" if rope["rope_type"] == "dynamic" else "YaRN with truncate=false"
-        raise UserError(f"GGUF cannot carry {kind}; {_ELSEWHERE}")
+    lost = [f"{name}={rope[name]}" for name, only in _YARN.items() if rope["rope_type"] == "yarn" and rope.get(name) not in (None, only)]
+    if rope["rope_type"] == "dynamic" or lost:
+        kind = f"YaRN with {', '.join(lost)}" if lost else "rope_type 'dynamic'"
+        raise UserError(f"llama.cpp has no form for {kind}; {_ELSEWHERE}")
     if _has_classifier(model) and config.classifier_pooling != "cls":
         raise UserError(f"llama.cpp classifies by the first token, and this model by the {config.classifier_pooling} of all; {_ELSEWHERE}")
     if not _has_classifier(model) and not isinstance(model, NeoBERTModel):
@@ -171,8 +174,6 @@ def describe_model(writer, model, pooling, dtype):
         # At position 0 the cosine is the attention factor; the engine multiplies 1 + ln(factor) / 10 in by itself.
         factor = rotary_embeddings(config, torch.zeros(1, 1, dtype=torch.int64), 1)[0].real.flatten()[0].item()
         writer.add_rope_scaling_attn_factors(factor / (1.0 + 0.1 * np.log(rope["factor"])))
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
     if _has_classifier(model):
         writer.add_pooling_type(gguf.PoolingType.RANK)
         writer.add_classifier_output_labels([str(config.id2label[i]) for i in range(config.num_labels)])

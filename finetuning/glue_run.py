@@ -58,7 +58,7 @@ def load_config(name, trust_remote_code=False):
         inner = [
             entry["path"] for entry in json.loads((path / "modules.json").read_text()) if (path / entry["path"] / "config.json").is_file()
         ]
-        raise UserError(f"{name} is a sentence encoder whose model lies in a folder of its own; give {path / (inner or ['?'])[0]}")
+        raise UserError(f"{name} is a sentence encoder whose model is in a folder of its own; give {path / (inner or ['?'])[0]}")
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"{name} has no config.json; convert a raw training checkpoint first: neobert convert")
     try:
@@ -80,7 +80,7 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
     Returns:
         model, names of the head's parameters that the checkpoint did not have (random), as a sorted list.
     Raises:
-        UserError: the checkpoint lacks backbone weights, or is no encoder that can classify.
+        UserError: the checkpoint lacks backbone weights, or is not an encoder that can classify.
     """
     config = load_config(name, trust_remote_code)
     config.num_labels = task.num_labels

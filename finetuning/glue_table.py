@@ -171,7 +171,7 @@ def write_tables(output):
             "published rows."
         )
     origins = "\n".join(line for row in measured for line in _origins(row))
-    about = "The protocol is recipes/glue.yaml; its value stands in brackets. A command has its task and seed before it."
+    about = "The protocol is recipes/glue.yaml; its value is in brackets. A command has its task and seed before it."
     text = f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{note}\n"
     write_text(Path(output) / "table.md", text + (f"\n## The measured rows\n\n{about}\n\n{origins}\n" if origins else ""))
     data = {"kind": "glue", "header": header, "rows": rows, "measured": measured, "note": note, "environment": environment()}

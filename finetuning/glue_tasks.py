@@ -78,7 +78,7 @@ def parse_tasks(names):
     """Tasks of a comma-separated list, or all eight for "all", in the order of TASKS.
 
     Raises:
-        UserError: a name that is no task here.
+        UserError: a name that is not a task here.
     """
     wanted = [name.strip().lower() for name in str(names).split(",") if name.strip()]
     if wanted == ["all"]:

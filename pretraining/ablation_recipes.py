@@ -22,7 +22,7 @@ RUNGS = (*PUBLISHED, *(name + suffix for name in METHODS for suffix in ("", EQUA
 
 @dataclass(frozen=True)
 class Scale:
-    """What stands for the paper's sizes.
+    """What takes the place of the paper's sizes.
 
     Args:
         hidden, layers, heads: for 768, 12 and 12.
@@ -110,7 +110,7 @@ def rung_values(name, scale, paths, out, seed):
 
     Args:
         paths: {"curated", "diverse", "wordpiece", "bpe": path}.
-        out: output folder; the prepared sets lie beside it.
+        out: output folder; the prepared sets are beside it.
     """
     recipe = rung_recipe(name)
     values = shrink(recipe, scale)

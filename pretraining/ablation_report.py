@@ -64,7 +64,7 @@ def write_report(output, rows, ladder, env):
         "which come from 1,000,000 steps of 256 texts of up to 512 tokens.**\n\n"
         f"Mean ± standard deviation over {seeds} seeds. Probe: logistic regression on mean-pooled features, sentiment of movie-review "
         f"sentences, {ladder['probe_test_texts']:,} test sentences (always the majority class: {100 * ladder['probe_majority']:.1f} %). Masked "
-        "accuracy: 20 % always [MASK] on held-out text. M3's other tokenizer predicts other pieces, so compare it by bits per hidden character "
+        "accuracy: 20 % always [MASK] on held-out text. M3's other tokenizer predicts other pieces, so compare it by bits per masked character "
         "(lower is better). CPU seconds: of the training, one process. In place of "
         + ", of ".join(f"{name}: {what}" for name, what in stand_ins.items())
         + f". Tokenizers: a WordPiece and a byte-level BPE of {scale['vocabulary']:,} pieces and 5 % more, learnt from that text.\n\n"
@@ -77,7 +77,7 @@ def write_report(output, rows, ladder, env):
             "GLUE dev (published)",
             "probe accuracy",
             "masked accuracy",
-            "bits per hidden character",
+            "bits per masked character",
             "parameters",
         ),
         *("steps", "tokens", "CPU seconds"),
@@ -98,7 +98,7 @@ def draw(table, seeds, baseline, path, env):
         ("GLUE dev, published", [describe_rung(name)[2] for name in names], None, 1),
         (f"SMALL SCALE, {seeds} seeds\nprobe accuracy, %", *_series(table, names, "probe_accuracy", 100), 1),
         (
-            f"SMALL SCALE, {seeds} seeds\nbits per hidden character\n(lower is better)",
+            f"SMALL SCALE, {seeds} seeds\nbits per masked character\n(lower is better)",
             *_series(table, names, "masked_bits_per_character", 1),
             2,
         ),

@@ -69,7 +69,7 @@ class BatchSpec:
         """("tokens" or "texts", how many a micro-batch has)."""
         return ("tokens", self.tokens) if self.texts is None else ("texts", self.texts)
 
-    def whole(self, seed):
+    def of_all_texts(self, seed):
         """The same batches of all texts, for evaluation with masks of another seed."""
         return replace(self, mixture=((0, 1.0),), seed=seed)
 

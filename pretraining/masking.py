@@ -52,7 +52,7 @@ class TokenMasking:
             generator: `torch.Generator` that every draw comes from.
             progress: share of the run, for the schedule.
         Returns:
-            input_ids with hidden tokens, and labels: the hidden token's id, -100 elsewhere. A batch with a real token has a label.
+            input_ids with masked tokens, and labels: the masked token's own id, -100 elsewhere. A batch with a real token has a label.
         """
         maskable = self.ordinary[input_ids]
         chosen = (torch.rand(input_ids.shape, generator=generator) < self.probability(progress)) & maskable
@@ -64,6 +64,6 @@ class TokenMasking:
             return torch.where(chosen, self.mask_token_id, input_ids), labels
         how = torch.rand(input_ids.shape, generator=generator)
         random_ids = self.ordinary_ids[torch.randint(len(self.ordinary_ids), input_ids.shape, generator=generator)]
-        hidden = torch.where(chosen & (how < self.mask_replace_prob), self.mask_token_id, input_ids)
+        masked = torch.where(chosen & (how < self.mask_replace_prob), self.mask_token_id, input_ids)
         by_random = chosen & (how >= self.mask_replace_prob) & (how < self.mask_replace_prob + self.random_replace_prob)
-        return torch.where(by_random, random_ids, hidden), labels
+        return torch.where(by_random, random_ids, masked), labels

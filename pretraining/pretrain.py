@@ -272,7 +272,7 @@ def execute(run):
         batches = make_batches(tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches)
     if run.data.heldout is not None:
         heldout_tokens = prepared_tokens(run, "heldout", run.data.heldout_sources, tokenizer)
-        spec = run.spec.whole(run.spec.seed + 1)
+        spec = run.spec.of_all_texts(run.spec.seed + 1)
         heldout = make_batches(heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout)
     with lock_run(run.output):
         if training.process_index == 0:

@@ -461,7 +461,7 @@ def test_gliner(encoder_folder, tmp_path):
     """Entities of any label: the scores do not depend on padding, and a saved model gives the same."""
     gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
     config = gliner.GLiNERConfig(model_name=encoder_folder, hidden_size=64, max_width=4, span_mode="markerV0", max_len=64)
-    model = gliner.GLiNER.load_from_config(config).eval()
+    model = gliner.GLiNER.from_config(config, backbone_from_pretrained=True).eval()
 
     def scores(model):
         found = model.inference(TEXTS, ["animal", "thing"], threshold=0.0, flat_ner=False, multi_label=True)

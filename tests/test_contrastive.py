@@ -235,7 +235,7 @@ def test_rows_become_examples_with_as_many_negatives_each():
     assert example(row, source, 3) == {"anchor": "q", "positive": "p", "negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
     assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", "a shorter list is repeated"
     assert example({**row, "neg": []}, source, 3) is None, "a row without a negative would shift the columns"
-    assert example({**row, "pos": ["  "]}, source, 3) is None, "an empty positive is no example"
+    assert example({**row, "pos": ["  "]}, source, 3) is None, "an empty positive does not make an example"
 
 
 def test_pairs_with_a_low_score_are_left_out(tmp_path):
@@ -313,7 +313,7 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
     write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)])
     data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
-    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, "judgements of 0 are no positives"
+    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, "judgements of 0 are not positives"
 
 
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):

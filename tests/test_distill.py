@@ -134,7 +134,7 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
     assert sorted(texts.train + texts.held_out) == sorted(f"text {i}" for i in range(300))
     assert all(is_held_out(text, 20) for text in texts.held_out) and not any(is_held_out(text, 20) for text in texts.train)
     assert 30 < len(texts.held_out) < 90
-    assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}, "a training text is no text of another kind"
+    assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}, "a training text is not a text of another kind"
     assert is_held_out("Some  TEXT", 50) == is_held_out("some text", 50), "copies must stay on one side"
 
 

@@ -66,7 +66,7 @@ def test_a_paragraph_gives_its_sentences_always_the_same_way():
     assert set(text.sentences_of(paragraph)) <= set(pieces)
     extra = [piece for piece in pieces if piece not in text.sentences_of(paragraph)]
     assert extra and all(" ".join(piece.split()) in paragraph.replace(".", "") + paragraph for piece in extra)
-    assert not list(text.pieces("0x00FF 1234 ---- #### 5678")), "tables and code are no prose"
+    assert not list(text.pieces("0x00FF 1234 ---- #### 5678")), "tables and code are not prose"
 
 
 def test_held_out_definitions_are_left_out_wherever_they_come_from():

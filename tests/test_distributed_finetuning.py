@@ -95,7 +95,7 @@ def test_glue_in_two_processes(folder):
     arguments += ["--batch_size", "16", "--learning_rate", "3e-3", "--head-dropout", "0", "--output"]
     one, two = both_ways(folder, "glue", arguments, [], [])
     (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
-    assert first.name == second.name, "The number of processes is no setting: the same command continues a run on more or fewer of them."
+    assert first.name == second.name, "The number of processes is not a setting: the same command continues a run on more or fewer of them."
     results = [json.loads((run / "result.json").read_text()) for run in (first, second)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     assert results[0]["evaluations"][-1]["score"] > results[0]["evaluations"][0]["score"], (

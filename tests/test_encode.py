@@ -726,7 +726,7 @@ def test_outputs_that_cannot_be(corpus, model_folder, tmp_path):
     before = files_of(tmp_path)
     for output, message in (
         (tmp_path / "folder.parquet", "is a folder, but .parquet names a file"),
-        (model_folder / "vectors.safetensors", "lies inside the input"),
+        (model_folder / "vectors.safetensors", "is inside the input"),
         (model_folder, "is the input .* itself"),
     ):
         with pytest.raises(UserError, match=message):

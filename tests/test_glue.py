@@ -718,7 +718,7 @@ def test_a_model_without_a_usable_tokenizer(world, tmp_path):
     (tmp_path / "st" / "0_Transformer").mkdir(parents=True)
     (tmp_path / "st" / "0_Transformer" / "config.json").write_text("{}")
     (tmp_path / "st" / "modules.json").write_text('[{"path": "0_Transformer"}, {"path": "1_Pooling"}]')
-    with pytest.raises(UserError, match="is a sentence encoder whose model lies in a folder of its own; give .*0_Transformer"):
+    with pytest.raises(UserError, match="is a sentence encoder whose model is in a folder of its own; give .*0_Transformer"):
         run(world, tmp_path / "out", model=tmp_path / "st")
 
 

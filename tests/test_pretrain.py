@@ -115,7 +115,7 @@ def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
         "neobert pretrain: the run has diverged: the weights after step 3 are not finite; start again init_from OUT/checkpoint-2 "
         "(the last checkpoint) with a lower learning_rate and another output"
     )
-    assert list(checkpoints(tmp_path / "weights")) == [1, 2], "weights that are no numbers must not be saved"
+    assert list(checkpoints(tmp_path / "weights")) == [1, 2], "weights that are not numbers must not be saved"
 
 
 def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):

@@ -101,6 +101,16 @@ def test_bars_start_at_zero_and_tell_their_values():
         assert across[0] == pytest.approx([78.0, 81.0]) and across[2] == pytest.approx([83.5, 84.5]), "a range, and a deviation"
 
 
+def test_the_labels_of_a_length_axis_do_not_collide():
+    """Lengths that are near each other at the end, in the narrowest panel that a result has."""
+    figure, axes = figures.subplots(size=(4.4, 4))
+    figures.line(axes, [1000, 4000, 16000, 48000], [1, 2, 3, 4], "a", 0)
+    figures.length_axis(axes, [1000, 4000, 16000, 48000])
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert len(boxes) == 4 and all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])), boxes
+
+
 def test_lines_differ_in_colour_and_marker():
     pytest.importorskip("matplotlib")
     _, axes = figures.subplots("Speed", "length", "tokens a second")

@@ -128,7 +128,7 @@ def test_out_of_memory_ends_the_search():
             raise torch.OutOfMemoryError("out of memory")
 
     assert limit.search(run, lambda count: [16] * count, "cpu") == 5, "a batch for which memory ran out is not used"
-    assert seen == [1, 2, 4, 8, 6, 5], "every size is tried, as runs that take next to no memory foretell nothing"
+    assert seen == [1, 2, 4, 8, 6, 5], "every size is tried, as runs that take hardly any memory predict nothing"
     seen.clear()
     assert BatchLimit(texts=64, tokens=48).search(run, lambda count: [16] * count, "cpu") == 3, "at most so many padded tokens"
 

@@ -11,8 +11,9 @@ const [status, progress, form, query, examples, hits] = ["status", "progress", "
 env.allowRemoteModels = false;
 env.allowLocalModels = true;
 env.useBrowserCache = false;
-env.localModelPath = new URL("./", import.meta.url).href;
-env.backends.onnx.wasm.wasmPaths = new URL("./vendor/", import.meta.url).href;
+env.localModelPath = new URL("./", import.meta.url).pathname; // a path: with an address the library looks for no tokenizer
+env.useWasmCache = false;
+env.backends.onnx.wasm.wasmPaths = { wasm: new URL("./vendor/ort-wasm-simd-threaded.wasm", import.meta.url).href };
 env.backends.onnx.wasm.numThreads = 1;
 
 function show(message, share) {
@@ -30,10 +31,10 @@ async function load() {
         progress_callback: ({ status, progress = 0 }) => status === "progress" && show("Loading the model…", progress / 200),
     });
 
-    // (texts.length, D): the vectors that the exported graph pools and normalises itself.
+    // Vectors of length 1; the exported graph pools by itself.
     async function encode(texts) {
         const { sentence_embedding } = await model(tokenizer(texts, { padding: true, truncation: true }));
-        return sentence_embedding.tolist();
+        return sentence_embedding.normalize().tolist();
     }
 
     const vectors = [];

@@ -34,7 +34,8 @@ const server = createServer((request, response) => {
         response.writeHead(404).end();
         return;
     }
-    response.writeHead(200, { "content-type": TYPES[extname(file)] ?? "application/octet-stream" });
+    const type = TYPES[extname(file)] ?? "application/octet-stream";
+    response.writeHead(200, { "content-type": type, "content-length": statSync(file).size });
     createReadStream(file).pipe(response);
 });
 await new Promise((done) => server.listen(0, "127.0.0.1", done));

@@ -86,7 +86,7 @@ def test_output_that_exists(tmp_path, checkpoint, without_proof):
         ("run/checkpoint-3", "run"),
         ("run/checkpoint-3/model.safetensors", "run/checkpoint-3"),
         ("run", "run/new"),
-        ("run", "run/checkpoint-1"),  # another step: a config.json alone is no mark of ours
+        ("run", "run/checkpoint-1"),  # another step: a config.json alone is not a mark of ours
         ("run", "other"),
     ],
 )
@@ -98,7 +98,7 @@ def test_force_never_touches_what_it_did_not_write(tmp_path, model, without_proo
     (tmp_path / "to_run").symlink_to("run")
     (tmp_path / "to_step").symlink_to("run/checkpoint-3")
     before = digests(tmp_path)
-    with pytest.raises(UserError, match="holds the input|is the input|lies inside the input|was not written by neobert convert"):
+    with pytest.raises(UserError, match="holds the input|is the input|is inside the input|was not written by neobert convert"):
         convert(tmp_path / checkpoint_name, tmp_path / output, "--tokenizer", "none", "--force")
     assert digests(tmp_path) == before
 

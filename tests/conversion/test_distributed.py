@@ -184,7 +184,7 @@ def test_a_part_of_another_dtype(change):
         open_checkpoint(change(edit)).tensors[NAME.removeprefix("model.")].read()
 
 
-def test_metadata_that_is_no_file(tmp_path):
+def test_metadata_that_is_not_a_file(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / ".metadata")
     with pytest.raises(UserError, match="holds no checkpoint"):

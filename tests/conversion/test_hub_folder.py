@@ -94,7 +94,7 @@ def test_sizes(text, size):
         *("٥GB", "5GİB", "9" * 400 + "GB", "5GB\n", "None"),
     ],
 )
-def test_sizes_that_are_none(tmp_path, text):
+def test_sizes_that_are_not_sizes(tmp_path, text):
     with pytest.raises(UserError, match="--max-shard-size takes a size as 5GB or 500MB"):
         convert(tmp_path, tmp_path / "out", f"--max-shard-size={text}")
 

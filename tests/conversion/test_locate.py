@@ -36,7 +36,7 @@ def test_old_torch_format_without_zip(tmp_path, model):
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
 
-def test_computed_tables_of_old_code_are_no_weights(tmp_path, model):
+def test_computed_tables_of_old_code_are_not_weights(tmp_path, model):
     torch.save({**model.state_dict(), "model.freqs_cis": torch.zeros(4, dtype=torch.complex64)}, tmp_path / "state_dict.pt")
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
@@ -136,12 +136,12 @@ def test_a_pointer_to_the_folder_above_is_not_followed(run):
 
 
 @pytest.mark.parametrize("step", ["²", "٣", "-1", "1.0", "", "0x1", "9" * 30, " 1", "1 2", "newest"])
-def test_steps_that_are_no_numbers(run, tmp_path, step):
+def test_steps_that_are_not_numbers(run, tmp_path, step):
     with pytest.raises(UserError, match="--step takes a number or latest"):
         convert(run, tmp_path / "out", f"--step={step}")
 
 
-def test_latest_that_is_too_large_or_no_text(run):
+def test_latest_that_is_too_large_or_not_text(run):
     for content, message in ((b"9" * 5000, "more than 4,096 bytes"), (b"\xff", "not UTF-8")):
         (run / "model_checkpoints" / "latest").write_bytes(content)
         with pytest.raises(UserError, match=message):

@@ -172,7 +172,7 @@ def main():
     masking = TokenMasking(tokenizer, run.batch.mlm_probability)
     train, train_summary = load_prepared(arguments.run / "prepared" / "train", tokenizer)
     held, held_summary = load_prepared(arguments.run / "prepared" / "heldout", tokenizer)
-    batches = pretrain.make_batches(held, tokenizer, masking, run.spec.whole(run.spec.seed + 1), "heldout")
+    batches = pretrain.make_batches(held, tokenizer, masking, run.spec.of_all_texts(run.spec.seed + 1), "heldout")
     measured = evaluate_batches(model.eval(), batches)
     frequent = pretrain.unigram(train, tokenizer)
     baseline = pretrain.unigram_accuracy(batches, frequent)
