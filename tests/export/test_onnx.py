@@ -14,6 +14,7 @@ from neobert import (
     NeoBERTModel,
 )
 from neobert.common.errors import UserError
+from neobert.configuration_neobert import AUTO_MAP
 from neobert.export import command, onnx_quantise
 from neobert.export import onnx as target
 
@@ -177,6 +178,8 @@ def test_the_folder_is_complete(exported):
     assert expected | {f"onnx/{file}" for file in FILES.values()} <= names
     config = json.loads((exported / "config.json").read_text())
     assert config["model_type"] == "neobert" and config["architectures"] == ["NeoBERT"] and "_name_or_path" not in config
+    assert config["auto_map"] == AUTO_MAP and config["unpad_inputs"] is True
+    assert json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "a "
     pooling = json.loads((exported / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True
     files = json.loads((exported / "export.json").read_text())["targets"]["onnx"]["files"]
