@@ -87,7 +87,7 @@ def _config(source, kept_settings):
 def _js_settings(targets):
     """Which graphs have their weights in a file of their own; transformers.js does not look for it otherwise."""
     files = targets.get("onnx", {}).get("files", {})
-    external = {name: 1 for name, file in files.items() if file.get("external_data")}
+    external = {f"{name}.onnx": 1 for name, file in files.items() if file.get("external_data")}
     return {"use_external_data_format": external} if external else None
 
 

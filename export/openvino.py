@@ -1,8 +1,8 @@
 """OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of sentence-transformers reads them.
 
 What a model computes in is not part of its file: without an option the runtime takes what the processor likes best, which is bfloat16 on
-newer server CPUs. So every model has its options beside it, a JSON file of the same name: float32 for fp32, and float16, as fast as bfloat16
-and nearer, for fp16 and int8. Each model is run with them and compared with torch before the folder is kept.
+newer server CPUs. So `openvino/ov_config.json` beside the models says float32. Each model is run with it and compared with torch before the
+folder is kept.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,9 @@ from .source import ExportArguments
 
 check_output = folder.check_output
 
+# Read by `compile_model` and, as `ov_config`, by sentence-transformers.
+OPTIONS_FILE, OPTIONS = "ov_config.json", {"INFERENCE_PRECISION_HINT": "f32"}
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -28,20 +31,18 @@ class Precision:
 
     Attributes:
         file: name of the model, that of the OpenVINO backend of sentence-transformers.
-        hint: INFERENCE_PRECISION_HINT to run it with.
         token, pooled: bounds of the worst cosines to torch.
     """
 
     file: str
-    hint: str
     token: float
     pooled: float
 
 
 PRECISIONS = {
-    "fp32": Precision("openvino_model.xml", "f32", 0.99999, 0.99999),
-    "fp16": Precision("openvino_model_fp16.xml", "f16", 0.995, 0.999),
-    "int8": Precision("openvino_model_qint8_quantized.xml", "f16", 0.9, 0.99),
+    "fp32": Precision("openvino_model.xml", 0.99999, 0.99999),
+    "fp16": Precision("openvino_model_fp16.xml", 0.995, 0.999),
+    "int8": Precision("openvino_model_qint8_quantized.xml", 0.9, 0.99),
 }
 
 
@@ -74,18 +75,17 @@ def export(source, reference, arguments):
     model = _trace(Graph(source))
     with folder.new_export(source, arguments, "openvino") as (place, said):
         files = said.setdefault("files", {})
+        write_json(place / OPTIONS_FILE, OPTIONS)
         for name in tqdm(sorted(arguments.precisions, key=list(PRECISIONS).index), desc="models", unit="model", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
             if name == "int8":
                 _compress(model)  # the last one
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
-            settings = {"INFERENCE_PRECISION_HINT": precision.hint}
-            write_json(path.with_suffix(".json"), settings)
-            agreement = reference.agreement(_runner(path, settings), f"{name} in OpenVINO")
+            agreement = reference.agreement(_runner(path), f"{name} in OpenVINO")
             tqdm.write(f"{name:<5} {path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB  {agreement}")
             agreement.check(f"{name} in OpenVINO", precision.token, precision.pooled)
-            files[path.stem] = {"precision": name, "hint": precision.hint, "token": agreement.token, "pooled": agreement.pooled}
+            files[path.stem] = {"precision": name, "token": agreement.token, "pooled": agreement.pooled}
 
 
 def _trace(graph):
@@ -129,12 +129,12 @@ def _compress(model):
     model.validate_nodes_and_infer_types()
 
 
-def _runner(path, settings):
+def _runner(path):
     """Function of (input_ids, attention_mask) -> {name: array}."""
     import openvino
 
     core = openvino.Core()
-    compiled = core.compile_model(core.read_model(str(path)), "CPU", settings)
+    compiled = core.compile_model(core.read_model(str(path)), "CPU", OPTIONS)
     names = [output.any_name for output in compiled.outputs]
 
     def run(ids, mask):
