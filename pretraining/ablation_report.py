@@ -90,7 +90,7 @@ def write_report(output, rows, ladder, env):
 def draw(table, seeds, baseline, path, env):
     """Figure 1's chart: published GLUE by rung on top, our two measurements below; rungs that were not kept are pale."""
     names = list(table)
-    labels = [textwrap.fill(" ".join(describe_rung(name)[:2]), 24) for name in names]
+    labels = [textwrap.fill(": ".join(describe_rung(name)[:2]), 24) for name in names]
     colours = [figures.OWN if describe_rung(name)[3] != "no" else figures.PALE for name in names]
     title = "Ablation ladder: published, and a small-scale run of the same recipes (pale: not kept)"
     figure, panels = figures.subplots(title, rows=3, size=(1.0 + 0.75 * len(names), 9.5), sharex=True)
@@ -107,7 +107,7 @@ def draw(table, seeds, baseline, path, env):
         figures.bars(panel, labels, means, spreads, digits, colours)
         panel.set_ylabel(label)
     panels[1].axhline(100 * baseline, color=figures.GREY, linewidth=0.8, linestyle="--", label="always the majority class")
-    panels[1].legend(loc="upper left")
+    panels[1].legend(loc="lower right", frameon=True)
     panels[2].tick_params(axis="x", labelrotation=60)
     for label in panels[2].get_xticklabels():
         label.set_ha("right")
