@@ -258,6 +258,7 @@ class Llama:
 
     Attributes:
         extra_bytes: peak memory of that process beyond what it held before the model was loaded.
+        seconds: CPU seconds of the last call.
     """
 
     def __init__(self, modules, model, threads, pooling=None):
@@ -279,7 +280,7 @@ class Llama:
         self.process.stdin.write(json.dumps(texts) + "\n")
         self.process.stdin.flush()
         answer = self._read()
-        self.extra_bytes = answer["bytes"]
+        self.extra_bytes, self.seconds = answer["bytes"], answer["seconds"]
         return np.array(answer["vectors"], np.float32)
 
     def close(self):
