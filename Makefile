@@ -7,6 +7,7 @@ HARSH = .venv-5.0
 BARE = .venv-gpu
 # Engines that models are exported to: packages of npm, and an environment of older versions.
 ENGINES = .cache/engines
+NO_NODE = node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
@@ -56,7 +57,8 @@ browser: $(VENV)/.test $(ENGINES)/node/.ready
 
 # The page in headless Chromium: the one of this machine, or npm's.
 test-browser: browser
-	node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site
+	if ! command -v node; then echo "skipped: $(NO_NODE)"; \
+	else node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
 # All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers and pytest is enough.
 gpu:
@@ -85,7 +87,7 @@ $(VENV)/.test: setup.cfg constraints.txt
 $(ENGINES)/node/.ready: tests/engines/package.json
 	mkdir -p $(@D)
 	cp tests/engines/package.json $(@D)
-	if ! command -v npm; then echo "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"; \
+	if ! command -v npm; then echo "$(NO_NODE)"; \
 	else cd $(@D) && ONNXRUNTIME_NODE_INSTALL=skip npm install --ignore-scripts --omit=optional --no-audit --no-fund --no-package-lock \
 		&& touch .ready; fi
 

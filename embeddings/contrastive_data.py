@@ -320,8 +320,10 @@ def rows_per_batch(dataset, batch_size, texts_per_batch):
     """Rows in a batch of `dataset`: as many as were asked for (at least 2), or as many as have no text in common."""
     columns = [name for name in dataset.column_names if name in ("anchor", "positive") or _is_negative(name)]
     rows = batch_size if texts_per_batch is None else max(2, texts_per_batch // len(columns))
+    # The trainer gives every row the name of its data set, which all rows have in common.
+    plain = dataset.with_format(None).select_columns(columns)
     # How many an order gives depends on it; the least of a few is what nearly all give.
-    return min(_different_rows(dataset.select_columns(columns), rows, seed) for seed in range(3))
+    return min(_different_rows(plain, rows, seed) for seed in range(3))
 
 
 def _different_rows(dataset, most, seed):

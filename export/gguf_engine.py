@@ -43,7 +43,9 @@ class Engine:
         self._ids = {word: i for i, word in enumerate(self.keys["tokenizer.ggml.tokens"])}
 
     def _weight(self, name):
-        tensor = self._tensors[name]
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise UserError(f"the file has no {name}, which llama.cpp reads")
         return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tuple(reversed(tensor.shape.tolist())))
 
     # -------------------------------------------------------------------------------------------------------------- tokenizer
@@ -110,6 +112,10 @@ class Engine:
         for x in states:
             x = x + self._attend(self._norm(x, attn_norm) @ qkv.T) @ out.T
             both = self._norm(x, ffn_norm) @ up.T
+            if both.shape[-1] != 2 * self.keys["feed_forward_length"]:
+                raise UserError(
+                    f"the file's feed_forward_length is not the {both.shape[-1] // 2} of its tensors: llama.cpp does not load it"
+                )
             gate, value = np.split(both, 2, axis=1)
             outputs.append(x + (gate / (1.0 + np.exp(-gate)) * value) @ down.T)
         return outputs

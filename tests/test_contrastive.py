@@ -206,6 +206,17 @@ def test_a_batch_is_no_larger_than_the_rows_that_differ():
         assert len(batches) == len(sampler) > 0 and all(len(set(knotted[batch]["anchor"])) == len(batch) > 4 for batch in batches)
 
 
+@pytest.mark.parametrize("instruction", [[], ["--instruction", "Find it."]], ids=["without", "with instruction"])
+def test_batches_of_training_have_the_rows_that_were_asked_for(model_folder, pairs, tmp_path, instruction):
+    """With instructions the library's trainer gives every row the name of its data set, a text that all rows share: it must not count."""
+    given, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, *instruction))
+    data, prompts = build_datasets(given, training, contrastive.check(given, training))
+    trainer = build_trainer(load_sentence_transformer(**given.loading()), data, prompts, given, training)
+    batches = list(trainer.get_train_dataloader().batch_sampler)
+    assert {len(batch) for batch in batches} == {training.per_device_train_batch_size}, "a batch of one row has no negatives, and loss 0"
+    assert training.per_device_train_batch_size > 2
+
+
 def test_a_data_set_without_a_batch_is_named():
     data = Dataset.from_dict({"anchor": ["a", "b"], "positive": ["c", "c"]})
     batches = TextsBatchSampler(data, batch_size=2)

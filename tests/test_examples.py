@@ -50,6 +50,14 @@ def _own_cache(tmp_path, monkeypatch):
     datasets.disable_progress_bars()
 
 
+def example(name):
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
     """Writes data made by `make_row(generator)`, runs the example's main and returns its metrics."""
     generator = random.Random(0)
@@ -58,11 +66,8 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
         (data / f"{split}.jsonl").write_text("".join(json.dumps(make_row(generator)) + "\n" for _ in range(count)))
     path = ROOT / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) < 60, f"{path.name} is promised to be under 60 lines."
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     output = tmp_path / "out"
-    metrics = module.main(
+    metrics = example(name).main(
         ["--model", str(model_folder), "--data", str(data), "--output", str(output), "--epochs", epochs, "--learning-rate", "3e-3"]
     )
     assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file(), (
@@ -151,35 +156,23 @@ with open({output!r}, "w") as file:
 """
 
 
-def pairs(folder, train, test):
-    """Definitions and their words, from the bundled ones; the negative is the words of a definition far away in WordNet."""
-    rows = [line.split("\t") for line in (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()]
-    random.Random(0).shuffle(rows)
-    rows = [{"anchor": definition, "positive": words, "negative": other} for (words, definition), (other, _) in zip(rows, rows[1:])]
-    for name, part in (("train", rows[:train]), ("test", rows[train : train + test])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def outcomes(bundled, tmp_path_factory):
     """{name of an example: {"metrics", "models"}}: all of them, one after another in one process of their own."""
     folder = tmp_path_factory.mktemp("examples")
-    data = pairs(folder, 256, 64)
+    data = str(folder / "pairs")
+    example("make_pairs").main(["--output", data, "--train", "256", "--test", "64"])
     given = {
-        "reranker": [data, "--epochs", "2"],
-        "sparse_encoder": [data, "--epochs", "1", "--batch", "16"],
-        "late_interaction": [data, "--epochs", "2"],
-        "matryoshka": [data, "--epochs", "2"],
-        "named_entities": [str(ROOT / "tests" / "data" / "names"), "--epochs", "6"],
+        "reranker": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "sparse_encoder": [data, "--epochs", "1", "--batch", "16", "--learning-rate", "3e-4", "--regularizer", "1e-4"],
+        "late_interaction": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "matryoshka": [data, "--epochs", "2", "--learning-rate", "3e-4"],
+        "named_entities": [str(ROOT / "tests" / "data" / "names"), "--epochs", "6", "--learning-rate", "1e-3"],
     }
     paths = {name: str(ROOT / "examples" / f"{name}.py") for name in given}
     # The sentence encoder has no masked-LM head.
     models = {name: ENCODER if ENCODER.is_dir() and name != "sparse_encoder" else bundled for name in given}
-    runs = [
-        (paths[name], ["--model", str(models[name]), "--output", str(folder / name), "--learning-rate", "1e-3", "--data", *more])
-        for name, more in given.items()
-    ]
+    runs = [(paths[name], ["--model", str(models[name]), "--output", str(folder / name), "--data", *more]) for name, more in given.items()]
     output = folder / "outcomes.json"
     runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
     environment = {**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -220,21 +213,18 @@ def test_no_padding_is_computed_in_any_use(name, outcomes):
 def test_what_the_uses_learn(outcomes):
     """256 definitions and a few steps: far above chance, which is 1 in 64 for recall@1 and 0.5 for the reranker."""
     found = {name: outcome["metrics"] for name, outcome in outcomes.items()}
-    assert found["reranker"]["accuracy"] > 0.65, found
-    assert found["sparse_encoder"]["recall"] > 5 / 64 and 1 < found["sparse_encoder"]["active"] < 10_000, found
-    assert found["late_interaction"]["recall"] > 5 / 64, found
+    assert found["reranker"]["accuracy"] > 0.6, found
+    assert found["sparse_encoder"]["recall"] > 2 / 64 and 1 < found["sparse_encoder"]["active"] < 10_000, found
+    assert found["late_interaction"]["recall"] > 10 / 64, found
     widths = sorted((int(key.removeprefix("recall_")) for key in found["matryoshka"]), reverse=True)
     assert widths == [widths[0], widths[0] // 4, widths[0] // 16] and widths[0] >= 192, widths
-    assert found["matryoshka"][f"recall_{widths[1]}"] > 5 / 64, found
-    assert found["named_entities"]["eval_f1"] > 0.3, found
+    assert found["matryoshka"][f"recall_{widths[1]}"] > 10 / 64, found
+    assert found["named_entities"]["eval_f1"] > 0.5, found
 
 
 def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
     """The longest name wins, a name of two kinds is left out, and so is what is written like an ordinary word."""
-    path = ROOT / "examples" / "make_names.py"
-    spec = importlib.util.spec_from_file_location("make_names", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = example("make_names")
     (tmp_path / "data.noun").write_text(
         "  1 a comment\n"
         '001 18 n 02 Byron 0 Ada_Byron 0 001 @i 009 n 0000 | mathematician from New England; "an example"\n'

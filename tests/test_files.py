@@ -112,6 +112,32 @@ def test_interrupted_right_after_the_old_output_was_moved_away(tmp_path, monkeyp
     assert digests(tmp_path) == before, "the old output was lost"
 
 
+@pytest.mark.parametrize("opened_by", ("us", "another program"))
+def test_a_new_file_is_complete_or_absent(tmp_path, opened_by):
+    path = tmp_path / "folder" / "out.bin"
+
+    def fill(content, then=lambda: None):
+        if opened_by == "us":
+            with files.new_file(path) as file:
+                file.write(content)
+                then()
+        else:
+            with files.new_path(path) as temporary:
+                temporary.write_bytes(content)
+                then()
+
+    def interrupted():
+        assert not path.exists() or path.read_bytes() == b"old"
+        raise KeyboardInterrupt
+
+    for before in ([], ["out.bin"]):
+        with pytest.raises(KeyboardInterrupt):
+            fill(b"new", interrupted)
+        assert os.listdir(path.parent) == before
+        fill(b"old")
+        assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["out.bin"]
+
+
 WRITER = """
 import sys, time
 from neobert.common import files

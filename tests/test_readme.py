@@ -1,7 +1,7 @@
 """Pins the README: every Python snippet runs and prints what it says, every command exists, every link and extra leads somewhere, every figure is
 that of its file, and every published score is marked as such and the paper's.
 
-The snippets load the bundled small model in place of the published one, which cannot be fetched in a test.
+The snippets load the bundled masked LM in place of the published one, which cannot be fetched in a test.
 """
 
 import contextlib
@@ -35,8 +35,9 @@ def test_python_snippet(source, bundled, tmp_path, monkeypatch):
     width = str(json.loads((bundled / "config.json").read_text())["hidden_size"])
     expected = [line[2:].replace("768", width) for line in source.splitlines() if line.startswith("# ")]
     printed = io.StringIO()
-    for name in ("chandar-lab/NeoBERT", "runs/demo"):
-        source = source.replace(f'"{name}"', repr(str(bundled)))
+    encoder = ROOT / "examples" / "sentence-encoder"
+    for name, folder in (("chandar-lab/NeoBERT", bundled), ("runs/demo", bundled), ("examples/sentence-encoder", encoder)):
+        source = source.replace(f'"{name}"', repr(str(folder)))
     with contextlib.redirect_stdout(printed):
         exec(compile(source, "README.md", "exec"), {})
     for line in expected:

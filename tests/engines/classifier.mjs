@@ -16,5 +16,4 @@ for (const text of JSON.parse(readFileSync(0, "utf8"))) {
     await context._evaluateRankingForInput(ids);
     logits.push(Array.from(context._llamaContext._ctx.getEmbedding(ids.length, Number(labels))));
 }
-console.log(JSON.stringify({ logits }));
-process.exit(0);
+process.stdout.write(`${JSON.stringify({ logits })}\n`, () => process.exit(0));

@@ -174,14 +174,14 @@ def onnx_runtime(model, work):
 
 
 def openvino_runtime(model, work):
-    """OpenVINO, with the options beside the model, in one right-padded batch."""
+    """OpenVINO, with the options beside its models, in one right-padded batch."""
     import openvino as runtime
 
     core, inputs = runtime.Core(), padded_rows(model)
     folder = model.export("openvino", "openvino", "--precisions", *OPENVINO) / "openvino"
+    settings = {**read_json(folder / openvino.OPTIONS_FILE), "INFERENCE_NUM_THREADS": 1}
     for precision, name in OPENVINO.items():
         path = folder / name
-        settings = {**read_json(path.with_suffix(".json")), "INFERENCE_NUM_THREADS": 1}
         compiled = core.compile_model(core.read_model(str(path)), "CPU", settings)
         names = [output.get_any_name() for output in compiled.outputs]
         found = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
@@ -329,13 +329,10 @@ def compared(answer, model):
     }
 
 
-def check_classifier(work):
+def check_classifier(modules, work):
     """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst difference by the largest logit."""
-    modules = node_modules(work)
-    folder = work / "classifier"
-    if not folder.exists():
-        random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
-    path = work / "classifier.gguf"
+    folder, path = work / "classifier", work / "classifier.gguf"
+    random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
     if not path.exists():
         export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
     model, tokenizer = NeoBERTForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(folder)
@@ -376,17 +373,18 @@ def main():
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--output", type=Path, help="also write OUTPUT.md and OUTPUT.json")
+    parser.add_argument("--reuse", action="store_true", help="run what the last call exported")
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = given.work.resolve() / "models"
-    shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
-    folder.mkdir(parents=True)
+    if not given.reuse:
+        shutil.rmtree(folder, ignore_errors=True)  # made here, and only here
     sources = {"wide random weights": random_model(NeoBERTModel, folder / "wide" / "model", "mean")}
     if (BUNDLED / "config.json").exists():
         sources = {"the bundled sentence encoder": BUNDLED, **sources}
     models = []
     for i, (name, source) in enumerate(sources.items()):
-        (folder / str(i)).mkdir()
+        (folder / str(i)).mkdir(exist_ok=True)
         models.append(Model(name, source, folder / str(i)))
     rows, skipped, failed, classifier = [], {}, [], None
     for name in given.engines:
@@ -402,10 +400,10 @@ def main():
                         failed.append(f"{told}; at least {bounds[0]} and {bounds[1]} are wanted")
             except (Skipped, ImportError) as reason:
                 skipped[name] = one_line(reason)
-            except (UserError, subprocess.SubprocessError) as error:
-                failed.append(f"{name}, {model.name}: {one_line(error, 1500)}")
+            except Exception as error:  # of any engine; the others still run
+                failed.append(f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}")
     if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
-        classifier = check_classifier(folder.parent)
+        classifier = check_classifier(node_modules(given.work.resolve()), folder)
         print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within {classifier:.1e}")
         failed += [] if classifier <= 5e-3 else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
     if given.output:

@@ -16,7 +16,7 @@ const options = { dtype, device: "cpu", session_options: { intraOpNumThreads: 1 
 
 const tokenizer = await AutoTokenizer.from_pretrained(name);
 const model = await AutoModel.from_pretrained(name, options);
-const inputs = tokenizer(texts, { padding: true });
+const inputs = tokenizer(texts, { padding: true, truncation: true });
 const { last_hidden_state: hidden } = await model(inputs);
 const [rows, length, width] = hidden.dims;
 const mask = inputs.attention_mask.tolist();
@@ -43,5 +43,4 @@ for (let pass = 0; pass < 2; pass++) {
     }
     seconds = (performance.now() - start) / 1000;
 }
-console.log(JSON.stringify({ tokens, pooled, seconds, version: env.version }));
-process.exit(0);
+process.stdout.write(`${JSON.stringify({ tokens, pooled, seconds, version: env.version })}\n`, () => process.exit(0));
