@@ -18,7 +18,7 @@ import torch
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.commands import guarded
 from ..common.errors import UserError, one_line
-from ..common.files import check_folder
+from ..common.outputs import check_folder
 from ..common.results import environment, markdown_table, write_result
 from .gpu_steps import STEPS, targets
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from ..common import published
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError
-from ..common.files import check_folder, write_text
+from ..common.files import write_text
+from ..common.outputs import check_folder
 from ..common.results import environment_line, markdown_table
 
 

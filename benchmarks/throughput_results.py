@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from ..common.errors import UserError
-from ..common.files import check_folder, write_text
+from ..common.files import write_text
+from ..common.outputs import check_folder
 from ..common.results import markdown_table, write_result
 from .measuring import ratio
 

@@ -15,7 +15,7 @@ import transformers
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, printable
-from ..common.files import check_apart, check_folder, check_replaceable, new_folder, recover
+from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, recover
 from ..common.pooling import write_sentence_transformers
 from .architecture import DTYPES, check_values, plan
 from .config_files import find_config, read_config

@@ -28,18 +28,10 @@ from transformers import set_seed
 from ..common import checkpoints
 from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
 from ..common.errors import UserError, listed, one_line
-from ..common.files import (
-    check_apart,
-    check_folder,
-    check_replaceable,
-    redacted,
-    remove_set_aside,
-    set_aside,
-    write_json,
-    write_manifest,
-)
+from ..common.files import redacted, write_json
 from ..common.identity import files_digest, weights_digest
 from ..common.lora import lora_config, trainable_parameters
+from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
 from ..common.trackers import check_trackers

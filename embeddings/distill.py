@@ -26,9 +26,10 @@ from transformers import set_seed
 from ..common import checkpoints
 from ..common.arguments import Arguments, option, read_arguments, training_arguments
 from ..common.errors import UserError
-from ..common.files import check_apart, check_folder, check_replaceable, new_folder, write_json
+from ..common.files import write_json
 from ..common.identity import files_digest, weights_digest
 from ..common.loading import choose_device
+from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
 from .distill_card import precision_check, write_card
 from .distill_data import SimilarLengths, TeacherVectors, TextSource, read_texts, token_lengths, training_dataset

@@ -19,19 +19,11 @@ from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError
-from ..common.files import (
-    check_apart,
-    check_folder,
-    check_replaceable,
-    redacted,
-    remove_left_overs,
-    remove_set_aside,
-    set_aside,
-    write_json,
-)
+from ..common.files import redacted, remove_left_overs, write_json
 from ..common.identity import weights_digest
 from ..common.loading import DTYPES, choose_device, choose_dtype
 from ..common.locks import FolderLock
+from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
 from ..common.results import environment
 from ..common.rows import row_columns, row_files
 from .encode_parts import FORMATS, Plan, is_part, make_plan, merge_parts

@@ -21,8 +21,9 @@ from mteb.types import PromptType
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line
-from ..common.files import check_folder, write_json
+from ..common.files import write_json
 from ..common.loading import DTYPES, choose_device
+from ..common.outputs import check_folder
 from ..common.results import environment
 from .instructions import TEMPLATE, check_template
 from .instructions import read_instructions as read_file

@@ -10,18 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..common.errors import UserError
-from ..common.files import (
-    check_apart,
-    check_folder,
-    check_replaceable,
-    new_folder,
-    read_json,
-    read_manifest,
-    recover,
-    write_json,
-    write_text,
-)
+from ..common.files import read_json, write_json, write_text
 from ..common.identity import weights_digest
+from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, read_manifest, recover
 from ..common.pooling import write_pooling, write_sentence_transformers
 from ..conversion.hub_folder import CODE_FILES, ROOT
 from .card import card

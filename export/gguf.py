@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..common.arguments import option
 from ..common.errors import UserError, listed
-from ..common.files import check_apart, check_file, check_folder, new_path, remove_left_overs
+from ..common.files import check_file, new_path, remove_left_overs
+from ..common.outputs import check_apart, check_folder
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .check import SENTENCES, Reference

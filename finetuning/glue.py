@@ -18,9 +18,9 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from ..common.errors import UserError, require
-from ..common.files import check_folder
 from ..common.identity import weights_digest
 from ..common.loading import check_vocabulary, load_tokenizer
+from ..common.outputs import check_folder
 from .glue_arguments import RunSettings, parse
 from .glue_table import finished_runs, read_result, same_row, write_tables
 from .glue_tasks import TASKS, load_task, parse_tasks, rows_digest

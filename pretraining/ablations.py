@@ -22,8 +22,9 @@ from tqdm import tqdm  # noqa: E402
 
 from ..common.arguments import Arguments, option, read_arguments  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
-from ..common.files import check_folder, write_json  # noqa: E402
+from ..common.files import write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
+from ..common.outputs import check_folder  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from ..common.rows import read_rows  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402

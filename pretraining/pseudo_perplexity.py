@@ -28,9 +28,10 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
-from ..common.files import check_folder, write_text
+from ..common.files import write_text
 from ..common.identity import weights_digest
 from ..common.loading import check_vocabulary, choose_device, load_tokenizer, text_limit
+from ..common.outputs import check_folder
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
 from .pseudo_perplexity_texts import make_units
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from neobert.common import files
+from neobert.common import files, outputs
 from neobert.common.errors import UserError
 from neobert.common.results import environment
 
@@ -28,7 +28,7 @@ def digests(folder):
 
 
 def write(output, text="new", command="convert", replace=False):
-    with files.new_folder(output, command, replace=replace) as folder:
+    with outputs.new_folder(output, command, replace=replace) as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "a.txt").write_text(text)
     return output
@@ -72,14 +72,14 @@ def test_anything_else_is_left_alone(tmp_path, spoil):
 
 def test_working_files_are_patterns_of_whole_paths(tmp_path):
     output = tmp_path / "out"
-    files.write_manifest((output / "checkpoints" / "checkpoint-1").mkdir(parents=True) or output, "encode")
+    outputs.write_manifest((output / "checkpoints" / "checkpoint-1").mkdir(parents=True) or output, "encode")
     (output / "part-000000.parquet").write_text("rows")
     (output / "checkpoints" / "checkpoint-1" / "optimizer.pt").write_text("state")
-    files.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
+    outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
     (output / "sub").mkdir()
     (output / "sub" / "part-000001.parquet").write_text("of somebody else")
     with pytest.raises(UserError, match="sub/part-000001.parquet"):
-        files.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
+        outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
 
 
 def test_old_output_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch):
@@ -140,8 +140,8 @@ def test_a_new_file_is_complete_or_absent(tmp_path, opened_by):
 
 WRITER = """
 import sys, time
-from neobert.common import files
-with files.new_folder(sys.argv[1], "convert") as folder:
+from neobert.common import files, outputs
+with outputs.new_folder(sys.argv[1], "convert") as folder:
     (folder / "half.txt").write_text("half")
     print("written", flush=True)
     time.sleep(60)
@@ -164,7 +164,7 @@ def killed_writer(tmp_path):
 
 
 def test_what_a_killed_process_left_goes_but_a_living_one_keeps_its_place(tmp_path, killed_writer):
-    files.recover(tmp_path / "out", "convert")
+    outputs.recover(tmp_path / "out", "convert")
     (place,) = tmp_path.iterdir()
     assert (place / "new" / "half.txt").is_file(), "the folder of a living process was removed"
     killed_writer()
@@ -178,7 +178,7 @@ def test_killed_between_the_renames(tmp_path):
     before = digests(output)
     (tmp_path / ".out.writing-x" / "new").mkdir(parents=True)
     output.rename(tmp_path / ".out.writing-x" / "old")
-    files.recover(output, "convert")
+    outputs.recover(output, "convert")
     assert digests(output) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -188,12 +188,12 @@ def test_the_old_output_stays_where_somebody_else_took_its_name(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     before = digests(tmp_path)
-    files.recover(tmp_path / "out", "convert")
+    outputs.recover(tmp_path / "out", "convert")
     assert digests(tmp_path) == before
 
 
 def test_folders_made_for_a_refused_output_go_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), files.new_folder(tmp_path / "a" / "b" / "out", "convert"):
+    with pytest.raises(ZeroDivisionError), outputs.new_folder(tmp_path / "a" / "b" / "out", "convert"):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
@@ -203,7 +203,7 @@ def test_another_process_was_faster(tmp_path, replace):
     """Two writers of one new output: the second one says so, and the first one's output stays."""
     output = tmp_path / "out"
     message = "not written by neobert convert" if replace else "written by another process meanwhile"
-    with pytest.raises(UserError, match=message), files.new_folder(output, "convert", replace=replace) as folder:
+    with pytest.raises(UserError, match=message), outputs.new_folder(output, "convert", replace=replace) as folder:
         (folder / "a.txt").write_text("slow")
         output.mkdir()
         (output / "theirs.txt").write_text("fast")
@@ -226,8 +226,8 @@ def test_input_and_output_apart(tmp_path, output, message):
     (tmp_path / "run" / "step").mkdir(parents=True)
     (tmp_path / "to_run").symlink_to("run")
     with pytest.raises(UserError, match=message):
-        files.check_apart(tmp_path / output, tmp_path / "run" / "step")
-    files.check_apart(tmp_path / "elsewhere", tmp_path / "run" / "step")
+        outputs.check_apart(tmp_path / output, tmp_path / "run" / "step")
+    outputs.check_apart(tmp_path / "elsewhere", tmp_path / "run" / "step")
 
 
 def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypatch):
@@ -238,7 +238,7 @@ def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypa
     monkeypatch.setattr(os.path, "samefile", lambda a, b: {Path(a).name, Path(b).name} == {"run", "RUN"} or same(a, b))
     for output, message in (("RUN", "itself"), ("RUN/out", "inside")):
         with pytest.raises(UserError, match=message):
-            files.check_apart(tmp_path / output, tmp_path / "run")
+            outputs.check_apart(tmp_path / output, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -298,20 +298,20 @@ def test_safetensors_in_pieces_equal_the_library(tmp_path):
 def test_set_aside_until_the_new_output_is_complete(tmp_path):
     output = write(tmp_path / "out", "old", command="encode")
     before = digests(output)
-    files.set_aside(output, "encode")
+    outputs.set_aside(output, "encode")
     assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     # An interrupted new run is given up for another one: the complete old output still waits.
     write(output, "half", command="encode")
-    files.set_aside(output, "encode")
+    outputs.set_aside(output, "encode")
     assert not output.exists() and digests(tmp_path / "out.before-overwrite") == before
     write(output, "new", command="encode")
-    files.remove_set_aside(output, "encode")
+    outputs.remove_set_aside(output, "encode")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     shutil.rmtree(output)
     output.mkdir()
     (output / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="not replaced"):
-        files.set_aside(output, "encode")
+        outputs.set_aside(output, "encode")
     assert (output / "mine.txt").exists()
 
 

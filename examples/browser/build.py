@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from neobert.common.errors import UserError
-from neobert.common.files import check_folder, check_replaceable, new_folder
+from neobert.common.outputs import check_folder, check_replaceable, new_folder
 from neobert.export.command import main as export
 
 
