@@ -33,13 +33,13 @@ SENTENCES = [
 # As people type them; hardly a word of an answer is in its query.
 QUERIES = [
     "someone who flies planes",
-    "tool to keep off the rain",
+    "someone who writes novels",
     "longing for the past",
     "where do i borrow books",
-    "money you get when you stop working",
+    "baby cat",
     "doctor for teeth",
-    "device that tells how hot it is",
-    "land with water all around it",
+    "person who repairs pipes",
+    "someone who studies rocks",
 ]
 
 

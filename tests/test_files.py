@@ -340,3 +340,9 @@ def test_secrets_are_not_written(tmp_path, monkeypatch, arguments):
     files.write_json(tmp_path / "result.json", {"settings": [{arguments[0].lstrip("-").partition("=")[0]: arguments[-1]}], "steps": 3})
     text = (tmp_path / "result.json").read_text()
     assert SECRET not in text and "hf_" not in text and json.loads(text)["steps"] == 3
+
+
+def test_classes_of_an_auto_map_are_not_secrets(tmp_path):
+    auto_map = {"AutoModelForTokenClassification": "modeling_neobert.NeoBERTForTokenClassification"}
+    files.write_json(tmp_path / "config.json", {"auto_map": auto_map})
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == auto_map
