@@ -179,7 +179,7 @@ class Padded:
 
 
 def onnx_engine(precision, names):
-    made_by = "make it by: neobert export onnx FILES/model FILES --precisions fp32 int8"
+    made_by = "make it by: neobert export onnx FILES/model FILES/export --precisions fp32 int8"
 
     def open_session(files, threads):
         require("onnx", "onnxruntime")
@@ -209,7 +209,7 @@ def _graph_size(path):
 
 
 def openvino_engine(precision, hint, names):
-    made_by = "make it by: neobert export openvino FILES/model FILES"
+    made_by = "make it by: neobert export openvino FILES/model FILES/export --precisions fp32 int8"
 
     def open_session(files, threads):
         require("openvino", "openvino")
@@ -258,6 +258,7 @@ class Llama:
 
     Attributes:
         extra_bytes: peak memory of that process beyond what it held before the model was loaded.
+        seconds: CPU seconds of the last call.
     """
 
     def __init__(self, modules, model, threads, pooling=None):
@@ -279,7 +280,7 @@ class Llama:
         self.process.stdin.write(json.dumps(texts) + "\n")
         self.process.stdin.flush()
         answer = self._read()
-        self.extra_bytes = answer["bytes"]
+        self.extra_bytes, self.seconds = answer["bytes"], answer["seconds"]
         return np.array(answer["vectors"], np.float32)
 
     def close(self):
@@ -350,12 +351,12 @@ ENGINES = {
     "torchao-int8-compiled": torch_int8_engine(
         "torchao, compiled", "`Int8DynamicActivationInt8WeightConfig`, texts packed, blocks compiled", _torchao, compiled=True
     ),
-    "onnx-fp32": onnx_engine("fp32", ["onnx/model.onnx"]),
-    "onnx-int8": onnx_engine("int8", ["onnx/model_int8.onnx", "onnx/model_quantized.onnx"]),
-    "openvino-fp32": openvino_engine("fp32", "f32", ["openvino/openvino_model.xml"]),
-    "openvino-bf16": openvino_engine("bf16", "bf16", ["openvino/openvino_model.xml"]),
-    "openvino-fp16": openvino_engine("fp16", "f16", ["openvino/openvino_model.xml"]),
-    "openvino-int8": openvino_engine("int8", "f32", ["openvino/openvino_model_int8.xml", "openvino/openvino_model_qint8_quantized.xml"]),
+    "onnx-fp32": onnx_engine("fp32", ["export/onnx/model.onnx"]),
+    "onnx-int8": onnx_engine("int8", ["export/onnx/model_quantized.onnx"]),
+    "openvino-fp32": openvino_engine("fp32", "f32", ["export/openvino/openvino_model.xml"]),
+    "openvino-bf16": openvino_engine("bf16", "bf16", ["export/openvino/openvino_model.xml"]),
+    "openvino-fp16": openvino_engine("fp16", "f16", ["export/openvino/openvino_model.xml"]),
+    "openvino-int8": openvino_engine("int8", "f32", ["export/openvino/openvino_model_qint8_quantized.xml"]),
     "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
     "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),
     "st-bert-fp32": sentence_transformers_engine("BERT base", "bert", "fp32"),

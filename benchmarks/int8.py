@@ -3,8 +3,9 @@
     python benchmarks/int8.py --output results/int8_cpu
 
 Methods: torch's dynamic quantisation (`torch.ao.quantization.quantize_dynamic`), torchao (int8 weights; int8 weights and dynamic
-activations), ONNX Runtime's dynamic quantisation (per channel, with and without reduced range). Each that is not installed says so. Weights
-are random unless --model names a trained checkpoint; mean-pooled embeddings are compared text by text.
+activations), ONNX Runtime's dynamic quantisation (per channel, with and without reduced range), and what `neobert export onnx` writes (a scale
+for each token). Each that is not installed says so. Weights are random unless --model names a trained checkpoint; mean-pooled embeddings are
+compared text by text.
 """
 
 import argparse
@@ -44,10 +45,11 @@ def torchao_dynamic(model, batch):
     return model
 
 
-def onnx_runtime(reduce_range):
+def onnx_runtime(quantise=None):
+    """A method that runs in ONNX Runtime; `quantise` is a function of the paths of the float32 graph and of the one to write."""
+
     def convert(model, batch):
         import onnxruntime
-        from onnxruntime.quantization import QuantType, quantize_dynamic
 
         folder = tempfile.mkdtemp()
         plain, small = f"{folder}/model.onnx", f"{folder}/int8.onnx"
@@ -56,10 +58,11 @@ def onnx_runtime(reduce_range):
             model, (), plain, kwargs=dict(zip(("input_ids", "attention_mask"), batch)), dynamo=True, verbose=False,
             dynamic_shapes={"input_ids": dims, "attention_mask": dims},
         )  # fmt: skip
-        quantize_dynamic(plain, small, per_channel=True, reduce_range=reduce_range, weight_type=QuantType.QInt8)
+        if quantise is not None:
+            quantise(plain, small)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        session = onnxruntime.InferenceSession(small, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(plain if quantise is None else small, options, providers=["CPUExecutionProvider"])
 
         def run(input_ids, attention_mask):
             (output,) = session.run(None, {"input_ids": input_ids.numpy(), "attention_mask": attention_mask.numpy()})[:1]
@@ -70,13 +73,32 @@ def onnx_runtime(reduce_range):
     return convert
 
 
+def one_scale_a_batch(reduce_range):
+    def quantise(plain, small):
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        quantize_dynamic(plain, small, per_channel=True, reduce_range=reduce_range, weight_type=QuantType.QInt8)
+
+    return quantise
+
+
+def one_scale_a_token(plain, small):
+    import onnx
+
+    from neobert.export.onnx_quantise import int8
+
+    onnx.save(int8(onnx.load(plain)), small)
+
+
 METHODS = {
     "fp32": lambda model, batch: model,
     "torch.ao quantize_dynamic": torch_dynamic,
     "torchao Int8WeightOnly": torchao_weights,
     "torchao Int8DynamicActivationInt8Weight": torchao_dynamic,
-    "ONNX Runtime dynamic, per channel": onnx_runtime(False),
-    "ONNX Runtime dynamic, per channel, reduced range": onnx_runtime(True),
+    "ONNX Runtime fp32": onnx_runtime(),
+    "ONNX Runtime dynamic, per channel": onnx_runtime(one_scale_a_batch(False)),
+    "ONNX Runtime dynamic, per channel, reduced range": onnx_runtime(one_scale_a_batch(True)),
+    "ONNX Runtime, neobert export onnx --precisions int8": onnx_runtime(one_scale_a_token),
 }
 
 

@@ -1,5 +1,5 @@
 // llama.cpp for benchmarks/engines.py: node llama.mjs NODE_MODULES MODEL.gguf THREADS [POOLING]. Every line of stdin is a list of texts, each a string or
-// a list of token ids, special tokens included; every answer is a line of JSON with their vectors and the peak memory beyond what there was before the
+// a list of token ids, special tokens included; every answer is a line of JSON with their vectors, the CPU seconds, and the peak memory beyond what there was before the
 // model was loaded. POOLING, a number (1 mean, 2 the first token, 3 the last), takes the place of the file's own.
 import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
@@ -22,9 +22,11 @@ console.log(JSON.stringify({ ready: true }));
 
 for await (const line of createInterface({ input: process.stdin })) {
     const vectors = [];
+    const start = process.cpuUsage();
     for (const text of JSON.parse(line)) {
         vectors.push((await context.getEmbeddingFor(text)).vector);
     }
-    console.log(JSON.stringify({ vectors, bytes: bytes("VmHWM") - before }));
+    const { user, system } = process.cpuUsage(start);
+    console.log(JSON.stringify({ vectors, seconds: (user + system) / 1e6, bytes: bytes("VmHWM") - before }));
 }
 process.exit(0);

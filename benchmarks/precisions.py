@@ -3,7 +3,7 @@
     python -m neobert.benchmarks.precisions --files runs/precisions --output results/precisions
 
 FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if there is none (published width, 12 layers,
-weights drawn wide enough that attention is not flat). FILES/onnx, FILES/openvino, FILES/*.gguf are what `neobert export` makes of it, and
+weights drawn wide enough that attention is not flat). FILES/export and FILES/*.gguf are what `neobert export` makes of it, and
 FILES/node holds node-llama-cpp; an engine whose file or package is missing has a row that says how to get it. BERT base and ModernBERT
 base have random weights and as many layers.
 

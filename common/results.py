@@ -135,8 +135,8 @@ def _command():
     if spec is not None and spec.name not in (None, "__main__"):
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif program.endswith(".py"):
-        folder = Path(sys.argv[0]).resolve().parent.name
-        program = f"python {folder}/{program}" if folder in ("benchmarks", "scripts", "examples") else f"python {program}"
+        path, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent.parent
+        program = f"python {path.relative_to(root).as_posix() if path.is_relative_to(root) else program}"
     return " ".join([program, *(shlex.quote(shown(argument)) for argument in redacted_arguments(sys.argv[1:]))])
 
 

@@ -29,9 +29,11 @@ def _usage(source, name, targets):
         yield "transformers.js", "js", lines
     if source.pooling is not None:
         for backend in targets:
+            path = json.dumps(f"{printable(name)}/openvino/ov_config.json", ensure_ascii=False)
+            options = f', model_kwargs={{"ov_config": {path}}}' if backend == "openvino" else ""
             lines = [
                 "from sentence_transformers import SentenceTransformer",
-                f'model = SentenceTransformer({quoted}, backend="{backend}", trust_remote_code=True)',
+                f'model = SentenceTransformer({quoted}, backend="{backend}", trust_remote_code=True{options})',
             ]
             yield f"sentence-transformers, {backend} backend", "python", lines
 
@@ -55,7 +57,8 @@ def card(source, name, targets):
     task = "sentence-similarity" if sentence else source.head.pipeline_tag
     lines = ["---", "license: mit", f"library_name: {library}", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---", ""]
     lines += [f"# {printable(name)}", "", "A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)), exported."]
-    lines += ["The worst cosines to torch in float32, over texts of 3 to 512 tokens, alone and in padded batches:", ""]
+    longest = min(512, source.max_length)
+    lines += [f"The worst cosines to torch in float32, over texts of 3 to {longest} tokens, alone and in padded batches:", ""]
     lines += ["| file | precision | worst token cosine | worst pooled cosine |", "|---|---|---|---|"]
     for target, said in targets.items():
         ending = "onnx" if target == "onnx" else "xml"

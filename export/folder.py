@@ -1,6 +1,7 @@
 """The folder around graphs: what transformers.js, text-embeddings-inference, fastembed and sentence-transformers read beside them."""
 
 import contextlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +28,7 @@ from .card import card
 
 
 COMMAND = "export"
+TARGETS = ("onnx", "openvino")  # those that write such a folder
 
 
 def check_output(arguments):
@@ -60,12 +62,12 @@ def new_export(source, arguments, target):
     old = read_manifest(output, COMMAND) if output.is_dir() and any(output.iterdir()) else None
     kept = {}
     if old is not None:
-        kept = {name: value for name, value in old.get("targets", {}).items() if name != target}
-        if not arguments.force and (target in old.get("targets", {}) or any(old.get(key) != value for key, value in identity.items())):
-            held = target if target in old.get("targets", {}) else "another model"
+        same = all(old.get(key) == value for key, value in identity.items())
+        targets = old["targets"] if isinstance(old.get("targets"), dict) else {}
+        if not arguments.force and (target in targets or not same):
+            held = target if same else "another model"
             raise UserError(f"{output} holds {held} already; choose another folder, or replace it with --force")
-        if any(old.get(key) != value for key, value in identity.items()):
-            kept = {}
+        kept = {name: targets[name] for name in TARGETS if name in targets and name != target and same}
     content = {**identity, "targets": {**kept, target: said}}
     with new_folder(output, COMMAND, replace=old is not None, content=content) as folder:
         for name in kept:
@@ -73,15 +75,20 @@ def new_export(source, arguments, target):
         (folder / target).mkdir()
         _write_common(folder, source)
         yield folder / target, said
-        write_json(folder / "config.json", _config(source, kept_settings=_js_settings(content["targets"])))
+        _write_plain(folder / "config.json", _config(source, _js_settings(content["targets"])))
         write_text(folder / "README.md", card(source, output.name, content["targets"]))
 
 
-def _config(source, kept_settings):
+def _write_plain(path, data):
+    """JSON as it is: `write_json` takes `AutoModelForTokenClassification` for the name of a secret."""
+    write_text(path, json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def _config(source, js_settings):
     """config.json: that of the model, with the class that is exported, and what transformers.js has to know."""
     config = {**source.config.to_dict(), "architectures": list(source.head.architectures), "unpad_inputs": True}
     config.pop("_name_or_path", None)  # where it was read
-    return {**config, **({"transformers.js_config": kept_settings} if kept_settings else {})}
+    return {**config, **({"transformers.js_config": js_settings} if js_settings else {})}
 
 
 def _js_settings(targets):
@@ -117,7 +124,7 @@ def _write_common(folder, source):
         write_json(add("Normalize") / "config.json", {})
     write_json(folder / "modules.json", modules)
     if source.prompts:
-        write_json(folder / "config_sentence_transformers.json", {"prompts": source.prompts, "default_prompt_name": None})
+        _write_plain(folder / "config_sentence_transformers.json", {"prompts": source.prompts, "default_prompt_name": None})
 
 
 def _write_dense(folder, layer: nn.Linear, activation):

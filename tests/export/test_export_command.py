@@ -72,7 +72,7 @@ def test_an_output_of_others_is_refused(hub_folder, tmp_path, prepare, message):
 
 def test_an_output_inside_the_input_is_refused(hub_folder):
     given = hub_folder()
-    with pytest.raises(UserError, match="lies inside the input"):
+    with pytest.raises(UserError, match="is inside the input"):
         folder.check_output(ExportArguments(str(given), str(given / "out")))
 
 

@@ -1,6 +1,7 @@
 """Pins `neobert export onnx`: the graphs against torch and sentence-transformers, int8 against its formula, the folder's layout, and refusals."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from neobert import (
     NeoBERTModel,
 )
 from neobert.common.errors import UserError
+from neobert.configuration_neobert import AUTO_MAP
 from neobert.export import command, onnx_quantise
 from neobert.export import onnx as target
 
@@ -22,6 +24,7 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytestmark = pytest.mark.usefixtures("plain_tokenizers")
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {"fp32": "model.onnx", "fp16": "model_fp16.onnx", "int8": "model_quantized.onnx", "q4": "model_q4.onnx"}
 
 
@@ -166,6 +169,14 @@ def test_integer_sums_stay_within_16_bits(exported):
     assert max(int(np.abs(weight.astype(int)).max()) for weight in weights) * 255 * 2 < 2**15
 
 
+@pytest.mark.slow
+def test_int8_of_the_bundled_encoder(tmp_path):
+    """A trained model: what the page on serving says of it."""
+    command.main(["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out"), "--precisions", "int8"])
+    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["targets"]["onnx"]["files"].values()
+    assert found["pooled"] > 0.997 and found["token"] > 0.98
+
+
 # -------------------------------------------------------------------------------------------------------------------- folder
 
 
@@ -177,6 +188,8 @@ def test_the_folder_is_complete(exported):
     assert expected | {f"onnx/{file}" for file in FILES.values()} <= names
     config = json.loads((exported / "config.json").read_text())
     assert config["model_type"] == "neobert" and config["architectures"] == ["NeoBERT"] and "_name_or_path" not in config
+    assert config["auto_map"] == AUTO_MAP and config["unpad_inputs"] is True
+    assert json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "a "
     pooling = json.loads((exported / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True
     files = json.loads((exported / "export.json").read_text())["targets"]["onnx"]["files"]
