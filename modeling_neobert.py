@@ -12,7 +12,6 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -808,11 +807,7 @@ def rotary_embeddings(config, positions, longest, compiled=False):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
         frequencies, attention_factor = config.rope_theta**-exponents, 1.0
     else:
-        # The fields that these functions read, under the names of both transformers 4 and 5.
-        names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta", "rope_parameters")
-        fields = {name: getattr(config, name) for name in names} | {"rope_scaling": config.rope_parameters, "partial_rotary_factor": 1.0}
-        settings = SimpleNamespace(**fields, standardize_rope_params=lambda: None)
-        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](settings, device, seq_len=longest)
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](_RopeSettings(config), device, seq_len=longest)
     # An elementwise product: unlike a matrix product, autocast leaves it in float32.
     angles = (positions[..., None].float() * frequencies.float())[:, :, None, None]
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
@@ -845,6 +840,19 @@ def apply_rotary_pos_emb(x, position_embeddings, in_place=False):
         if rows.dtype != torch.float32:  # else the pairs are a view of the rows
             rows.copy_(pairs.flatten(-2))
     return x
+
+
+class _RopeSettings:
+    """The fields that `ROPE_INIT_FUNCTIONS` reads, under the names of both transformers 4 and 5; a class that torch.compile can trace."""
+
+    def __init__(self, config):
+        for name in ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta"):
+            setattr(self, name, getattr(config, name))
+        self.rope_parameters = self.rope_scaling = dict(config.rope_parameters)
+        self.partial_rotary_factor = 1.0
+
+    def standardize_rope_params(self):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------------------------ packing

@@ -25,7 +25,9 @@ _SECRET_VALUES = re.compile(r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+
 
 def _is_secret(name):
     """Whether an option or key is named as secrets are: `hub_token`, `--api-key`; not `tokens_per_batch`, not an Auto class of tokens."""
-    return not str(name).startswith("AutoModel") and not _SECRET_NAMES.isdisjoint(re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower()))
+    return not str(name).startswith("AutoModel") and not _SECRET_NAMES.isdisjoint(
+        re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower())
+    )
 
 
 def redacted(data):

@@ -42,10 +42,20 @@ def streamed_forward(model, read, inputs):
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
 
+    def stream(module, prefix):
+        forward = module.forward
+
+        def run(*args, **kwargs):
+            fill(module, prefix)
+            output = forward(*args, **kwargs)
+            empty(module)
+            return output
+
+        module.forward = run  # not hooks, with which the model would not pack
+
     for name, module in model.named_modules():
         if module._parameters:
-            module.register_forward_pre_hook(lambda module, args, prefix=f"{name}.": fill(module, prefix))
-            module.register_forward_hook(lambda module, args, output: empty(module))
+            stream(module, f"{name}.")
     with torch.no_grad():
         output = model.eval()(**inputs)
     return {name: value for name, value in output.items() if torch.is_tensor(value)}

@@ -187,7 +187,8 @@ def test_arguments_that_nobody_reads_are_named_once(caplog):
         assert not caplog.records, "known arguments, and None, pass in silence"
         for _ in range(2):
             model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
-    (message,) = [record.getMessage() for record in caplog.records]
+    # transformers 4's sdpa function has a word of its own about head_mask.
+    (message,) = [record.getMessage() for record in caplog.records if "`sdpa` attention" not in record.getMessage()]
     assert "attentionmask, head_mask, past_key_values" in message and "name right?" in message
 
 

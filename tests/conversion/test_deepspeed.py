@@ -190,7 +190,7 @@ def test_master_weights_of_another_run(run, name):
         group = data["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
         group.data[100] += 0.5
 
-    run = run(name).change("*rank_0*optim*", change)
+    run = run(name).change("*pp_rank_0_*optim*", change)
     tensors = open_checkpoint(run).tensors
     with pytest.raises(
         UserError, match=r"master weights of model.encoder.weight are not those of the model file \(at 1 of 12992 numbers\)"
@@ -202,7 +202,7 @@ def test_master_weights_of_another_run(run, name):
 @needs_deepspeed
 @pytest.mark.parametrize("count", [10**9, 0, -1, "two", None, 2.0, True])
 def test_a_number_of_shards_that_cannot_be(run, count):
-    run = run("zero3").change("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(partition_count=count))
+    run = run("zero3").change("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(partition_count=count))
     message = "has 2 of 1000000000 ZeRO optimizer shards; those of rank 2, 3, 4.* and 1 more" if count == 10**9 else "number of shards"
     with pytest.raises(UserError, match=message):
         open_checkpoint(run)
@@ -225,10 +225,10 @@ def test_a_number_of_shards_that_cannot_be(run, count):
         ("*model_states*", lambda data: data.update(module=None), "cannot be read"),
         ("*model_states*", lambda data: data.pop("module"), "has no 'module'"),
         ("*model_states*", lambda data: data.update(shared_params={"a": []}), "cannot be read"),
-        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(param_alignment_paddings=[[0, 0]] * 2), "cannot be read"),
-        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
-        ("*rank_0*optim*", lambda data: data["optimizer_state_dict"].update(base_optimizer_state=3), "cannot be read"),
-        ("*rank_0*optim*", lambda data: data.pop("optimizer_state_dict"), "has no 'optimizer_state_dict'"),
+        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(param_alignment_paddings=[[0, 0]] * 2), "cannot be read"),
+        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
+        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(base_optimizer_state=3), "cannot be read"),
+        ("*pp_rank_0_*optim*", lambda data: data.pop("optimizer_state_dict"), "has no 'optimizer_state_dict'"),
     ],
     ids=range(13),
 )

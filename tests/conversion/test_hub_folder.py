@@ -33,7 +33,7 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
         assert (output / name).read_bytes() == (ROOT / name).read_bytes(), f"{name} is not the code of the checkout"
     config = json.loads((output / "config.json").read_text())
     assert config["auto_map"] == NeoBERTConfig().to_dict()["auto_map"] and len(config["auto_map"]) == 7
-    assert config["architectures"] == ["NeoBERTLMHead"] and "max_length" not in config
+    assert config["architectures"] == ["NeoBERTLMHead", "NeoBERTForMaskedLM"] and "max_length" not in config
     card = (output / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---")[1])
     assert metadata["license"] == "mit" and metadata["pipeline_tag"] == "sentence-similarity"

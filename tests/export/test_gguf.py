@@ -378,7 +378,7 @@ def test_outputs_that_cannot_be(make):
     (source.folder.parent / "folder.gguf").mkdir()
     for name, words in (
         ("out.bin", "must end in .gguf"),
-        ("model/out.gguf", "lies inside the input"),
+        ("model/out.gguf", "is inside the input"),
         ("file/out.gguf", "is a file"),
         ("folder.gguf", "is not a file, but a folder"),
     ):

@@ -148,8 +148,8 @@ MUTANTS = {
     "dynamic RoPE depends on the part": (
         (
             (
-                "rotary_embeddings(self.config, positions, longest, _is",
-                "rotary_embeddings(self.config, positions, longest if packing is None else packing.max_length, _is",
+                "rotary_embeddings(self.config, positions, longest, compiled)",
+                "rotary_embeddings(self.config, positions, longest if packing is None else packing.max_length, compiled)",
             ),
         ),
         ("settings",),
@@ -186,8 +186,8 @@ MUTANTS = {
     "multiple choice ignores position_ids": (
         (
             (
-                "for x in (input_ids, attention_mask, position_ids, inputs_embeds)]",
-                "for x in (input_ids, attention_mask, None, inputs_embeds)]",
+                'given["attention_mask"] = attention_mask\n',
+                'given |= {"attention_mask": attention_mask, "position_ids": None}\n',
             ),
         ),
         ("settings",),
@@ -204,7 +204,12 @@ MUTANTS = {
     "one column of classes is several labels": ((("or labels.shape[1:] == (1,))", "or False)"),), ("clients", "serving")),
     "flat labels refused": ((("labels.numel() == shape.numel():", "False:"),), ("serving",)),
     "labels at padding count": (
-        (("return labels if real else labels.masked_fill(attention_mask == 0, -100)", "return labels"),),
+        (
+            (
+                "return labels if attention_mask is None or attention_mask.dim() != 2 else labels.masked_fill(attention_mask == 0, -100)",
+                "return labels",
+            ),
+        ),
         ("serving",),
     ),
     "ignored labels counted in the loss": (
@@ -320,7 +325,7 @@ MUTANTS = {
         ("attention",),
     ),
     "a 4-D mask is read as padding": (
-        (("        if mask is not None and packing is None and mask.dim() == 4:\n", "        if False:\n"),),
+        (("    if mask is not None and mask.dim() == 4:\n        return mask\n", ""),),
         ("serving",),
     ),
     "dropout lost by the re-padded kernel": (
@@ -346,7 +351,10 @@ MUTANTS = {
         ),
         ("serving",),
     ),
-    "labels are looked at on a GPU": ((("    if _values_are_free(labels):\n        wrong", "    if True:\n        wrong"),), ("serving",)),
+    "labels are looked at on a GPU": (
+        (("    if classes is not None and _values_are_free(labels):", "    if classes is not None:"),),
+        ("serving",),
+    ),
     # ----------------------------------------------------------------------------------------- configuration
     "default context of 512": ((("is not None), 4096)", "is not None), 512)", CONFIG),), ("settings",)),
     "default classifier_dropout of 0": ((("classifier_dropout=0.1,", "classifier_dropout=0.0,", CONFIG),), ("settings",)),
