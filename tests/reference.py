@@ -54,10 +54,10 @@ def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
     return ids, mask
 
 
-def rotary_angles(positions, head_size, theta=10000.0):
+def rotary_angles(positions, head_dim, theta=10000.0):
     """(L, K / 2) angles in float64: position * theta^(-2i / K)."""
-    pairs = torch.arange(head_size // 2, dtype=torch.float64)
-    return positions.double()[:, None] * theta ** (-2 * pairs / head_size)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float64)
+    return positions.double()[:, None] * theta ** (-2 * pairs / head_dim)
 
 
 def rotate(x, angles):
