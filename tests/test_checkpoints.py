@@ -365,6 +365,7 @@ def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, capsys,
 
 _TWO = r"""
 import os, signal, sys, time
+import torch
 sys.path.insert(0, sys.argv[2])
 from neobert.common import checkpoints
 from neobert.common.errors import Stopped, UserError
@@ -400,8 +401,11 @@ def run(step, folder):
     with open(f"{sys.argv[1]}-{made.args.process_index}", "a") as file:
         file.write(f"code {code}, step {made.state.global_step}, {sorted(os.listdir(sys.argv[1]))}\n")
 
+# Launches come one after another: the second begins when all processes of the first have given the folder free.
 run(5, sys.argv[1])
+torch.distributed.barrier()
 run(0, sys.argv[1])
+torch.distributed.barrier()
 run(0, sys.argv[1] + "-locked")
 os._exit(0)
 """
