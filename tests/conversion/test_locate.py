@@ -86,21 +86,6 @@ def test_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """model_checkpoints/{2,10,9} with a Hydra configuration above."""
-    for step in (2, 10, 9):
-        folder = tmp_path / "run" / "model_checkpoints" / str(step)
-        folder.mkdir(parents=True)
-        torch.save({"encoder.weight": torch.full((1,), float(step))}, folder / "state_dict.pt")
-    (tmp_path / "run" / ".hydra").mkdir()
-    (tmp_path / "run" / ".hydra" / "config.yaml").write_text(
-        "seed: 1\nmodel:\n  hidden_size: 64\n  norm_eps: 1e-6\n  rope: true\n  vocab_size: ${tokenizer.vocab_size}\n"
-        "tokenizer:\n  pretrained_model_name_or_path: google-bert/bert-base-uncased\n  max_length: 128\n  vocab_size: 200\n"
-    )
-    return tmp_path / "run"
-
-
 def value(path, step=None):
     return open_checkpoint(path, step).tensors["model.encoder.weight"].read().item()
 
