@@ -58,6 +58,38 @@ class Agreement:
                 raise UserError(f"{what}: the worst {name} cosine to torch is {value:.6f}, below {bound}, so it was not kept")
 
 
+@dataclass(frozen=True)
+class Precision:
+    """A precision of `--precisions`.
+
+    Attributes:
+        file: name of the model, as those who read the folder expect it.
+        token, pooled: bounds of the worst cosines to torch.
+    """
+
+    file: str
+    token: float
+    pooled: float
+
+    def prove(self, what, reference, run, written):
+        """Compares what was written with torch and prints one line.
+
+        Args:
+            what: "fp16 in ONNX Runtime" for example.
+            reference: Reference.
+            run: as in `Reference.agreement`.
+            written: name and size of the file, for the line.
+        Returns:
+            the entry of export.json.
+        Raises:
+            UserError: it is not near enough.
+        """
+        name, agreement = what.split()[0], reference.agreement(run, what)
+        tqdm.write(f"{name:<5} {written}  {agreement}")
+        agreement.check(what, self.token, self.pooled)
+        return {"precision": name, "token": agreement.token, "pooled": agreement.pooled}
+
+
 class Reference:
     """What torch answers, in float32, to texts of 3 to 512 tokens (or as many as the model takes), alone and in right-padded batches.
 

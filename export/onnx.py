@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from ..common.arguments import option
 from ..common.errors import UserError, one_line
 from . import folder
+from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
 from .source import ExportArguments
 
@@ -22,20 +23,6 @@ check_output = folder.check_output
 OPSET = 18
 # A file of protobuf ends at 2 GiB: beyond this the weights lie in a file of their own.
 LARGEST_FILE = 2**31 - 2**24
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A precision of `--precisions`.
-
-    Attributes:
-        file: name of the graph, that of transformers.js.
-        token, pooled: bounds of the worst cosines to torch.
-    """
-
-    file: str
-    token: float
-    pooled: float
 
 
 PRECISIONS = {
@@ -76,10 +63,9 @@ def export(source, reference, arguments):
             precision = PRECISIONS[name]
             path = place / precision.file
             external = _write(graphs.make(name), path)
-            agreement = reference.agreement(_runner(path), f"{name} in ONNX Runtime")
-            tqdm.write(f"{name:<5} {path.name:<21} {_megabytes(path)} MB  {agreement}")
-            agreement.check(f"{name} in ONNX Runtime", precision.token, precision.pooled)
-            files[path.stem] = {"precision": name, "token": agreement.token, "pooled": agreement.pooled, "external_data": external}
+            written = f"{path.name:<21} {_megabytes(path)} MB"
+            entry = precision.prove(f"{name} in ONNX Runtime", reference, _runner(path), written)
+            files[path.stem] = {**entry, "external_data": external}
 
 
 class _Graphs:

@@ -15,6 +15,7 @@ from ..common.arguments import option
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from . import folder
+from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
 from .source import ExportArguments
 
@@ -23,20 +24,6 @@ check_output = folder.check_output
 
 # Read by `compile_model` and, as `ov_config`, by sentence-transformers.
 OPTIONS_FILE, OPTIONS = "ov_config.json", {"INFERENCE_PRECISION_HINT": "f32"}
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A precision of `--precisions`.
-
-    Attributes:
-        file: name of the model, that of the OpenVINO backend of sentence-transformers.
-        token, pooled: bounds of the worst cosines to torch.
-    """
-
-    file: str
-    token: float
-    pooled: float
 
 
 PRECISIONS = {
@@ -82,10 +69,8 @@ def export(source, reference, arguments):
             if name == "int8":
                 _compress(model)  # the last one
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
-            agreement = reference.agreement(_runner(path), f"{name} in OpenVINO")
-            tqdm.write(f"{name:<5} {path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB  {agreement}")
-            agreement.check(f"{name} in OpenVINO", precision.token, precision.pooled)
-            files[path.stem] = {"precision": name, "token": agreement.token, "pooled": agreement.pooled}
+            written = f"{path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB"
+            files[path.stem] = precision.prove(f"{name} in OpenVINO", reference, _runner(path), written)
 
 
 def _trace(graph):
