@@ -33,8 +33,8 @@ except ImportError:  # torch < 2.10
 
 logger = logging.get_logger(__name__)
 
-# Without gradients the CPU works in pieces that stay in its caches and in memory that malloc keeps: chains of elementwise operations 128
-# tokens at a time, feed-forwards and complete batches 1,024.
+# Without gradients the CPU works in pieces that stay in its caches: chains of elementwise operations 128 tokens at a time, feed-forwards,
+# whose inner states are the largest tensors of a forward, 1,024.
 _CPU_ROWS, _CPU_TOKENS = 128, 1024
 
 
@@ -103,25 +103,25 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         Returns:
             hidden states in the same shape; with `output_attentions` a tuple with the weights.
         """
-        attended, weights = self.attend(self.attention_norm(hidden), position_embeddings, attention, **kwargs)
+        attended, weights = self.attend(hidden, position_embeddings, attention, **kwargs)
         hidden = hidden + self.dropout(attended)
         del attended  # before the feed-forward takes memory of its own
         hidden = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
         return (hidden, weights) if output_attentions else hidden
 
-    def attend(self, x, position_embeddings, attention, **kwargs):
-        """Multi-head attention over normed hidden states: (B, L, D), and the weights or None."""
+    def attend(self, hidden, position_embeddings, attention, **kwargs):
+        """Multi-head attention over the normed hidden states: (B, L, D), and the weights or None."""
         # The rows of qkv.weight are interleaved per head: (H, 3, K).
-        query_key, value = self.qkv(x).unflatten(-1, (self.num_heads, 3, -1)).split((2, 1), dim=-2)
+        query_key, value = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1)).split((2, 1), dim=-2)
         if position_embeddings is not None:
-            in_place = _on_cpu_without_gradients(x) and not _hooks(self.qkv)
+            in_place = _on_cpu_without_gradients(hidden) and not _hooks(self.qkv)
             query_key = apply_rotary_pos_emb(query_key, position_embeddings, in_place)
         query, key, value = (states.transpose(1, 2) for states in (*query_key.unbind(-2), value.squeeze(-2)))
         dropout = self.config.attention_dropout if self.training else 0.0
         output, weights = attention(self, query, key, value, dropout=dropout, scaling=self.scaling, **kwargs)
         del query_key, query, key, value  # before `wo` takes memory of its own
         # Functions return (B, L, H, K); those of serving engines (T, H * K).
-        return self.wo(output.reshape(x.shape)), weights
+        return self.wo(output.reshape(hidden.shape)), weights
 
 
 def _norm(config):
@@ -254,21 +254,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         packing, mask = self._read_layout(tokens, attention_mask, position_ids, implementation, may_pack, kwargs)
         longest = self._longest(tokens.shape[1], mask, packing)
         hidden, positions = self._embed(tokens, mask, position_ids, packing)
+        mask = mask if packing is None else None
 
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.transformer_encoder)
-
-        def encode(hidden, positions, packing):
-            own_mask = mask if packing is None else None
-            attention = AttentionDispatch(self.config, implementation, hidden, own_mask, packing, self.training, output_attentions)
-            position_embeddings = rotary_embeddings(self.config, positions, longest, compiled)
-            given = kwargs if packing is None else packing.kwargs(kwargs)
-            return self._encode(hidden, position_embeddings, attention, output_hidden_states, output_attentions, **given)
-
-        if packing is not None and not output_hidden_states and self._works_in_parts(hidden):
-            states, weights = [], []
-            hidden = torch.cat([encode(*part)[0] for part in packing.split(hidden, positions)], dim=1)
-        else:
-            hidden, states, weights = encode(hidden, positions, packing)
+        position_embeddings = rotary_embeddings(self.config, positions, longest, compiled)
+        attention = AttentionDispatch(self.config, implementation, hidden, mask, packing, self.training, output_attentions)
+        kwargs = kwargs if packing is None else packing.kwargs(kwargs)
+        hidden, states, weights = self._encode(hidden, position_embeddings, attention, output_hidden_states, output_attentions, **kwargs)
         if packing is not None:
             states = [packing.unpack(state) for state in states]
             hidden = hidden if keep_packed else packing.unpack(hidden)
@@ -311,8 +303,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             mask = None if sum(lengths) == mask.numel() else mask
             if mask is not None and any(lengths) and may_pack and kernel in _PACKS:
                 packing = Packing.of_mask(mask, lengths)
-        if mask is None and packing is None and may_pack and shape[0] > 1 and self._works_in_parts(tokens):
-            packing = Packing.of_mask(torch.ones(shape, dtype=torch.bool), [shape[1]] * shape[0])
         return packing, mask
 
     def _embed(self, tokens, mask, position_ids, packing):
@@ -371,13 +361,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 weights.append(block_weights)
         hidden = self.layer_norm(hidden)
         return hidden, states + [hidden] * output_hidden_states, weights
-
-    def _works_in_parts(self, tokens):
-        """Whether a large packed batch passes all blocks some complete sequences at a time: on the CPU, where no hook would see the parts."""
-        if not _on_cpu_without_gradients(tokens) or self.training or tokens.shape[0] * tokens.shape[1] <= _CPU_TOKENS:
-            return False
-        kernel, _ = attention_kernel(self.config, self.config._attn_implementation, tokens.device, torch.float32, self.training)
-        return kernel == "sequences" and not _hooks(self.transformer_encoder, self.layer_norm)
 
 
 # -------------------------------------------------------------------------------------------------------------------- heads
@@ -995,17 +978,6 @@ class Packing:
         """`given`, and the keyword arguments of variable-length attention functions; bounds are int32, as kernels ask for."""
         bounds = self.cu_seq_lens.to(torch.int32)
         return {**given, **dict(zip(_PACKING_KWARGS, (bounds, bounds, self.max_length, self.max_length)))}
-
-    def split(self, hidden, positions):
-        """Parts (hidden, positions, packing) of complete sequences, of up to `_CPU_TOKENS` together; a longer sequence is alone."""
-        parts = []
-        for length in self.lengths:
-            if not parts or sum(parts[-1]) + length > _CPU_TOKENS:
-                parts.append([])
-            parts[-1].append(length)
-        sizes = [sum(part) for part in parts]
-        packings = (Packing(torch.tensor([0, *part]).cumsum(0).to(torch.int32), max(part), part) for part in parts)
-        return zip(hidden.split(sizes, dim=1), positions.split(sizes, dim=1), packings)
 
     def padding(self, total):
         """The batch in which every sequence has a row: index and mask, (N, longest), and where each packed token is in it, (T,)."""

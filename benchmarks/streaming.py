@@ -28,7 +28,7 @@ from ..pretraining.batches import BatchSpec, SpecialTokens, batch_counts
 from ..pretraining.masking import TokenMasking
 from ..pretraining.prepared import Tokenise
 from ..pretraining.sources import load_rows, parse_sources
-from ..pretraining.streaming import StreamedBatches
+from ..pretraining.streaming import StreamedBatches, TokenStream
 
 
 # The paper's two stages, and the tokens a second that each of its 8 GPUs took: 2.1e12 tokens in 6,000 GPU hours.
@@ -89,7 +89,7 @@ def rows_of_one_pass(stream, worker):
     """Rows that one worker tokenises until its share of the data has been read once, for the first part of the mixture."""
     reader = stream.readers(worker)[0]
     while reader.number == 0:
-        before = stream.tokenise.rows
+        before = stream.source.tokenise.rows
         reader.next()
     return before
 
@@ -99,7 +99,7 @@ def measure(stream, worker, batches):
     used, start = 0, time.process_time()
     for _, batch in zip(range(batches), stream.batches_of(worker)):
         used += int(batch_counts(batch)["tokens"])
-    return used, stream.tokenise.tokens, time.process_time() - start
+    return used, stream.source.tokenise.tokens, time.process_time() - start
 
 
 def run_stage(spec, given, sources, tokenizer, rows):
@@ -108,9 +108,8 @@ def run_stage(spec, given, sources, tokenizer, rows):
     def stream(rank):
         loaded, kind = load_rows(sources, streaming=True)
         counting = Counting(Tokenise(tokenizer, kind))
-        return StreamedBatches(
-            loaded, counting, SpecialTokens.of(tokenizer), TokenMasking(tokenizer), spec, 10**6, rank, given.ranks, given.workers
-        )
+        tokens = TokenStream(loaded, counting, SpecialTokens.of(tokenizer))
+        return StreamedBatches(tokens, TokenMasking(tokenizer), spec, 10**6, rank, given.ranks, given.workers)
 
     readers = [(rank, worker) for rank in range(given.ranks) for worker in range(given.workers)]
     shares = [rows_of_one_pass(stream(rank), worker) for rank, worker in tqdm(readers, desc="one pass")]

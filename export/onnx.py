@@ -41,10 +41,6 @@ class Options(ExportArguments):
         help="fp32, fp16 (for GPUs, WebGPU), int8 (for CPUs), q4 (smallest)", default_factory=lambda: ["fp32"], choices=tuple(PRECISIONS)
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.precisions = list(dict.fromkeys(self.precisions))
-
 
 def export(source, reference, arguments):
     """Writes the folder of a model.
@@ -59,7 +55,7 @@ def export(source, reference, arguments):
     graphs = _Graphs(source)
     with folder.new_export(source, arguments, "onnx") as (place, said):
         said["opset"], files = OPSET, said.setdefault("files", {})
-        for name in tqdm(arguments.precisions, desc="graphs", unit="graph", disable=None):
+        for name in tqdm(list(dict.fromkeys(arguments.precisions)), desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
             external = _write(graphs.make(name), path)

@@ -42,10 +42,6 @@ class Options(ExportArguments):
         choices=tuple(PRECISIONS),
     )  # fmt: skip
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.precisions = list(dict.fromkeys(self.precisions))
-
 
 def export(source, reference, arguments):
     """Writes the folder of a model.
@@ -63,7 +59,7 @@ def export(source, reference, arguments):
     with folder.new_export(source, arguments, "openvino") as (place, said):
         files = said.setdefault("files", {})
         write_json(place / OPTIONS_FILE, OPTIONS)
-        for name in tqdm(sorted(arguments.precisions, key=list(PRECISIONS).index), desc="models", unit="model", disable=None):
+        for name in tqdm(sorted(set(arguments.precisions), key=list(PRECISIONS).index), desc="models", unit="model", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
             if name == "int8":

@@ -299,33 +299,16 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
         checkpoints.train(trainer)
         seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, mebibytes(memory.peak)
-        history = _history(trainer.state.log_history)
-        best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
         result = {
-            "kind": "glue run",
-            "task": task.name,
-            "name": options.name,
-            "model": str(options.model),
-            "starts_from": settings.start or "the model",
-            "settings": asdict(settings),
-            "score": best["dev_score"],
-            "metrics": _only_dev(task, best),
-            "selected": {"by": "held-out training rows" if "heldout" in slices else "dev", "score": best["score"], "step": best["step"]},
-            "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
-            "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-            "rows": {"train": len(train), **{name: part.stop - part.start for name, part in slices.items()}},
-            "evaluation_interval": arguments.eval_steps,
-            "planned_steps": steps,
-            "stopped_early": trainer.state.global_step < steps,
+            **_identity(settings, options, task, new_head),
+            **_outcome(trainer, task, slices, steps),
             "parameters": parameters,
-            "new_head": new_head,
             "seconds": round(seconds, 1),
             "seconds_per_step": round(seconds / max(1, trainer.state.global_step), 4),
             "cpu_seconds": round(cpu_seconds, 1),
             "resumed": resumed,
             "peak_memory_mib": peak,
             "memory_before_mib": mebibytes(memory.before),
-            "evaluations": history,
         }
         if trainer.is_world_process_zero():
             result["reload_difference"] = _save(trainer, tokenizer, evaluation, folder, settings, options)
@@ -342,6 +325,37 @@ def _with_lora(model, lora, heads):
 
     config = lora_config(model, lora["rank"], lora["alpha"], lora["dropout"], lora["targets"], "SEQ_CLS", heads)
     return get_peft_model(model, config)
+
+
+def _identity(settings, options, task, new_head):
+    """What a result says of the run before it began."""
+    return {
+        "kind": "glue run",
+        "task": task.name,
+        "name": options.name,
+        "model": str(options.model),
+        "starts_from": settings.start or "the model",
+        "settings": asdict(settings),
+        "new_head": new_head,
+    }
+
+
+def _outcome(trainer, task, slices, steps):
+    """What a result says of a finished run: scores of the weights that were chosen, and how they came about."""
+    history = _history(trainer.state.log_history)
+    best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
+    return {
+        "score": best["dev_score"],
+        "metrics": _only_dev(task, best),
+        "selected": {"by": "held-out training rows" if "heldout" in slices else "dev", "score": best["score"], "step": best["step"]},
+        "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
+        "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
+        "rows": {"train": len(trainer.train_dataset), **{name: part.stop - part.start for name, part in slices.items()}},
+        "evaluation_interval": trainer.args.eval_steps,
+        "planned_steps": steps,
+        "stopped_early": trainer.state.global_step < steps,
+        "evaluations": history,
+    }
 
 
 def _history(log):

@@ -33,7 +33,7 @@ from .model import make_model, weights_folder  # noqa: E402
 from .prepared import Tokenise, describe, load_prepared, prepare, source_digest  # noqa: E402
 from .raw_checkpoint import raw_from_model  # noqa: E402
 from .sources import load_rows  # noqa: E402
-from .streaming import StreamedBatches  # noqa: E402
+from .streaming import StreamedBatches, TokenStream  # noqa: E402
 from .trainer import PretrainingTrainer  # noqa: E402
 
 
@@ -139,7 +139,7 @@ def make_stream(run, tokenizer, masking):
     training, sources = run.training, run.data.sources
     rows, kind = load_rows(sources, streaming=True)
     return StreamedBatches(
-        rows, Tokenise(tokenizer, kind, sources[0].column), SpecialTokens.of(tokenizer), masking, run.spec, run.micro_batches,
+        TokenStream(rows, Tokenise(tokenizer, kind, sources[0].column), SpecialTokens.of(tokenizer)), masking, run.spec, run.micro_batches,
         training.process_index, training.world_size, training.dataloader_num_workers,
     )  # fmt: skip
 

@@ -6,6 +6,8 @@ travels with the batch; a checkpoint keeps the last ones, and a resumed run goes
 """
 
 import json
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +23,34 @@ STATE = "stream_state"
 COUNTS = "stream_counts"
 
 
-class StreamedBatches(torch.utils.data.IterableDataset):
-    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the numbers of processes and workers, and i alone.
+@dataclass(frozen=True)
+class TokenStream:
+    """Rows that are tokenised while they are read.
 
     Args:
         rows: `datasets.IterableDataset` with the column "text" (jsonl: undecoded lines).
         tokenise: `Tokenise`.
-        special, masking, spec: `SpecialTokens`, `TokenMasking`, `BatchSpec`.
+        special: `SpecialTokens`, put around every text.
+    """
+
+    rows: Any
+    tokenise: Any
+    special: Any
+
+
+class StreamedBatches(torch.utils.data.IterableDataset):
+    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the numbers of processes and workers, and i alone.
+
+    Args:
+        source: `TokenStream`.
+        masking, spec: `TokenMasking`, `BatchSpec`.
         count: micro-batches of the run in all processes, for a mask schedule.
         rank, world_size: of this process. Masks and mixture of its i-th batch are those of the run's (i * world_size + rank)-th.
         workers: of the DataLoader; 0: it reads in the process itself.
     """
 
-    def __init__(self, rows, tokenise, special, masking, spec, count, rank=0, world_size=1, workers=0):
-        self.rows, self.tokenise, self.special, self.masking, self.spec, self.count = rows, tokenise, special, masking, spec, count
+    def __init__(self, source, masking, spec, count, rank=0, world_size=1, workers=0):
+        self.source, self.masking, self.spec, self.count = source, masking, spec, count
         self.rank, self.world_size, self.workers, self.in_workers = rank, world_size, max(1, workers), workers > 0
         self.shares = np.cumsum([share for _, share in spec.mixture])[:-1]
         self.start, self.saved = 0, {}
@@ -51,7 +67,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         """The part of the mixture -> `Reader` of one worker; each part reads its share of the stream on its own."""
         reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
         return [
-            Reader(self.rows, self.tokenise, self.special, self.spec, least, (self.spec.seed, number), reader, readers)
+            Reader(self.source, self.spec, least, (self.spec.seed, number), reader, readers)
             for number, (least, _) in enumerate(self.spec.mixture)
         ]
 
@@ -76,7 +92,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             number = i * self.world_size + self.rank
             texts = self._texts(readers[self._part(number)])
             if i >= self.start:
-                batch = masked_batch(texts, self.spec, self.special, self.masking, number, number / self.count)
+                batch = masked_batch(texts, self.spec, self.source.special, self.masking, number, number / self.count)
                 batch[COUNTS] = (worker, self._counts(readers))
                 if state is not None:
                     batch[STATE] = json.dumps(state)
@@ -119,17 +135,17 @@ class Reader:
     Shards come one after another, in another order every pass; a shuffle buffer would lose its rows in a resumption.
 
     Args:
-        rows, tokenise, special, spec: as of `StreamedBatches`.
+        source, spec: the `TokenStream` and `BatchSpec`.
         least: tokens of a text, special tokens included.
         seed: tuple of integers.
         reader, readers: this reader's number among all.
     """
 
-    def __init__(self, rows, tokenise, special, spec, least, seed, reader, readers):
-        self.rows, self.tokenise, self.special, self.least, self.seed = rows, tokenise, special, least, seed
+    def __init__(self, source, spec, least, seed, reader, readers):
+        self.source, self.least, self.seed = source, least, seed
         self.body, self.split = spec.length - 2, spec.long_texts == "split"
         # Groups of readers share the shards evenly; the readers of one group deal out the rows of each of its shards.
-        shards = rows.num_shards
+        shards = source.rows.num_shards
         groups = readers if shards >= readers else shards if readers % shards == 0 else 1
         self.first, self.step = reader % groups, groups
         self.place, self.sharers = reader // groups, readers // groups
@@ -147,11 +163,11 @@ class Reader:
 
     def _order(self):
         """This reader's shards in this pass's order."""
-        order = np.random.default_rng([*self.seed, self.number]).permutation(self.rows.num_shards)
+        order = np.random.default_rng([*self.seed, self.number]).permutation(self.source.rows.num_shards)
         return order[self.first :: self.step]
 
     def _open(self, state=None):
-        self.stream = self.rows.shard(num_shards=self.rows.num_shards, index=int(self._order()[self.shard]))
+        self.stream = self.source.rows.shard(num_shards=self.source.rows.num_shards, index=int(self._order()[self.shard]))
         if state is not None:
             self.stream.load_state_dict(state)
         # Read in groups: row by row, `datasets` would deal the shards out to the workers of a DataLoader by a rule of its own.
@@ -164,14 +180,14 @@ class Reader:
         texts = next(self.groups, {"text": []})["text"]
         # Other rows in every pass, so that each reader comes to see all of them.
         own = texts[(self.place + self.number) % self.sharers :: self.sharers]
-        self.group = self.tokenise({"text": own}) if own else {"input_ids": [], "length": []}
+        self.group = self.source.tokenise({"text": own}) if own else {"input_ids": [], "length": []}
         self.ended = not texts
 
     def _next_shard(self):
         self.shard += 1
         self.barren += 1
         # As much as all of the data 20 times: a single such text anywhere would have come to this reader with probability 1 - exp(-20).
-        if self.barren > 20 * self.rows.num_shards * self.sharers:
+        if self.barren > 20 * self.source.rows.num_shards * self.sharers:
             raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
         if self.shard == len(self._order()):
             self.number, self.shard = self.number + 1, 0
@@ -192,7 +208,7 @@ class Reader:
             elif length >= self.least:
                 self.barren = 0
                 starts = range(0, len(ids), self.body) if self.split else (0,)
-                self.pending = [self.special.around(ids[start : start + self.body]) for start in starts]
+                self.pending = [self.source.special.around(ids[start : start + self.body]) for start in starts]
         return self.pending.pop(0)
 
     def put_back(self, text):

@@ -20,6 +20,7 @@ ROOMS = {
     "embeddings": ["embeddings"],
     "distillation": ["embeddings"],
     "performance": ["benchmarks"],
+    "serving": ["export"],
     "compatibility": [],
     "development": [],
 }

@@ -6,6 +6,7 @@ import textwrap
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, 
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import BROKEN, EMPTY, Tokenise, TokenisedTexts, load_prepared, source_digest, tokenise_texts
 from neobert.pretraining.sources import load_rows, parse_sources
-from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches
+from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches, TokenStream
 
 
 WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
@@ -493,7 +494,7 @@ def _stream(path, tokenizer, rank=0, world_size=1, workers=0, **spec):
     rows, kind = rows_of(str(path), column="text", streaming=True)
     spec = BatchSpec(**{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec})
     tokenise, masking = Tokenise(tokenizer, kind, "text"), TokenMasking(tokenizer)
-    return StreamedBatches(rows, tokenise, SpecialTokens.of(tokenizer), masking, spec, 1000, rank, world_size, workers)
+    return StreamedBatches(TokenStream(rows, tokenise, SpecialTokens.of(tokenizer)), masking, spec, 1000, rank, world_size, workers)
 
 
 def _loaded(stream, count):
@@ -568,12 +569,13 @@ def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, 
     read, shares = Counter(), []
     for number in range(readers):
         stream = _stream(tmp_path, tokenizer, rank=number, world_size=readers)
-        stream.tokenise = _Recording(stream.tokenise)
+        recording = _Recording(stream.source.tokenise)
+        stream.source = replace(stream.source, tokenise=recording)
         (reader,) = stream.readers(0)
         while reader.number == 0:
             reader.next()
         # What was read of the next pass does not count.
-        first = stream.tokenise.seen[: stream.tokenise.before_pass(reader)]
+        first = recording.seen[: recording.before_pass(reader)]
         shares.append(len(first))
         read.update(first)
     assert read == everything, "one pass of all readers must tokenise every row once"

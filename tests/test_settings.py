@@ -253,18 +253,6 @@ def test_the_padding_row_of_the_embedding_has_no_gradient():
 
 
 @torch.no_grad()
-def test_dynamic_rope_of_a_batch_in_parts(monkeypatch):
-    """The base follows from the longest text of the batch, not of the part that a text is in."""
-    from neobert import modeling_neobert
-
-    model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    ids, mask = random_batch([40, 20, 9])
-    expected = model(ids, attention_mask=mask).last_hidden_state
-    monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 30)
-    assert_same(model(ids, attention_mask=mask).last_hidden_state, expected, 1e-6, "in parts")
-
-
-@torch.no_grad()
 def test_norms_in_low_precision_without_gradients_are_those_with():
     """The form of the CPU without gradients rounds once, like torch's own."""
     norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)

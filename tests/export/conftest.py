@@ -43,6 +43,18 @@ def build(model_class=NeoBERTModel, **changes):
 
 
 @pytest.fixture(scope="session")
+def padded_batch():
+    """Function of texts' lengths that returns (input_ids, attention_mask), padded on the right."""
+
+    def make(*lengths):
+        torch.manual_seed(3)
+        mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        return torch.randint(5, 60, mask.shape) * mask, mask
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def hub_folder(tmp_path_factory):
     """Function of a model class and fields of its configuration that returns a Hub folder."""
 

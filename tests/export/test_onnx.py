@@ -40,12 +40,6 @@ def run(path, ids, mask):
     return dict(zip(names, opened.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})))
 
 
-def batch(*lengths):
-    torch.manual_seed(3)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return torch.randint(5, 60, mask.shape) * mask, mask
-
-
 @pytest.fixture(scope="module")
 def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
     folder = tmp_path_factory.mktemp("exported") / "out"
@@ -57,9 +51,9 @@ def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
 
 
 @pytest.mark.parametrize("lengths", [(1,), (7,), (3, 1), (9, 4, 30, 2, 17)])
-def test_any_batch_and_length(exported, sentence_folder, lengths):
+def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
     """Equal to torch at shapes that the tracer never saw: one token, one text, more texts."""
-    ids, mask = batch(*lengths)
+    ids, mask = padded_batch(*lengths)
     model = NeoBERTModel.from_pretrained(sentence_folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
@@ -106,10 +100,10 @@ def test_names_and_axes(exported):
         (NeoBERTModel, {"position_embedding_type": "learned", "norm_type": "layer", "hidden_act": "gelu"}, ["last_hidden_state"]),
     ],
 )
-def test_heads(hub_folder, tmp_path, model_class, fields, outputs):
+def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch):
     folder, out = hub_folder(model_class, num_hidden_layers=1, **fields), tmp_path / "out"
     command.main(["onnx", str(folder), str(out), "--precisions", "fp32", "int8"])
-    ids, mask = batch(11, 5)
+    ids, mask = padded_batch(11, 5)
     with torch.no_grad():
         expected = model_class.from_pretrained(folder).eval()(ids, attention_mask=mask)
     found = run(out / "onnx" / "model.onnx", ids, mask)
@@ -127,10 +121,10 @@ def test_heads(hub_folder, tmp_path, model_class, fields, outputs):
 # ---------------------------------------------------------------------------------------------------------------------- int8
 
 
-def test_a_vector_does_not_depend_on_its_neighbours(exported):
+def test_a_vector_does_not_depend_on_its_neighbours(exported, padded_batch):
     """One scale a token: beside a text with other values, and in a longer batch, a text keeps its vector."""
     path = exported / "onnx" / FILES["int8"]
-    ids, mask = batch(9, 4, 30)
+    ids, mask = padded_batch(9, 4, 30)
     together, alone = run(path, ids, mask)["sentence_embedding"][0], run(path, ids[:1, :9], mask[:1, :9])["sentence_embedding"][0]
     assert np.abs(together - alone).max() < 1e-5
 
@@ -205,12 +199,12 @@ def traced(exported, monkeypatch):
     monkeypatch.setattr(target, "_trace", lambda graph: onnx.load(exported / "onnx" / "model.onnx"))
 
 
-def test_large_models_keep_their_weights_beside_the_graph(sentence_folder, tmp_path, traced, monkeypatch):
+def test_large_models_keep_their_weights_beside_the_graph(sentence_folder, tmp_path, traced, monkeypatch, padded_batch):
     monkeypatch.setattr(target, "LARGEST_FILE", 1000)
     command.main(["onnx", str(sentence_folder), str(tmp_path / "out")])
     graph, weights = tmp_path / "out" / "onnx" / "model.onnx", tmp_path / "out" / "onnx" / "model.onnx_data"
     assert weights.stat().st_size > 100_000
-    assert run(graph, *batch(5, 2))["sentence_embedding"].shape == (2, 48)
+    assert run(graph, *padded_batch(5, 2))["sentence_embedding"].shape == (2, 48)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["transformers.js_config"] == {"use_external_data_format": {"model.onnx": 1}}
 

@@ -27,12 +27,6 @@ def run(path, ids, mask):
     return {output.any_name: found[output] for output in compiled.outputs}
 
 
-def batch(*lengths):
-    torch.manual_seed(3)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    return torch.randint(5, 60, mask.shape) * mask, mask
-
-
 @pytest.fixture(scope="module")
 def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
     folder = tmp_path_factory.mktemp("exported") / "out"
@@ -41,8 +35,8 @@ def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
 
 
 @pytest.mark.parametrize("lengths", [(1,), (3, 1), (9, 4, 30, 2, 17)])
-def test_any_batch_and_length(exported, sentence_folder, lengths):
-    ids, mask = batch(*lengths)
+def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
+    ids, mask = padded_batch(*lengths)
     model = NeoBERTModel.from_pretrained(sentence_folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
@@ -93,10 +87,10 @@ def test_the_axis_of_the_scales():
         assert np.abs((found - expected) / np.abs(weight).max(1)).max() < 0.1
 
 
-def test_a_head(hub_folder, tmp_path):
+def test_a_head(hub_folder, tmp_path, padded_batch):
     folder, out = hub_folder(NeoBERTForSequenceClassification, num_hidden_layers=1, num_labels=3), tmp_path / "out"
     command.main(["openvino", str(folder), str(out)])
-    ids, mask = batch(11, 5)
+    ids, mask = padded_batch(11, 5)
     with torch.no_grad():
         expected = NeoBERTForSequenceClassification.from_pretrained(folder).eval()(ids, attention_mask=mask).logits
     found = run(out / "openvino" / "openvino_model.xml", ids, mask)

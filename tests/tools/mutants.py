@@ -145,22 +145,9 @@ MUTANTS = {
         ),
         ("compile_export",),
     ),
-    "dynamic RoPE depends on the part": (
-        (
-            (
-                "rotary_embeddings(self.config, positions, longest, compiled)",
-                "rotary_embeddings(self.config, positions, longest if packing is None else packing.max_length, compiled)",
-            ),
-        ),
-        ("settings",),
-    ),
     "hooks see packed rows": ((("return hook is not None\n", "return False\n"),), ("clients",)),
     "any hook switches packing off": ((("for hook in _hooks(self) if not _is_machinery(hook)", "for hook in _hooks(self)"),), ("clients",)),
     "unknown arguments vanish": ((("if unknown and not _is_tracing():", "if False:"),), ("serving",)),
-    "parts of a large batch take a text too many": (
-        (("sum(parts[-1]) + length > _CPU_TOKENS", "sum(parts[-1]) >= _CPU_TOKENS"),),
-        ("packing",),
-    ),
     # ------------------------------------------------------------------------------------------------- heads
     "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
     "in-place initialisation": (
