@@ -304,7 +304,7 @@ MUTANTS = {
         ),
         ("serving",),
     ),
-    "the output of an engine is not reshaped": ((("self.wo(output.reshape(x.shape))", "self.wo(output.flatten(-2))"),), ("serving",)),
+    "the output of an engine is not reshaped": ((("self.wo(output.reshape(hidden.shape))", "self.wo(output.flatten(-2))"),), ("serving",)),
     "a mask is built for an engine": ((('    if implementation in _ENGINES:\n        return "engine", None\n', ""),), ("serving",)),
     "a registered mask function is not called": ((('    if convention == "own":\n', "    if False:\n"),), ("serving",)),
     "additive masks in float32": (
