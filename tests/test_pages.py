@@ -82,7 +82,7 @@ def test_every_file_and_option_in_the_text_exists(page):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
     known = options_in(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py")) | TRAINER
     for name in re.findall(r"`--([a-z_-]+)", text):
-        others = ("nproc-per-node", "num_processes", "no-deps", "check", "pooling", "override-pooler-config")  # of other programs
+        others = ("nproc-per-node", "num_processes", "no-deps", "check", "pooling", "override-pooler-config", "task")  # of other programs
         assert name in others or "_" not in name and name.replace("-", "_") in known, f"{page}.md names the option --{name}"
 
 
