@@ -70,6 +70,15 @@ def speed_table(rows):
     return markdown_table(["texts", "dtype", "model", "sentences/s", "sentences/CPU-s", "times the teacher", "over the rounds"], cells)
 
 
+def curve(figures):
+    """Agreement over the steps of a run and of those before it."""
+    points, before = [], 0
+    for run in [*figures.get("earlier", ()), figures]:
+        points += [{**entry, "step": before + entry["step"]} for entry in run["agreement"]]
+        before += run["steps"]
+    return points
+
+
 def plot(figures, path):
     import matplotlib
 
@@ -79,7 +88,7 @@ def plot(figures, path):
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for axis, key, title in zip(axes, ("spearman", "cosine"), ("Spearman of pair similarities", "mean cosine to the teacher's vector")):
         for name in (name.removesuffix(f"_{key}") for name in figures["agreement"][-1] if name.endswith(f"_{key}")):
-            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in figures["agreement"]]
+            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in curve(figures)]
             axis.plot(*zip(*points), label=name.replace("_", " "))
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)

@@ -26,7 +26,7 @@ from transformers import set_seed
 from ..common import checkpoints
 from ..common.arguments import Arguments, option, read_arguments, training_arguments
 from ..common.errors import UserError
-from ..common.files import write_json
+from ..common.files import read_json, write_json
 from ..common.identity import files_digest, weights_digest
 from ..common.loading import choose_device
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
@@ -57,6 +57,7 @@ TRAINER = {
     "report_to": "none",
     "seed": 0,
 }
+FIGURES = "figures.json"
 # Options that a continued run may change: they touch neither the numbers nor the order of the data.
 _FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
 _FREE_TRAINER = ("logging_", "log_", "save_", "eval_", "disable_tqdm", "report_to", "run_name", "dataloader_num", "push_to_hub", "hub_")
@@ -278,6 +279,7 @@ def _train(arguments, training, settings, texts, vectors):
             if any(key.endswith("_spearman") for key in entry)
         ],
         "settings": settings,
+        "earlier": earlier_runs(arguments.init_from),
         "environment": environment(
             dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32", processes=training.world_size
         ),
@@ -285,6 +287,15 @@ def _train(arguments, training, settings, texts, vectors):
     if training.process_index == 0:
         write_student(arguments, student, sets, figures)
     return figures
+
+
+def earlier_runs(init_from):
+    """Figures of the runs that made the student that this one starts from, the first one first."""
+    path = Path(init_from or "") / FIGURES
+    if not init_from or not path.is_file():
+        return []
+    figures = read_json(path)
+    return [*figures.pop("earlier", []), figures] if isinstance(figures, dict) and "agreement" in figures else []
 
 
 def _measured(texts):
@@ -299,7 +310,7 @@ def write_student(arguments, student, sets, figures):
     with new_folder(arguments.output, "distill", replace=arguments.overwrite) as folder:
         save_student(as_shipped(student.to("cpu"), arguments.keep_projection), folder, arguments.dtype, arguments.embedding_dtype)
         figures["precision"] = precision_check(folder, sets)
-        write_json(folder / "figures.json", figures)
+        write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
     shutil.rmtree(Path(arguments.work) / "checkpoints")
 

@@ -58,6 +58,8 @@ def write_card(folder, arguments, figures):
     columns = [key.replace("_", " ") for key in next(iter(figures["precision"].values())) if key != "to_float32"]
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
+    earlier = sum(run["steps"] for run in figures.get("earlier", ()))
+    begun = f", begun from a student of {earlier:,} steps, whose figures are under `earlier`" if earlier else ""
     text = f"""
 # {title}
 
@@ -80,7 +82,7 @@ texts. `held out`: texts of the training sources, kept back by hash. {_others(ot
 ## Training
 
 {figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {_losses(arguments)}.
-`figures.json` holds the settings, the losses and the agreement over the steps.
+`figures.json` holds the settings, the losses and the agreement over the steps{begun}.
 {environment["hardware"]}, {environment["threads"]} threads; commit {environment["commit"]}, {environment["date"]}.
 
 {markdown_table(["texts", "licence"], kinds)}

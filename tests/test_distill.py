@@ -367,6 +367,14 @@ def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, token
     after = load_file(tmp_path / "student" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all((before[name] - after[name]).abs().max() < 1e-4 for name in before), "one small step cannot lead far from the start"
+    assert json.loads((tmp_path / "student" / "figures.json").read_text())["earlier"] == []
+
+    (tmp_path / "again").mkdir()
+    again = recipe(tmp_path / "again", teacher, files, model_config=None, init_from=str(tmp_path / "student"), trainer={"max_steps": 2})
+    assert command(["distill", again]) == 0
+    figures = json.loads((tmp_path / "again" / "student" / "figures.json").read_text())
+    assert [run["steps"] for run in figures["earlier"]] == [1] and figures["steps"] == 2
+    assert "begun from a student of 1 steps" in (tmp_path / "again" / "student" / "README.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------ what may go wrong
