@@ -1,0 +1,81 @@
+"""Pins the table of precisions and engines: same texts for all, distance to float32, ratios within a class, and rows that were not measured."""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from neobert.benchmarks import measuring, precisions
+from neobert.common.errors import UserError
+
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
+ENGINES = ["torch-fp32", "torch-bf16", "torch-ao-int8", "st-bert-fp32", "onnx-fp32"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """(rows by engine, page) of a run on models of 64."""
+    folder = tmp_path_factory.mktemp("precisions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
+        patch.setattr(precisions, "GEMM_SECONDS", 0.0)
+        patch.setattr(precisions, "TEXTS", {"short": 6})
+        patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+        argv = ["--files", str(folder / "files"), "--output", str(folder / "out"), "--engines", *ENGINES, "--sets", "short"]
+        assert precisions.main([*argv, "--threads", "1", "2", "--repeats", "2"], small=SMALL) == 0
+    rows = json.loads((folder / "out.json").read_text())["rows"]
+    return {row["engine"]: row for row in rows}, (folder / "out.md").read_text()
+
+
+def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
+    rows, page = result
+    assert list(rows) == ENGINES
+    assert "neobert export onnx" in rows["onnx-fp32"]["error"] and "## Not measured" in page and rows["onnx-fp32"]["error"] in page
+    for name in ENGINES[:-1]:
+        assert [(speed["set"], speed["threads"]) for speed in rows[name]["speeds"]] == [("short", 1), ("short", 2)]
+
+
+def test_vectors_are_those_of_float32(result):
+    rows, _ = result
+    assert rows["torch-fp32"]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert 0.99 < rows["torch-bf16"]["cosine"] < 1 and 0.9 < rows["torch-ao-int8"]["cosine"] < 1
+    assert rows["st-bert-fp32"]["cosine"] is None, "BERT has other weights"
+
+
+def test_speeds_are_tokens_over_seconds(result):
+    rows, page = result
+    tokens = int(page.partition("short: 6 texts, ")[2].partition(" tokens")[0].replace(",", ""))
+    for name in ENGINES[:-1]:
+        for speed in rows[name]["speeds"]:
+            assert len(speed["seconds"]) == 2
+            assert speed["tokens_per_second"] == pytest.approx(statistics.median(tokens / second for second in speed["seconds"]))
+
+
+def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
+    rows, _ = result
+    batches = [speed["batches"] for speed in rows["st-bert-fp32"]["speeds"]]
+    assert batches[0] == batches[1] and batches[0][0] in (1, 4, 6)
+    assert all(speed["batches"] == [None] for speed in rows["torch-fp32"]["speeds"])
+
+
+def test_ours_is_compared_with_the_next_engine_of_its_class(result):
+    rows, page = result
+    for at, threads in enumerate((1, 2)):
+        ours, other = (rows[name]["speeds"][at]["corrected"] for name in ("torch-fp32", "st-bert-fp32"))
+        assert f"| fp32 | short | {threads} | torch fp32 | sentence-transformers, BERT base fp32 | {ours / other:.2f} |" in page
+    assert "| 16 bit | short |" not in page, "there is no other engine of 16 bit"
+
+
+def test_the_worst_cosine():
+    exact = {"a": np.array([[1.0, 0.0], [0.0, 2.0]])}
+    assert precisions.worst_cosine({"a": np.array([[3.0, 0.0], [1.0, 1.0]])}, exact) == pytest.approx(0.5**0.5)
+
+
+def test_nothing_could_be_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+    argv = ["--files", str(tmp_path / "files"), "--output", str(tmp_path / "out"), "--engines", "onnx-fp32", "--sets", "short"]
+    with pytest.raises(UserError, match="no engine could be measured: there is no export/onnx/model.onnx"):
+        precisions.main(argv, small=SMALL)
+    assert not list(tmp_path.glob("out*")), "nothing is written"
