@@ -230,6 +230,26 @@ def test_a_function_with_additive_masks():
     assert seen[0].dtype == torch.float32
     for row, n in enumerate((9, 5)):
         assert_same(out[row, :n], reference_states(model, ids[row, :n])[0][-1], 1e-5, f"text {row}")
+    seen.clear()
+    assert torch.isfinite(model.to(torch.bfloat16)(ids, attention_mask=mask).last_hidden_state).all()
+    assert seen[0].dtype == torch.bfloat16, "a mask of another dtype would turn the scores into float32"
+
+
+@torch.no_grad()
+def test_no_token_is_without_a_token_to_see():
+    """A softmax over nothing is not a number in many kernels: a row of padding alone sees all of itself."""
+    seen = []
+
+    def boolean(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("my_boolean", boolean)
+    ids, mask = random_batch([9, 5, 9])
+    mask[2] = 0
+    build(NeoBERTModel, "my_boolean")(ids, attention_mask=mask)
+    allowed = seen[0].expand(3, 1, 9, 9)
+    assert allowed.any(dim=-1).all() and torch.equal(allowed[1, 0, 0], mask[1].bool())
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))

@@ -81,6 +81,8 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         ids, positions = random_batch([12])[0], torch.tensor(positions)
         expected, actual = model(ids, position_ids=positions)[0], compiled(ids, position_ids=positions)[0]
         assert_same(actual, expected, 1e-5, f"positions {positions.tolist()}")
+        if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
+            assert_same(actual[:, :5], model(ids[:, :5])[0], 1e-5, "the first text alone")
     if model_class is NeoBERTModel and implementation == "sdpa":
         exported = torch.export.export(model, (), {"input_ids": ids, "position_ids": positions[None]}).module()
         positions = torch.tensor([[*range(8), *range(4)]])

@@ -1,6 +1,6 @@
 """Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
 of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the
-slices and parts in which the CPU works without gradients, and how many tensors are alive at once.
+slices in which the CPU works without gradients, and how many tensors are alive at once.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
@@ -200,6 +200,7 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
             assert x.shape[:2] == shape, "an adapter's layer must see the batch axis"
             return super().forward(x)
 
+    del block.w12.forward  # that of count_rows
     block.w12.__class__ = Adapted
     assert_close(block(x), expected, 1e-5, "adapted")
     block.w12.__class__ = nn.Linear
@@ -207,6 +208,16 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     block(x)
     handle.remove()
     assert seen[-1] == shape, "a hook must see the batch in one piece"
+
+
+@torch.no_grad()
+def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
+    """On the CPU without gradients q and k are rotated in place, unless somebody may hold them."""
+    model, kept, inputs = make_model(NeoBERTModel), [], []
+    layer = model.transformer_encoder[0].qkv
+    layer.register_forward_hook(lambda module, args, output: (inputs.append(args[0].clone()), kept.append(output)) and None)
+    model(random_batch([9])[0])
+    assert torch.equal(kept[0], inputs[0] @ layer.weight.T), "what the hook kept was changed afterwards"
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -133,7 +133,7 @@ MUTANTS = {
         ("settings",),
     ),
     "dynamic RoPE depends on padding": (
-        (("(dynamic or (not _is_tracing() and longest > limit))", "(not _is_tracing() and longest > limit)"),),
+        (("(dynamic or (not _is_tracing() and longest > limit))", "False"),),
         ("rope",),
     ),
     "traced dynamic RoPE depends on padding": (
@@ -247,7 +247,7 @@ MUTANTS = {
         CORE,
     ),
     "RoPE in place lost in low precision": ((("rows.copy_(pairs.flatten(-2))", "pass"),), ("rope",)),
-    "RoPE in place under hooks": ((("and not _hooks(self.qkv)", ""),), ("clients", "packing")),
+    "RoPE in place under hooks": ((("and not _hooks(self.qkv)", ""),), ("packing",)),
     "the attention factor of YaRN ignored": (
         (("angles.cos() * attention_factor, angles.sin() * attention_factor", "angles.cos(), angles.sin()"),),
         ("rope",),
@@ -263,7 +263,7 @@ MUTANTS = {
         CORE,
     ),
     "every implementation ignores the padding mask": ((("    return attention_mask.to(torch.bool)\n", "    return None\n"),), CORE),
-    "a row of padding sees nothing": ((("mask | ~mask.any(dim=-1, keepdim=True)", "mask"),), ("model_api",)),
+    "a row of padding sees nothing": ((("mask | ~mask.any(dim=-1, keepdim=True)", "mask"),), ("attention",)),
     "eager scale x1.5": ((("key.transpose(-1, -2) * scaling", "key.transpose(-1, -2) * scaling * 1.5"),), CORE),
     "causal eager attention": (
         (
