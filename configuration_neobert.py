@@ -173,6 +173,13 @@ class NeoBERTConfig(PretrainedConfig):
         self.__dict__["rope_parameters"] = self._normalised_rope(value)
 
     @property
+    def context_length(self):
+        """Tokens of the longest text that the positions are made for: `max_position_embeddings`, or what RoPE scaling extends it to."""
+        rope = self.rope_parameters
+        trained = rope.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(trained * rope.get("factor", 1)) if rope["rope_type"] != "default" else 0)
+
+    @property
     def rope_scaling(self):
         parameters = self.rope_parameters
         if parameters["rope_type"] == "default":
@@ -211,8 +218,15 @@ class NeoBERTConfig(PretrainedConfig):
             factor = parameters.get("factor")
             if not _is_number(factor) or factor < 1:
                 raise ValueError(f"rope_type {rope_type!r} needs a 'factor' of at least 1, but {factor!r} was given.")
-        if rope_type == "yarn" and not parameters.get("original_max_position_embeddings"):
-            parameters["original_max_position_embeddings"] = self._trained_length
+        if rope_type == "yarn":
+            trained = parameters.setdefault("original_max_position_embeddings", None)
+            if trained is None:
+                parameters["original_max_position_embeddings"] = self._trained_length
+            elif isinstance(trained, bool) or not isinstance(trained, int) or trained < 1:
+                raise ValueError(f"original_max_position_embeddings must be a positive whole number, but {trained!r} was given.")
+            fast, slow = (parameters.get(name, usual) for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
+            if not (_is_number(fast) and _is_number(slow) and fast > slow > 0):
+                raise ValueError(f"YaRN needs beta_fast above beta_slow above 0, but {fast!r} and {slow!r} were given.")
         return {"rope_type": rope_type, "rope_theta": float(theta), **parameters}
 
     def _check(self):

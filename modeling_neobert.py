@@ -49,7 +49,7 @@ class NeoBERTRMSNorm(nn.RMSNorm):
             return super().forward(x)
         output = torch.empty_like(x)
         for rows, result in zip(x.flatten(0, -2).split(_CPU_ROWS), output.flatten(0, -2).split(_CPU_ROWS)):
-            rows = rows.float()
+            rows = _at_least_float32(rows)
             result.copy_((rows * (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt_()).mul_(self.weight))
         return output
 
@@ -227,8 +227,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         """
         Args:
             input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their place.
-            attention_mask: (B, L) of ones and zeros, int, bool or float; None if every token is real. Or (B, 1, L, L), boolean (True where
-                attention is allowed) or additive, which is handed on as it is: such a batch is not packed.
+            attention_mask: (B, L) of ones and zeros, int, bool or float; None if every token is real. Or (B, 1, L or 1, L), boolean (True
+                where attention is allowed) or additive, which is handed on as it is: such a batch is not packed.
             token_type_ids: accepted for BERT's sake and ignored.
             position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the sequence when packed. A single row without
                 attention_mask whose positions start again at 0 is a packed batch.
@@ -332,7 +332,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     def _longest(self, length, mask, packing):
         """Tokens of the longest sequence, on which "dynamic" RoPE depends; the first one past the trained length gives a warning."""
-        limit, dynamic = self.config.max_position_embeddings, self.config.rope_parameters["rope_type"] == "dynamic"
+        limit, dynamic = self.config.context_length, self.config.rope_parameters["rope_type"] == "dynamic"
         longest = length if packing is None else packing.max_length
         if _is_tracing() and dynamic and packing is not None:
             return packing.cu_seq_lens.diff().max()
@@ -345,7 +345,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             raise ValueError(f"A text of {longest} tokens was given, but learned positions reach {limit}; truncate the texts.")
         if longest > limit:
             logger.warning_once(
-                f"A text of {longest} tokens is longer than max_position_embeddings={limit}: expect worse results; "
+                f"A text of {longest} tokens is longer than the {limit} of max_position_embeddings and RoPE scaling: expect worse results; "
                 "rope_scaling={'rope_type': 'yarn', 'factor': ...} extends the context."
             )
         return longest
@@ -531,7 +531,8 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
             given = labels.max().item() if labels.max() > 1 else labels.min().item()
             raise ValueError(f"Multi-label labels must lie between 0 and 1, but {given} was given.")
         function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
-        total = function(logits.float().view_as(labels), labels.float(), reduction="sum")
+        logits = _at_least_float32(logits).view_as(labels)
+        total = function(logits, labels.to(logits.dtype), reduction="sum")
         return _mean(total, torch.tensor(labels.numel(), device=total.device), num_items_in_batch)
 
 
@@ -607,7 +608,7 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
         """Inputs as in `NeoBERTModel`.
 
         Args:
-            start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row are ignored, as in BERT.
+            start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row, as in BERT, and at padding are ignored.
             num_items_in_batch: what the summed loss is divided by; by default the answers of this batch.
         Returns:
             start_logits, end_logits (B, L), at padding the lowest number of their dtype: no answer is padding.
@@ -626,8 +627,9 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             losses = []
             pairs = (("start_positions", start_positions, start_logits), ("end_positions", end_positions, end_logits))
             for name, positions, logits in pairs:
-                positions = _check_labels(name, positions, logits.shape[:1])
+                positions = _check_labels(name, positions, logits.shape[:1]).long()
                 outside = (positions < 0) | (positions >= logits.shape[1])
+                outside |= logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0] == lowest  # padding
                 losses.append(_cross_entropy(logits, positions.masked_fill(outside, -100), num_items_in_batch))
             loss = sum(losses) / 2
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -647,9 +649,9 @@ def _mean(total, count, num_items_in_batch):
 
 
 def _cross_entropy(logits, labels, num_items_in_batch=None):
-    """Mean cross-entropy, in float32, over labels other than -100; logits (..., C), labels (...)."""
+    """Mean cross-entropy, in float32 at least, over labels other than -100; logits (..., C), labels (...)."""
     labels = labels.flatten().long()
-    total = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(_at_least_float32(logits.flatten(0, -2)), labels, ignore_index=-100, reduction="sum")
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
 
@@ -678,8 +680,13 @@ def _is_tracing():
 
 
 def _values_are_free(x):
-    """Whether the values of a tensor can be looked at without waiting for a device."""
-    return x.device.type == "cpu" and not _is_tracing() and x.numel() > 0
+    """Whether the values of a tensor can be looked at without waiting for a device. Those of torch.func.vmap and grad have none."""
+    free = not _is_tracing() and x.device.type == "cpu" and x.numel() > 0
+    return free and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _on_cpu_without_gradients(x):
@@ -687,13 +694,16 @@ def _on_cpu_without_gradients(x):
     return x.device.type == "cpu" and not torch.is_grad_enabled() and not _is_tracing()
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def _hooks(*modules):
-    """What sees or changes the tensors inside of modules: their hooks, accelerate's, and compiled forwards."""
-    found = []
+    """What sees or changes the tensors inside of modules: hooks of all modules, their own, accelerate's, and compiled forwards."""
+    found = [hook for name in _HOOKS for hook in getattr(nn.modules.module, f"_global{name}").values()]
     for module in modules:
         for inner in module.modules():
             state = inner.__dict__
-            for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            for name in _HOOKS:
                 found.extend(state[name].values())
             found.extend(state[name] for name in ("_hf_hook", "_compiled_call_impl") if state.get(name) is not None)
     return found
@@ -754,13 +764,18 @@ def _check_positions(position_ids, shape):
 
 
 def _check_mask(attention_mask, shape):
-    """(B, L) bool; or (B, 1 or H, L, L), bool or additive; or None."""
+    """(B, L) bool; or (B, 1 or H, L, L), bool or additive, also from (B, 1, 1, L); or None."""
     if attention_mask is None:
         return None
-    if attention_mask.dim() == 4 and attention_mask.shape[0] in (1, shape[0]) and attention_mask.shape[2:] == (shape[1], shape[1]):
+    if (
+        attention_mask.dim() == 4
+        and attention_mask.shape[0] in (1, shape[0])
+        and attention_mask.shape[2:] in ((1, shape[1]), (shape[1],) * 2)
+    ):
+        attention_mask = attention_mask.expand(-1, -1, shape[1], -1)
         return attention_mask if attention_mask.is_floating_point() else attention_mask.to(torch.bool)
     if attention_mask.shape != shape:
-        wanted = f"the shape of the tokens, {tuple(shape)}, or (batch, 1, {shape[1]}, {shape[1]})"
+        wanted = f"the shape of the tokens, {tuple(shape)}, or (batch, 1, {shape[1]} or 1, {shape[1]})"
         raise ValueError(f"attention_mask must have {wanted}, but {tuple(attention_mask.shape)} was given.")
     if _values_are_free(attention_mask) and not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding, but other values were given.")
@@ -812,15 +827,15 @@ def apply_rotary_pos_emb(x, position_embeddings, in_place=False):
     if len(position_embeddings) == 2:
         cos, sin = position_embeddings
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        return (x.float() * cos + swapped.float() * sin).type_as(x)
+        return (_at_least_float32(x) * cos + swapped * sin).type_as(x)
     (angles,) = position_embeddings
     if not in_place:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(_at_least_float32(x).unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs * angles).flatten(-2).type_as(x)
     for rows, turns in zip(x.split(_CPU_ROWS, dim=1), angles.split(_CPU_ROWS, dim=1)):
-        pairs = rows.float().unflatten(-1, (-1, 2))
+        pairs = _at_least_float32(rows).unflatten(-1, (-1, 2))
         torch.view_as_complex(pairs).mul_(turns)
-        if rows.dtype != torch.float32:  # else the pairs are a view of the rows
+        if rows.dtype in _LOW_PRECISION:  # else the pairs are a view of the rows
             rows.copy_(pairs.flatten(-2))
     return x
 

@@ -155,6 +155,7 @@ def _check_rope(given):
 
 
 # Other spellings under which a configuration may already say it.
+_LONGEST = 2**24  # tokens of a text
 _SAME = {"norm_type": ("rms_norm",), "position_embedding_type": ("rope",), "max_position_embeddings": ("max_length",)}
 
 
@@ -182,6 +183,9 @@ def work_out_config(tensors, given, head):
             "give it with --config, a file with the line 'num_attention_heads: N'."
         )
     filled = {name: value for name, value in derived.items() if not any(other in given for other in (name, *_SAME.get(name, ())))}
+    length = given.get("max_position_embeddings", given.get("max_length", 1))
+    if isinstance(length, int) and length > _LONGEST:
+        raise UserError(f"max_position_embeddings of {length:,} is beyond any text: at most {_LONGEST:,} is allowed.")
     layers = (filled | given)["num_hidden_layers"]
     if isinstance(layers, int) and layers > len(tensors):
         raise UserError(f"there should be {layers} layers (num_hidden_layers, or the tensors' names), but {len(tensors)} tensors in all.")

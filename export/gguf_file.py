@@ -152,12 +152,11 @@ def describe_model(writer, model, pooling, dtype):
     config, blocks = model.config, model.base_model.transformer_encoder
     rope = config.rope_parameters
     scaled = rope["rope_type"] != "default"
-    trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_file_type(_FILE_TYPES[dtype])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(model.get_input_embeddings().weight.shape[0])
-    writer.add_context_length(max(config.max_position_embeddings, int(trained * rope["factor"]) if scaled else 0))
+    writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(len(blocks))
     writer.add_feed_forward_length(blocks[0].ffn.w3.in_features)
@@ -169,7 +168,7 @@ def describe_model(writer, model, pooling, dtype):
     writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"] if scaled else "none"))
     if scaled:
         writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(trained)
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
     if rope["rope_type"] == "yarn":
         # At position 0 the cosine is the attention factor; the engine multiplies 1 + ln(factor) / 10 in by itself.
         factor = rotary_embeddings(config, torch.zeros(1, 1, dtype=torch.int64), 1)[0].real.flatten()[0].item()

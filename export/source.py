@@ -228,11 +228,14 @@ def _read(arguments, given, folder, modules, scratch):
     model.eval().requires_grad_(False)
     own = folder / "sentence_bert_config.json"
     read = read_json(own).get("max_seq_length") if own.is_file() else None
-    longest = min(read or config.max_position_embeddings, config.max_position_embeddings)
+    longest = min(read or config.context_length, config.context_length)
     tokenizer_folder = scratch / "written-tokenizer"
     tokenizer_folder.mkdir()
     sizes = SimpleNamespace(vocab_size=config.vocab_size, max_position_embeddings=longest)
-    write_tokenizer(find_tokenizer(arguments.tokenizer, [folder]), tokenizer_folder, sizes, scratch)
+    found = find_tokenizer(arguments.tokenizer, [folder])
+    if found is None:
+        raise UserError("an export holds its tokenizer and is proven on texts: --tokenizer takes a folder here, not none")
+    write_tokenizer(found, tokenizer_folder, sizes, scratch)
     tokenizer = load_tokenizer(tokenizer_folder)
     further = given / "config_sentence_transformers.json"
     prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}

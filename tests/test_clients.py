@@ -174,7 +174,16 @@ def warnings(caplog):
         yield lambda text: [r.getMessage() for r in caplog.records if text in r.getMessage()]
 
 
+def _on_all_blocks(model, seen):
+    def note(module, args, output):
+        if isinstance(module, modeling.NeoBERTBlock):
+            seen.append(output.shape)
+
+    return nn.modules.module.register_module_forward_hook(note)
+
+
 HOOKS = {
+    "a hook on all modules": _on_all_blocks,
     "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(lambda module, args, out: seen.append(out.shape)),
     "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(lambda module, args, out: seen.append(out.shape)),
     "a hook before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(lambda mod, a: seen.append(a[0].shape)),

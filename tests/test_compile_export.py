@@ -110,6 +110,26 @@ def test_compiled_heads(model_class):
     assert_same(actual.loss, expected.loss, 1e-5, "compiled loss")
 
 
+# -------------------------------------------------------------------------------------------------------------- torch.func
+
+
+def test_gradients_of_each_sample():
+    """`torch.func`: vmap of grad gives the gradients of one row after another."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    ids, labels = random_batch([9, 9, 9])[0], torch.tensor([0, 2, 1])
+
+    def loss(weights, ids, label):
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(model, weights, (ids[None],)).logits, label[None])
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, ids, labels)
+    for row in range(3):
+        model.zero_grad()
+        model(ids[row : row + 1], labels=labels[row : row + 1]).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert_same(found[name][row], parameter.grad, 1e-5, f"{name} of row {row}")
+
+
 # ------------------------------------------------------------------------------------------------------------------ export
 
 

@@ -250,7 +250,7 @@ def test_token_classification(unpad_inputs):
 def test_question_answering():
     model = make_model(NeoBERTForQuestionAnswering)
     ids, mask = random_batch([9, 6, 8])
-    start, end = torch.tensor([1, 5, 0]), torch.tensor([3, 5, 8])
+    start, end = torch.tensor([1, 5, 0]), torch.tensor([3, 5, 7])
     out = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
     logits = linear(model.qa_outputs, hidden_of(model, ids[1, :6]))
     close(out.start_logits[1, :6], logits[:, 0], "start logits")
@@ -284,6 +284,16 @@ def test_question_answering_ignores_answers_outside_of_the_row():
     close(out.loss, (first + second) / 2)
     nowhere = model(ids, start_positions=torch.tensor([9, 9, 9]), end_positions=torch.tensor([9, 9, 9]))
     assert nowhere.loss.item() == 0
+
+
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_question_answering_ignores_answers_at_padding(unpad_inputs):
+    model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad_inputs)
+    ids, mask = random_batch([5, 9])
+    at_padding = model(ids, attention_mask=mask, start_positions=torch.tensor([8, 1]), end_positions=torch.tensor([8, 4]))
+    outside = model(ids, attention_mask=mask, start_positions=torch.tensor([9, 1]), end_positions=torch.tensor([9, 4]))
+    close(at_padding.loss, outside.loss)
+    assert at_padding.loss < 10
 
 
 @pytest.mark.parametrize("pooling", ("cls", "mean"))

@@ -5,7 +5,14 @@ import logging
 import pytest
 import torch
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    modeling_neobert,
+)
 
 from .reference import FIELDS, LEARNED, assert_same, make_model, random_batch, reference_states
 
@@ -240,10 +247,32 @@ def test_one_warning_past_the_trained_length(model, warnings):
     ids, _ = random_batch([140])
     out = model(ids).last_hidden_state
     model(ids)
-    found = warnings("max_position_embeddings=128")
+    found = warnings("longer than the 128 of max_position_embeddings")
     assert len(found) == 1, f"Texts past the trained length must give one warning, not {len(found)}."
     assert "yarn" in found[0].getMessage(), "The warning should say what to do."
     assert_same(out[0], reference_states(model, ids[0])[0][-1], 1e-5, "long text")
+
+
+@torch.no_grad()
+def test_the_warning_comes_past_what_scaling_extends_to(warnings):
+    model = make_model(NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert model.config.context_length == 256 and model.config.max_position_embeddings == 128
+    model(random_batch([256])[0])
+    assert not warnings("longer than")
+    model(random_batch([257])[0])
+    assert len(warnings("longer than the 256 of max_position_embeddings and RoPE scaling")) == 1
+
+
+def test_float64_stays_float64():
+    """As gradient checks by finite differences need it."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3).double()
+    ids, mask = random_batch([9, 4])
+    out = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
+    assert out.loss.dtype == out.logits.dtype == torch.float64
+    single = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    with torch.no_grad():
+        assert_same(model(ids, attention_mask=mask).logits, out.logits, 1e-12, "without gradients")
+        assert_same(single(ids, attention_mask=mask).logits.double(), out.logits, 1e-4, "float32")
 
 
 @torch.no_grad()

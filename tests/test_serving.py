@@ -124,6 +124,20 @@ def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
     assert_same(out, expected, 1e-5, f"output under a mask ({kind})")
 
 
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+@torch.no_grad()
+def test_a_mask_of_one_row_for_all_tokens(implementation):
+    """(B, 1, 1, L), boolean or additive: what `get_extended_attention_mask` makes for BERT."""
+    ids, mask = random_batch([8, 5])
+    model = make_model(NeoBERTModel, attn_implementation=implementation)
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    for extended in (mask[:, None, None].bool(), (1 - mask[:, None, None].float()) * -1e4):
+        actual = model(ids, attention_mask=extended).last_hidden_state
+        assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, str(extended.dtype))
+    with pytest.raises(ValueError, match=r"attention_mask must have the shape .* but \(2, 1, 2, 8\) was given"):
+        model(ids, attention_mask=torch.ones(2, 1, 2, 8))
+
+
 @torch.no_grad()
 def test_a_mask_of_four_dimensions_in_a_batch_and_a_head():
     """Each token sees two neighbours to each side: against weights computed by hand."""

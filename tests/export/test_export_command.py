@@ -239,3 +239,8 @@ def test_few_numbers_are_compared_together():
     made.batches = [(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))]
     agreement = made.agreement(lambda ids, mask: {"logits": logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])})
     assert agreement.token is None and agreement.pooled > 0.9999
+
+
+def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):
+    assert __main__.main(["export", "onnx", str(hub_folder()), str(tmp_path / "out"), "--tokenizer", "none"]) == 2
+    assert "--tokenizer takes a folder here, not none" in capsys.readouterr().err and not (tmp_path / "out").exists()

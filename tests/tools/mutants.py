@@ -50,7 +50,7 @@ MUTANTS = {
     "SwiGLU halves swapped": ((("gate, value = self.w12", "value, gate = self.w12"),), CORE),
     "RMSNorm in bfloat16": ((("norm = NeoBERTRMSNorm if", "norm = _LowNorm if"), ("def _norm(config):\n", LOW_NORM)), ("model_api",)),
     "RMSNorm in bfloat16, without gradients": (
-        (("rows = rows.float()\n            result", "rows = rows\n            result"),),
+        (("rows = _at_least_float32(rows)\n            result", "rows = rows\n            result"),),
         ("settings",),
     ),
     "RMSNorm without its weight, without gradients": ((("rsqrt_()).mul_(self.weight)", "rsqrt_())"),), ("packing",)),
@@ -240,8 +240,8 @@ MUTANTS = {
     "RoPE rotates halves in place of adjacent pairs": (
         (
             (
-                "pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))",
-                "pairs = torch.view_as_complex(x.float().unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())",
+                "pairs = torch.view_as_complex(_at_least_float32(x).unflatten(-1, (-1, 2)))",
+                "pairs = torch.view_as_complex(_at_least_float32(x).unflatten(-1, (2, -1)).transpose(-1, -2).contiguous())",
             ),
         ),
         CORE,
