@@ -1,29 +1,33 @@
 """NeoBERT (arXiv 2502.19587). Importing this package makes transformers' Auto classes know NeoBERT without `trust_remote_code`."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BertTokenizerFast,
-)
+from .common.commands import importing
 
-from .configuration_neobert import NeoBERTConfig
-from .modeling_neobert import (
-    NeoBERT,
-    NeoBERTForMaskedLM,
-    NeoBERTForMultipleChoice,
-    NeoBERTForQuestionAnswering,
-    NeoBERTForSequenceClassification,
-    NeoBERTForTokenClassification,
-    NeoBERTLMHead,
-    NeoBERTModel,
-    NeoBERTPreTrainedModel,
-)
+
+with importing():
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForMaskedLM,
+        AutoModelForMultipleChoice,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+        BertTokenizerFast,
+    )
+
+    from .configuration_neobert import NeoBERTConfig
+    from .modeling_neobert import (
+        NeoBERT,
+        NeoBERTForMaskedLM,
+        NeoBERTForMultipleChoice,
+        NeoBERTForQuestionAnswering,
+        NeoBERTForSequenceClassification,
+        NeoBERTForTokenClassification,
+        NeoBERTLMHead,
+        NeoBERTModel,
+        NeoBERTPreTrainedModel,
+    )
 
 
 __version__ = "0.1.0"

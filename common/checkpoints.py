@@ -53,6 +53,15 @@ def is_main():
     return not _distributed() or distributed.get_rank() == 0
 
 
+def remove(folder):
+    """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
+    for name in ("checkpoint-*", "damaged-checkpoint-*"):
+        for path in Path(folder).glob(name):
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Path(folder).rmdir()
+
+
 def highest(value):
     """The largest of an integer over all processes; all of them must call it."""
     if not _distributed():

@@ -20,7 +20,11 @@ from .errors import UserError, one_line
 HIDDEN = "<hidden>"
 _SECRET_NAMES = {"token", "key", "apikey", "password", "passwd", "secret", "credential", "credentials"}
 # What gives itself away under any name: tokens of the Hub, and passwords in addresses.
-_SECRET_VALUES = re.compile(r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_SECRET_VALUES = re.compile(
+    r"\bhf_[A-Za-z0-9]{24,}\b|(?<=://)[^/\s@]+(?=@)|(?<=token=)[^&\s]+|(?<=key=)[^&\s]+|(?<=password=)[^&\s]+|(?<=secret=)[^&\s]+"
+    r"|(?<=signature=)[^&\s]+",
+    re.IGNORECASE,
+)
 
 
 def _is_secret(name):
@@ -36,7 +40,13 @@ def redacted(data):
         return {k: HIDDEN if isinstance(v, str) and v and _is_secret(k) else redacted(v) for k, v in data.items()}
     if isinstance(data, (list, tuple)):
         return [redacted(value) for value in data]
-    return _SECRET_VALUES.sub(HIDDEN, data) if isinstance(data, str) else data
+    if not isinstance(data, str):
+        return data
+    if data.startswith("{"):
+        with contextlib.suppress(ValueError):  # else it is not JSON
+            given = json.loads(data)
+            return data if redacted(given) == given else json.dumps(redacted(given))
+    return _SECRET_VALUES.sub(HIDDEN, data)
 
 
 def redacted_arguments(argv):
@@ -44,7 +54,7 @@ def redacted_arguments(argv):
     output, hide = [], False
     for argument in argv:
         option, equals, _ = argument.partition("=")
-        if hide and not argument.startswith("-"):
+        if hide and not argument.startswith("--"):
             output.append(HIDDEN)
         elif argument.startswith("-") and equals and _is_secret(option):
             output.append(f"{option}={HIDDEN}")

@@ -77,10 +77,11 @@ def read_manifest(folder, command):
 
 
 def _matches(name, pattern):
-    """Whether a relative path matches a pattern of as many parts, or is below the folder of a pattern that ends in /**."""
-    if pattern.endswith("/**"):
-        return name.startswith(pattern[:-2])
+    """Whether a relative path matches a pattern of as many parts, or is below a folder of a pattern that ends in /**."""
     parts, patterns = name.split("/"), pattern.split("/")
+    if patterns[-1] == "**":
+        patterns.pop()
+        parts = parts[: len(patterns)] if len(parts) > len(patterns) else []
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatch, parts, patterns))
 
 
@@ -90,7 +91,7 @@ def check_replaceable(folder, command, working_files=()):
     Args:
         folder: an existing folder.
         command: name of the command whose manifest it must carry.
-        working_files: patterns of files that the command writes on its way, relative to the folder: "part-*.parquet", or "checkpoints/**".
+        working_files: patterns of files that the command writes on its way, relative to the folder: "part-*.parquet", or "checkpoints/checkpoint-*/**".
     """
     manifest, foreign = read_manifest(folder, command), []
     if manifest is None:

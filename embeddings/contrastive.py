@@ -42,7 +42,8 @@ from .packed_encoder import POOLINGS, load_sentence_transformer
 
 MANIFEST = "contrastive.json"
 # What a run writes before its manifest has the digests of the finished encoder.
-WORKING_FILES = ("checkpoints/**", ".saving-*/**", "adapter/**", ".lock")
+WORKING_FILES = ("checkpoints/checkpoint-[0-9]*/**", "checkpoints/damaged-checkpoint-[0-9]*/**", ".saving-*/**", ".lock")
+ADAPTER = ".saving-adapter"  # until it moves in with the encoder
 # Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5 % of the steps.
 TRAINER = {
     "max_steps": 2000,
@@ -227,6 +228,8 @@ def save_encoder(model, folder, prompts, arguments, extra):
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
     try:
         save_for_all_versions(model, temporary)
+        if (folder / ADAPTER).is_dir():
+            os.replace(folder / ADAPTER, temporary / "adapter")
         write_manifest(temporary, "contrastive", extra)
         entries = sorted(temporary.iterdir(), key=lambda path: (path.name == "modules.json") - (path.name == MANIFEST))
         for path in entries:
@@ -302,7 +305,7 @@ def train(arguments, training):
     recipe = _recipe(arguments, training, sources)
     state = _state(folder, recipe, arguments.overwrite)
     if state == "finished":
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        checkpoints.remove(folder / "checkpoints")
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())
@@ -323,11 +326,11 @@ def train(arguments, training):
         if trainer.is_world_process_zero():
             trained = trainer.accelerator.unwrap_model(trainer.model)
             if arguments.lora:
-                trained = merge_lora(trained, folder / "adapter", arguments)
+                trained = merge_lora(trained, folder / ADAPTER, arguments)
             dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
             extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
             save_encoder(trained, folder, prompts, arguments, extra)
-            shutil.rmtree(training.output_dir, ignore_errors=True)
+            checkpoints.remove(training.output_dir)
             remove_set_aside(folder, "contrastive", WORKING_FILES)
     return summary
 

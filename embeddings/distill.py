@@ -10,7 +10,6 @@ Two folders: `--work` holds the teacher's vectors and the checkpoints of a run t
 
 import functools
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from transformers import set_seed
 from ..common import checkpoints
 from ..common.arguments import Arguments, option, read_arguments, training_arguments
 from ..common.errors import UserError
-from ..common.files import read_json, write_json
+from ..common.files import read_json, redacted, write_json
 from ..common.identity import files_digest, weights_digest
 from ..common.loading import choose_device
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
@@ -158,22 +157,24 @@ def settings_of(arguments, trainer_options, sources, others):
     settings["teacher_weights"] = weights_digest(arguments.teacher)
     settings["init_weights"] = weights_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}
-    return json.loads(json.dumps(settings, default=str))
+    return redacted(json.loads(json.dumps(settings, default=str)))
 
 
 def claim_work(work, settings, overwrite):
     """Makes `work` this run's: with the same settings a run goes on; with others only the vectors stay, and only with `overwrite`."""
     path = work / SETTINGS
-    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    old = read_json(path) if path.is_file() else None
+    if not (isinstance(old, dict) and old.get("command") == "distill" and isinstance(old.get("settings"), dict)):
+        old = None
     if old is None and any(entry.name not in ("vectors", ".lock") for entry in work.iterdir()):
         raise UserError(f"{work} holds other files; choose another --work")
-    changed = [] if old is None else [name for name in settings if old.get("settings", {}).get(name) != settings[name]]
+    changed = [] if old is None else [name for name in settings if old["settings"].get(name) != settings[name]]
     if changed and not overwrite:
         raise UserError(
             f"{work} holds a run with other settings ({', '.join(changed)} differ); choose another --work, or give --overwrite to begin anew"
         )
     if changed:
-        shutil.rmtree(work / "checkpoints", ignore_errors=True)
+        checkpoints.remove(work / "checkpoints")
         (work / LENGTHS).unlink(missing_ok=True)
     write_json(path, {"command": "distill", "settings": settings})
 
@@ -312,7 +313,7 @@ def write_student(arguments, student, sets, figures):
         figures["precision"] = precision_check(folder, sets)
         write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
-    shutil.rmtree(Path(arguments.work) / "checkpoints")
+    checkpoints.remove(Path(arguments.work) / "checkpoints")
 
 
 def main(argv=None):

@@ -26,7 +26,7 @@ from ..common.locks import FolderLock
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
 from ..common.results import environment
 from ..common.rows import row_columns, row_files
-from .encode_parts import FORMATS, Plan, is_part, make_plan, merge_parts
+from .encode_parts import FORMATS, Plan, is_output, make_plan, merge_parts
 from .encode_workers import Rank, Run, build_encoder, encode_in_processes, encode_windows
 from .packed_encoder import POOLINGS, TOKENS_HELP
 
@@ -154,7 +154,7 @@ def _check_overwrite(folder):
     """Raises UserError unless all that `folder` holds was written by this command."""
     check_replaceable(folder, "encode", WORKING_FILES)
     for path in folder.glob("part-*"):
-        if not is_part(path, MARK):
+        if not is_output(path, MARK):
             raise UserError(f"{path} was not written by neobert encode, so {folder} is not replaced; move it, or choose another output")
 
 
@@ -216,10 +216,10 @@ def encode(arguments, progress_bar=True, encoder=None):
 def _check_single(output, mark, overwrite):
     """Whether an output file that exists is to be made; False where this very run wrote it."""
     if not overwrite:
-        if is_part(output, mark):
+        if is_output(output, mark):
             return False
         raise UserError(f"{output} exists already; choose another name, or give --overwrite")
-    if not is_part(output, MARK):
+    if not is_output(output, MARK):
         raise UserError(f"{output} was not written by neobert encode, so it is not replaced; choose another name, or remove it yourself")
     return True
 

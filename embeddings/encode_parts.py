@@ -199,10 +199,12 @@ def write_part(path, rows, vectors, schema, mark):
     """
     with _new_part(path) as file:
         if path.suffix == ".safetensors":
+            mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
             file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
             return
         columns = {field.name: pyarrow.array([row[field.name] for _, row in rows], field.type) for field in schema}
         columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
+        mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
         pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
 
@@ -236,11 +238,26 @@ def is_part(path, mark, rows=None):
     return found is not None and mark.items() <= found[1].items() and rows in (None, found[0])
 
 
+def is_output(path, mark):
+    """Whether a file is as it was written here: tables that others make of one keep its mark, but not its rows and columns."""
+    found = read_mark(path)
+    return is_part(path, mark) and found[1].get("neobert_shape") == _shape_text(found[0], _columns(path))
+
+
+def _columns(path):
+    return pyarrow.parquet.read_schema(path).names if path.suffix == ".parquet" else ["embeddings"]
+
+
+def _shape_text(rows, columns):
+    return json.dumps({"rows": rows, "columns": columns})
+
+
 def merge_parts(parts, output, mark):
     """One file from its parts, part by part, completely or not at all; rows keep their order."""
     for part in parts:
         if read_mark(part) is None:
             raise UserError(f"{part} is damaged; remove it, and give the same command again")
+    mark = {**mark, "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0]))}
     with new_file(output) as file:
         (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, file, mark)
 

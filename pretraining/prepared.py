@@ -18,7 +18,7 @@ from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 from tqdm import tqdm
 
 from ..common.errors import UserError
-from ..common.files import write_json
+from ..common.files import redacted, write_json
 from ..common.locks import FolderLock
 from .sources import UNDECODABLE, load_rows, source_key
 
@@ -109,7 +109,7 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     Raises:
         UserError: `out` holds another source's set, another process prepares it, or no row has text.
     """
-    out, key = Path(out), _key(sources, tokenizer)
+    out, key = Path(out), redacted(_key(sources, tokenizer))
     begun = out / "source.json"
     if begun.is_file():
         other = json.loads(begun.read_text())

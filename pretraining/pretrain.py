@@ -23,8 +23,9 @@ from transformers import TrainingArguments  # noqa: E402
 from ..common.arguments import read_arguments  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
-from ..common.files import write_json  # noqa: E402
+from ..common.files import read_json, redacted, write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
+from ..common.outputs import check_apart  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from .arguments import GROUPS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments, make_training_arguments  # noqa: E402
 from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
@@ -176,6 +177,29 @@ def unigram_accuracy(batches, token):
 # -------------------------------------------------------------------------------------------------------------------- checks
 
 
+# Names of what a run writes into its output.
+_WRITTEN = (
+    "recipe.json",
+    "log.jsonl",
+    "result.json",
+    "checkpoint-*",
+    "raw",
+    "config.json",
+    "*.safetensors",
+    "*.bin",
+    "*token*",
+    "vocab*",
+    "*.py",
+)
+
+
+def _begun_with(run):
+    """The numbers that a run in the output was begun with, or None."""
+    path = run.output / "recipe.json"
+    recipe = read_json(path) if path.is_file() else None
+    return recipe if isinstance(recipe, dict) and recipe.get("command") == "pretrain" else None
+
+
 def _check(run, tokenizer, model):
     """Raises UserError for options that do not go together."""
     training, batch = run.training, run.batch
@@ -204,9 +228,12 @@ def _check(run, tokenizer, model):
     output = run.output
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give a folder")
-    # Models and checkpoints there are written over, so they must be this program's.
-    others = sorted(path.name for name in ("checkpoint-*", "config.json", "*.safetensors", "*.bin") for path in output.glob(name))
-    if others and not (output / "recipe.json").is_file():
+    sources = [*run.data.sources, *(run.data.heldout_sources or ())]
+    texts = [path for source in sources if source.local and source.local[0] != "prepared" for path in source.local[1]]
+    check_apart(output, *texts, *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]))
+    # What is there under a name that a run writes must be this program's.
+    others = sorted(path.name for name in _WRITTEN for path in output.glob(name))
+    if others and _begun_with(run) is None:
         raise UserError(f"output {output} holds {others[0]}, but no run of neobert pretrain (recipe.json); choose another output")
 
 
@@ -219,18 +246,27 @@ def _known_by(run, tokenizer):
     values |= {"streaming": run.streams, "data": source_digest(run.data.sources, tokenizer), "world_size": run.training.world_size}
     if run.streams:  # each worker reads a share of its own
         values["dataloader_num_workers"] = run.training.dataloader_num_workers
-    return json.loads(json.dumps(values))
+    return {"command": "pretrain", **redacted(json.loads(json.dumps(values)))}
 
 
 def _check_continues(run, values):
-    """A run that is continued must have been started with the same numbers."""
-    path = run.output / "recipe.json"
-    if not path.is_file() or not any(run.output.glob("checkpoint-*")):
+    """A run that is continued, and one that made the model in the output, must have been started with the same numbers."""
+    before = _begun_with(run)
+    if before is None or not any(path for name in ("checkpoint-*", "config.json") for path in run.output.glob(name)):
         return
-    before = json.loads(path.read_text())
     for name, value in values.items():
         if name in before and before[name] != value:
             raise UserError(f"{run.output} was started with {name}={before[name]!r}, now {value!r}; give the same, or another output")
+
+
+def _is_finished(run):
+    """Whether the output holds the model of this very run, and no checkpoint that it could go on from."""
+    if _begun_with(run) is None or not (run.output / "config.json").is_file() or any(run.output.glob("checkpoint-*")):
+        return False
+    if run.run.raw_checkpoint and not (run.output / "raw").is_dir():
+        return False
+    result = run.output / "result.json"
+    return result.is_file() and 0 < run.training.max_steps <= read_json(result).get("steps", 0)
 
 
 def _moments(run):
@@ -262,6 +298,10 @@ def execute(run):
     _check(run, tokenizer, model)
     values = _known_by(run, tokenizer)
     _check_continues(run, values)
+    if _is_finished(run):
+        if training.process_index == 0:
+            print(f"{run.output}: finished already, after {training.max_steps:,} steps", file=sys.stderr)
+        return {}
 
     tokens = heldout = None
     if run.streams:

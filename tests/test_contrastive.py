@@ -606,6 +606,15 @@ def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monk
     with pytest.raises(UserError, match="did not write, or that were changed since: notes.txt"):
         main([*argv, "--overwrite"])
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+    (tmp_path / "out" / "notes.txt").unlink()
+    for folder in ("checkpoints", "adapter"):
+        path = tmp_path / "out" / folder / "notes.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        assert main(anew[:-1]) == 0 and path.read_text() == "mine", "a finished run changes nothing"
+        with pytest.raises(UserError, match=f"did not write, or that were changed since: {folder}/notes.txt"):
+            main([*argv, "--overwrite"])
+        path.unlink()
 
 
 def test_a_small_data_set_with_shared_answers_trains(model_folder, tmp_path):

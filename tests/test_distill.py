@@ -3,6 +3,7 @@ the same weights after kill -9, an output that loads elsewhere in every precisio
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -430,6 +431,15 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 2
     assert "holds other files; choose another --work" in capsys.readouterr().err
     (work / "mine.txt").unlink()
+    (work / "checkpoints").mkdir()
+    (work / "checkpoints" / "best.pt").write_text("precious")
+    for text in ('{"experiment": "mine"}', '["mine"]'):
+        (work / "run.json").write_text(text)
+        assert command(["distill", recipe(tmp_path, teacher, files), "--overwrite"]) == 2
+        assert "holds other files; choose another --work" in capsys.readouterr().err
+        assert (work / "run.json").read_text() == text and (work / "checkpoints" / "best.pt").read_text() == "precious"
+    shutil.rmtree(work)
+    work.mkdir()
     arguments = arguments_for(teacher, texts=[files[0]], output=str(tmp_path / "student"))
     train(arguments, {"max_steps": 1, "per_device_train_batch_size": 4})
     assert command(["distill", recipe(tmp_path, teacher, files, name="other.yaml", output=str(tmp_path / "second"), work=str(work))]) == 2

@@ -742,6 +742,21 @@ def test_the_same_command_again(corpus, model_folder, tmp_path, capsys):
         main([*arguments, "--normalize"])
 
 
+def test_tables_made_of_an_output_are_not_its_own(corpus, model_folder, tmp_path):
+    """They keep the mark in the metadata, but not the rows and columns."""
+    embed(corpus, tmp_path / "out.parquet", model_folder)
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    pyarrow.parquet.write_table(table.append_column("label", pyarrow.array([1] * len(table))), tmp_path / "labelled.parquet")
+    pyarrow.parquet.write_table(table.slice(0, 7), tmp_path / "short.parquet")
+    before = files_of(tmp_path)
+    for name in ("labelled.parquet", "short.parquet"):
+        with pytest.raises(UserError, match="exists already"):
+            embed(corpus, tmp_path / name, model_folder)
+        with pytest.raises(UserError, match="was not written by neobert encode, so it is not replaced"):
+            embed(corpus, tmp_path / name, model_folder, overwrite=True)
+    assert files_of(tmp_path) == before
+
+
 def test_an_interrupted_overwrite_continues(corpus, model_folder, tmp_path, monkeypatch):
     embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
     write, written = encode_workers.write_part, []

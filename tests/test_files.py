@@ -330,6 +330,10 @@ SECRET = "s3cr3t-Value"
         ["--client_secret", SECRET],
         ["--dataset", f"https://somebody:{SECRET}@host/data.jsonl"],
         ["--note", "hf_AbCdEfGhIjKlMnOpQrStUvWx"],
+        ["--password", f"-{SECRET}"],
+        ["--dataset", f"https://host/data.jsonl?token={SECRET}"],
+        ["--dataset", f"https://{SECRET}@host/data.jsonl"],
+        ["--trainer", json.dumps({"hub_token": SECRET})],
     ],
 )
 def test_secrets_are_not_written(tmp_path, monkeypatch, arguments):

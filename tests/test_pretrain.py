@@ -428,6 +428,41 @@ def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
     assert model.read_bytes() == b"years of work", "another program's model may not be written over"
 
 
+def test_nothing_of_the_user_is_written_over(corpus, tmp_path):
+    """The corpus inside of the output, files that have the names of a run's, and a model of another run."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "log.jsonl").write_text((corpus / "train.txt").read_text())
+    for name, message in (("log.jsonl", "holds the input"), ("other.txt", "holds log.jsonl, but no run of neobert pretrain")):
+        with pytest.raises(UserError, match=message):
+            run_of(arguments_of(corpus, out, dataset=out / name if name == "log.jsonl" else corpus / "train.txt"))
+    (out / "log.jsonl").rename(out / "train.log")
+    (out / "recipe.json").write_text('{"learning_rate": "mine"}')
+    with pytest.raises(UserError, match="holds recipe.json, but no run of neobert pretrain"):
+        run_of(arguments_of(corpus, out))
+    assert sorted(path.name for path in out.iterdir()) == ["recipe.json", "train.log"]
+
+
+def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):
+    arguments = {"max_steps": 2, "warmup_steps": 0, "save_strategy": "no"}
+    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
+    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
+    assert "finished already, after 2 steps" in capsys.readouterr().err
+    with pytest.raises(UserError, match="was started with learning_rate=0.003, now 0.001"):
+        run_of(arguments_of(corpus, tmp_path / "out", **arguments, learning_rate=1e-3))
+    assert files == {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+
+
+def test_a_corpus_whose_name_looks_like_a_token_continues(corpus, tmp_path):
+    """What is kept for a continued run is redacted too, and so is what it is compared with."""
+    named = tmp_path / f"hf_{'wikipedia' * 4}.txt"
+    named.write_text((corpus / "train.txt").read_text())
+    arguments = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1}
+    for _ in range(2):
+        run_of(arguments_of(corpus, tmp_path / "out", **arguments, dataset=named, prepared=tmp_path / "prepared"))
+
+
 def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
     """`dropout` and `max_length` are other names of fields, and RoPE scaling is relative to the length that the weights know."""
     tokenizer = load_tokenizer(TOKENIZER)
