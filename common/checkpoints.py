@@ -58,8 +58,9 @@ def remove(folder):
     for name in ("checkpoint-*", "damaged-checkpoint-*"):
         for path in Path(folder).glob(name):
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        Path(folder).rmdir()
+    for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def highest(value):
