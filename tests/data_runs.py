@@ -1,0 +1,41 @@
+"""Tiny texts, prepared sets and streams, for the tests of the data of pre-training."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from neobert.pretraining import prepared
+from neobert.pretraining.sources import load_rows, parse_sources
+
+
+WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
+
+
+@pytest.fixture(scope="module", name="tokenizer")
+def make_tokenizer(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+def _texts(count, longest=20):
+    """Texts of 1 to `longest` words, one token each; no two alike."""
+    rng = np.random.default_rng(0)
+    lengths = [1 + i % longest for i in range(count)]
+    return [" ".join(rng.choice(WORDS, size)) for size in lengths]
+
+
+def prepare(source, out, tokenizer, column="content", **more):
+    return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
+
+
+def rows_of(dataset, streaming=False, **more):
+    return load_rows(parse_sources(dataset, **more), streaming)
+
+
+def _texts_of(batch):
+    """The texts of a packed or padded batch, unmasked, as tuples of ids."""
+    ids = torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
+    if "cu_seq_lens_q" in batch:
+        bounds = batch["cu_seq_lens_q"].tolist()
+        return [tuple(ids[0, start:stop].tolist()) for start, stop in zip(bounds, bounds[1:])]
+    return [tuple(row[mask.bool()].tolist()) for row, mask in zip(ids, batch["attention_mask"])]

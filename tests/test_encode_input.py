@@ -1,0 +1,193 @@
+"""Pins what `neobert encode` reads: windows of bounded size from any place of a file, kept columns with their types, and one sentence for
+bad input before anything is written."""
+
+import json
+
+import numpy as np
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("pyarrow")
+
+import pyarrow
+import pyarrow.parquet
+from encode_runs import embed, make_corpus, make_model_folder, make_reference, read_parquet  # noqa: F401
+
+import neobert.__main__ as cli
+from neobert.common.errors import UserError
+from neobert.embeddings import encode_parts
+from neobert.embeddings.encode import main
+from neobert.embeddings.encode_parts import Plan, WindowReader, make_plan
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_windows_are_bounded_in_rows_and_characters(tmp_path):
+    texts = ["x" * n for n in (10, 10, 10, 500, 10, 90, 1)]
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    plan = make_plan(path, "text", [], 3, 100)
+    reader = WindowReader(path, ["text"], plan.windows)
+    sizes = [[len(row["text"]) for _, row in reader.read(number)] for number in range(len(plan.windows))]
+    assert sizes == [[10, 10, 10], [500], [10, 90], [1]], "a window holds at most 3 rows and 100 characters, or one longer text"
+    assert [window.characters for window in plan.windows] == [30, 500, 100, 1] and plan.rows == 7
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "folder"])
+def test_a_window_is_read_from_any_place_in_any_order(tmp_path, name):
+    rows = [{"id": i, "text": f"text {i}"} for i in range(500)]
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        for number, start in enumerate(range(0, 500, 130)):
+            write_rows(path / f"{number}.jsonl", rows[start : start + 130])
+    elif name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=77)
+    else:
+        write_rows(path, rows)
+    plan = make_plan(path, "text", ["id"], 7, 1000)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", path) == plan, "a plan that is saved and loaded is another"
+    reader = WindowReader(path, ["text", "id"], plan.windows)
+    numbers = [0, 1, 5, 3, 71, 70, 40, 41, 2]
+    found = {number: [row for _, row in reader.read(number)] for number in numbers}
+    assert found == {number: rows[7 * number : 7 * number + 7] for number in numbers}
+
+
+def test_reading_does_not_run_ahead_of_the_window(tmp_path, monkeypatch):
+    path, drawn = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}] * 100), []
+    plan = make_plan(path, "text", [], 4, 1000)
+
+    def counted(*given, read=encode_parts.read_rows, **named):
+        for row in read(*given, **named):
+            drawn.append(1)
+            yield row
+
+    monkeypatch.setattr(encode_parts, "read_rows", counted)
+    WindowReader(path, ["text"], plan.windows).read(0)
+    assert len(drawn) == 4, "reading ran ahead of the window: memory would grow with the corpus"
+
+
+def test_parquet_input_kept_columns_normalized_half_precision_and_prompt(corpus, model_folder, reference, tmp_path):
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    source = tmp_path / "corpus.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    arguments = [
+        "--model",
+        str(model_folder),
+        "--keep",
+        "n,text",
+        "--normalize",
+        "--output-dtype",
+        "float16",
+        "--prompt",
+        "find: ",
+        "--dtype",
+        "float32",
+    ]
+    assert main([str(source), str(tmp_path / "out.parquet"), *arguments]) == 0
+    table, vectors = read_parquet(tmp_path / "out.parquet")
+    assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float16(), 64), "vectors are a fixed-size list of float16"
+    assert table["n"].to_pylist() == list(range(70)) and table["text"].to_pylist() == [row["text"] for row in rows]
+    expected = reference.encode([row["text"] for row in rows], prompt="find: ", normalize_embeddings=True)
+    np.testing.assert_allclose(vectors, expected, atol=2e-3)
+
+
+def test_a_kept_column_has_one_type_in_all_parts(model_folder, tmp_path):
+    """Numbers in the first part, nothing in the second, fractions far behind: each part alone would get another type."""
+    ids = [1, 2, None, None, *range(3000), 0.5]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"id": value, "text": "a"}) + "\n" for value in ids))
+    assert make_plan(path, "text", ["id"], 100, 1000).schema == pyarrow.schema([("id", pyarrow.float64())])
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    embed(path, tmp_path / "parts", model_folder, shard_rows=2)
+    parts = sorted((tmp_path / "parts").glob("part-*"))
+    assert [read_parquet(part)[0].schema.field("id").type for part in parts] == [pyarrow.int64()] * 4
+    embed(path, tmp_path / "out.parquet", model_folder, shard_rows=2)
+    assert read_parquet(tmp_path / "out.parquet")[0]["id"].to_pylist() == ids[:7]
+
+
+def test_columns_of_a_parquet_file_keep_their_types(model_folder, tmp_path):
+    columns = {
+        "text": pyarrow.array(["a", "b", "c"], pyarrow.large_string()),
+        "id": pyarrow.array([1, None, 3], pyarrow.uint8()),
+        "when": pyarrow.array([1, 2, 3], pyarrow.timestamp("ns")),
+        "kind": pyarrow.array(["x", "y", "x"]).dictionary_encode(),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "corpus.parquet")
+    embed(tmp_path / "corpus.parquet", tmp_path / "out.parquet", model_folder, shard_rows=2, keep=["id,when,kind,text"])
+    table = read_parquet(tmp_path / "out.parquet")[0]
+    for name, values in columns.items():
+        assert table.schema.field(name).type == values.type and table[name].to_pylist() == values.to_pylist(), f"{name} has changed"
+
+
+@pytest.mark.parametrize("query", ["", "query: "])
+def test_prompts_without_text_have_a_name(model_folder, query):
+    """A model that puts nothing before a document is asked for its document prompt all the same."""
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
+    encoder.sentence_transformer.prompts = {"query": query, "document": ""}
+    assert (encoder.prompt("query"), encoder.prompt("document"), encoder.prompt()) == (query, "", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no rows"),
+        ('{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ('{"text": "a"}\n\n["a"]\n', "line 3 must be an object"),
+        ('{"text": "a"}\n{"body": "b"}\n', "line 2 has no 'text'; it has: 'body'"),
+        ('{"text": "a"}\n{"text": null}\n', "line 2: 'text' must be text, but is null"),
+        ('{"text": "\\ud83d\\ude00"}\n{"text": "b\\ud83d"}\n', "line 2: 'text' has half a surrogate pair, '.ud83d'"),
+        ('{"text": "a"}\n{"text": "b", "id": 1}\n', "line 2 has 'id', unlike the first row"),
+        ('{"text": "a", "id": 1}\n\n{"text": "b", "id": "x"}\n', "line 3: 'id' is 'x' after values of type int64"),
+        ('{"text": "a", "id": "x"}\n{"text": "b", "id": "\\ud83d"}\n', "line 2: 'id' has half a surrogate pair"),
+        ('{"text": "a", "id": 1180591620717411303424}\n', "line 1: 'id' is 1180591620717411303424; .*integers: 64 bits"),
+        ('{"text": "a", "id": {}}\n', "parquet cannot hold 'id'"),
+        ('{"text": "a", "id": 1}\n' * 1500 + '{"text": "b", "id": "x"}\n', "line 1,501: 'id' is 'x' after values of type int64"),
+    ],
+)
+def test_a_broken_row_is_named_before_any_work(tmp_path, model_folder, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        embed(path, tmp_path / "out", model_folder)
+    assert not (tmp_path / "out").exists(), "nothing may be written for a broken input"
+
+
+def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
+    (tmp_path / "not.parquet").write_bytes(b"PAR0nothing")
+    cases = [
+        (["nothing.jsonl", "out"], [], "there is no file"),
+        ([str(tmp_path / "not.parquet"), "out"], [], "is not a parquet file"),
+        ([str(corpus), "out.csv"], [], "OUTPUT must end in"),
+        ([str(corpus), "out"], ["--max-length", "1"], "max_length must be at least 3, but 1 was given"),
+        ([str(corpus), "out"], ["--prompt-name", "nothing"], "no prompt called 'nothing'; it has: .*document"),
+        ([str(corpus), "out"], ["--text-column", "body"], "has no 'body'"),
+        ([str(corpus), "corpus.jsonl/vectors.parquet"], [], "OUTPUT must be a folder or a new name, but .*corpus.jsonl is a file"),
+        ([str(corpus), "out"], ["--device", "nonsense"], "the device 'nonsense' cannot be used here"),
+        ([str(corpus), "out"], ["--device", "cuda:99"], "the device 'cuda:99' cannot be used here"),
+        ([str(corpus), "out"], ["--pooling", "max"], "pooling must be one of"),
+        ([str(corpus), "out"], ["--format", "csv"], "format must be one of"),
+        ([str(corpus), "out.safetensors"], ["--keep", "id"], "safetensors holds no other columns"),
+        ([str(corpus)], [], "give OUTPUT"),
+        ([str(corpus), "out"], ["--modle", "x"], "unknown argument '--modle'; did you mean --model"),
+    ]
+    for files, more, message in cases:
+        files = [files[0], *(str(tmp_path / name) for name in files[1:])]
+        with pytest.raises(UserError, match=message):
+            main([*files, "--model", str(model_folder), *more])
+        assert not list(tmp_path.glob("out*")), f"{message}: something was written"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="there is no model in"):
+        main([str(corpus), str(tmp_path / "out"), "--model", str(tmp_path / "empty")])
+
+
+@pytest.mark.parametrize("argv", [[], ["corpus.jsonl", "out", "--modle", "x"]])
+def test_no_arguments_and_typos_exit_with_2(argv, capsys):
+    assert cli.main(["encode", *argv]) == 2
+    message = capsys.readouterr().err
+    assert "give SOURCE, OUTPUT and --model" in message.replace(", --model", " and --model") or "did you mean --model?" in message
