@@ -30,7 +30,7 @@ test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
 	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
 
 MODEL_TESTS = tests/test_golden.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py tests/test_rope.py tests/test_attention.py \
-	tests/test_packing.py tests/test_serving.py tests/test_clients.py tests/test_compile_export.py tests/test_loading.py tests/test_tokenizer.py \
+	tests/test_packing.py tests/test_corners.py tests/test_serving.py tests/test_clients.py tests/test_compile_export.py tests/test_loading.py tests/test_tokenizer.py \
 	tests/test_trainer.py tests/test_remote_code_rules.py
 LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py
 

@@ -1,5 +1,6 @@
 """`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and runs its `main(argv)`."""
 
+import difflib
 import importlib
 import sys
 
@@ -49,17 +50,19 @@ def _leave_process_group():
 def main(argv=None):
     """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    if argv[0] == "--version":
+    if argv[0] in ("-V", "--version"):
         from . import __version__
 
         print(f"neobert {__version__}")
         return 0
     command, *arguments = argv
     if command not in COMMANDS:
-        print(f"neobert: there is no command {command!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        close = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        print(f"neobert: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
     module, needs, _ = COMMANDS[command]
 

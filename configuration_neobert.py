@@ -71,6 +71,14 @@ class NeoBERTConfig(PretrainedConfig):
     """
 
     model_type = "neobert"
+    # BERT's names, which code for any encoder reads and sets.
+    attribute_map = {
+        "hidden_dropout_prob": "hidden_dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+        "layer_norm_eps": "norm_eps",
+        "initializer_range": "classifier_init_range",
+    }
+    bos_token_id = eos_token_id = None
 
     def __init__(
         self,
@@ -115,6 +123,10 @@ class NeoBERTConfig(PretrainedConfig):
         if masked_lm_logits is not None:
             sparse_prediction = {"all": False, "masked": True}.get(masked_lm_logits, masked_lm_logits)
         max_length = kwargs.pop("max_length", None)
+        hidden_dropout = kwargs.pop("hidden_dropout_prob", hidden_dropout)
+        attention_dropout = kwargs.pop("attention_probs_dropout_prob", attention_dropout)
+        norm_eps = kwargs.pop("layer_norm_eps", norm_eps)
+        classifier_init_range = kwargs.pop("initializer_range", classifier_init_range)
 
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -209,7 +221,8 @@ class NeoBERTConfig(PretrainedConfig):
         parameters = dict(value)
         rope_type = parameters.pop("rope_type", None) or parameters.get("type") or "default"
         parameters.pop("type", None)
-        theta = parameters.pop("rope_theta", None) or self.rope_theta
+        theta = parameters.pop("rope_theta", None)
+        theta = self.rope_theta if theta is None else theta
         if rope_type not in _ROPE_TYPES:
             raise ValueError(f"rope_type must be one of {', '.join(_ROPE_TYPES)}, but {rope_type!r} was given.")
         if not _is_number(theta) or theta <= 0:

@@ -22,7 +22,9 @@ from .throughput_results import load_done, tables, write_results
 from .throughput_sets import check_set, draw_lengths, lengths_of_file, make_batch
 
 
-DESCRIPTION = """Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
+DESCRIPTION = """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
+
+Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
 fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line)."""
 
 # What each preset sets where the command line does not. The CPU's takes minutes to hours, not days.

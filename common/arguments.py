@@ -138,7 +138,7 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     for path in recipes:
         recipe = read_yaml(path)
         if recipe is not None and not isinstance(recipe, dict):
-            raise UserError(f"{path} must hold 'name: value' lines, but holds a {type(recipe).__name__}")
+            raise UserError(f"the recipe {path} must hold 'name: value' lines, but holds none")
         recipe = dict(recipe or {})
         section = recipe.pop("trainer", None) or {}
         if section and trainer is None:
@@ -221,6 +221,8 @@ def _positional(argv, names):
     names = list(names)
     while argv and not argv[0].startswith("-"):
         value = argv.pop(0)
+        if not value:
+            raise UserError("an argument is empty; --help lists what is expected")
         if names and Path(value).suffix not in (".yaml", ".yml"):
             values[names.pop(0)] = value
         else:
@@ -237,6 +239,8 @@ def _options(argv, hints):
             name = spelled.replace("-", "_")
             if name not in hints:
                 raise UserError(f"unknown argument {argument!r}{_nearest(name, hints, '--')}")
+            if name in values:
+                raise UserError(f"{argument!r}: --{name.replace('_', '-')} was given twice")
             values[name] = [value] if equals else []
         elif name is None:
             raise UserError(f"{argument!r} was given where an option, --name, was expected; --help lists them")
@@ -288,8 +292,8 @@ def _print_help(prog, description, fields, trainer):
         parts = [described.metadata.get("help", "")] if described.metadata.get("help") else []
         for bound, limit in described.metadata.get("bounds", {}).items():
             parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
-        shown = "" if default is MISSING else f" (default: {default})"
+        shown = "" if default in (MISSING, None) else f" (default: {default})"
         print(f"  {_spelled(name, fields)}\n      {'; '.join(parts)}{shown}")
     if trainer is not None:
-        print("\nand every option of transformers.TrainingArguments; those with other defaults here:\n")
+        print("\nand every option of transformers.TrainingArguments" + ("; those with other defaults here:\n" if trainer else ""))
         print("\n".join(f"  --{name.replace('_', '-')} (default: {value})" for name, value in trainer.items()))

@@ -35,7 +35,8 @@ class Stopped(Exception):
 
 def one_line(error, limit=200):
     """Another program's message on one line of at most `limit` characters, without its final stop, to be part of a sentence of ours."""
-    return (printable(" ".join(str(error).split()))[:limit].rstrip(".")) or type(error).__name__
+    text = printable(" ".join(str(error).split()))[:limit].rstrip(".")
+    return text if any(c.isalpha() for c in text) else f"{type(error).__name__} {text}".strip()
 
 
 def listed(names, limit=20):

@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+from .loading import check_model
+
 
 # A sentence encoder may keep the weights of its modules one folder down.
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin")
@@ -15,12 +17,15 @@ def weights_digest(model):
         model: folder with a model, or its name on the Hub.
     Returns:
         of a folder: SHA-256 over its weight files; of a Hub name: the commit in the local cache; "unknown" if neither is there.
+    Raises:
+        UserError: there is no model in the folder.
     """
+    check_model(model)
     folder = Path(model)
     if not folder.is_dir():
         from transformers.utils import cached_file
 
-        found = cached_file(str(model), "config.json", _raise_exceptions_for_missing_entries=False)
+        found = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
         parts = Path(found).parts if found else ()
         return parts[parts.index("snapshots") + 1][:12] if "snapshots" in parts else "unknown"
     return files_digest({path for pattern in _WEIGHTS for path in folder.glob(pattern)})

@@ -1,6 +1,7 @@
 """What several commands load alike: the bundled folders, devices, dtypes, tokenizers, and how long a text a model takes."""
 
 import functools
+import re
 import sys
 import time
 from pathlib import Path
@@ -88,6 +89,16 @@ def matrix_rates(width=768, rows=128, repeats=5):
     finally:
         torch.set_num_threads(threads)
     return {name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name]) for name in names}
+
+
+def check_model(name):
+    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on the Hub (ORGANISATION/MODEL or MODEL)."""
+    path = Path(name)
+    local = path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and path.parent.is_dir())
+    if local and not any((path / file).is_file() for file in ("config.json", "modules.json")):
+        raise UserError(
+            f"there is no model in {name}: it needs a config.json or modules.json (a raw checkpoint goes through neobert convert)"
+        )
 
 
 def load_tokenizer(name, padding=True, trust_remote_code=False):

@@ -65,9 +65,9 @@ def _check_output(output, given, force):
     check_apart(output, *(path for path in given if path and os.path.lexists(path)))
     check_folder(output, "OUTPUT")
     if output.exists() and any(output.iterdir()):
+        check_replaceable(output, "convert")
         if not force:
             raise UserError(f"the output folder {output} exists; choose another one, or replace it with --force.")
-        check_replaceable(output, "convert")
 
 
 def _check_space(parent, needed):

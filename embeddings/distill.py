@@ -27,7 +27,7 @@ from ..common.arguments import Arguments, option, read_arguments, training_argum
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.identity import files_digest, weights_digest
-from ..common.loading import choose_device
+from ..common.loading import check_model, choose_device
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
 from .distill_card import precision_check, write_card
@@ -140,9 +140,7 @@ def check(arguments):
         )
     check_apart(work, output)
     for model in filter(None, (arguments.teacher, arguments.init_from)):
-        looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-        if looks_local and not any((Path(model) / name).is_file() for name in ("modules.json", "config.json")):
-            raise UserError(f"there is no model in {model}: it needs a config.json or modules.json")
+        check_model(model)
     if output.is_dir() and any(output.iterdir()):
         check_replaceable(output, "distill")
         if not arguments.overwrite:

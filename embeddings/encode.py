@@ -215,13 +215,11 @@ def encode(arguments, progress_bar=True, encoder=None):
 
 def _check_single(output, mark, overwrite):
     """Whether an output file that exists is to be made; False where this very run wrote it."""
-    if not overwrite:
-        if is_output(output, mark):
-            return False
-        raise UserError(f"{output} exists already; choose another name, or give --overwrite")
     if not is_output(output, MARK):
         raise UserError(f"{output} was not written by neobert encode, so it is not replaced; choose another name, or remove it yourself")
-    return True
+    if not overwrite and not is_output(output, mark):
+        raise UserError(f"{output} exists already; choose another name, or give --overwrite")
+    return overwrite
 
 
 def _device(arguments, rank):

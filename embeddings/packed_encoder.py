@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line, require
-from ..common.loading import TOKENIZER, choose_device, choose_dtype, position_limit
+from ..common.loading import TOKENIZER, check_model, choose_device, choose_dtype, position_limit
 from ..common.packing import mean_of_sequences, pack
 
 
@@ -58,12 +58,8 @@ def load_sentence_transformer(
         raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, but {pooling!r} was given")
     if max_length is not None and max_length < 3:
         raise UserError(f"max_length must be at least 3 tokens, but {max_length} was given")
+    check_model(model)
     folder = Path(model)
-    looks_local = folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_local and not (folder / "config.json").is_file() and not (folder / "modules.json").is_file():
-        raise UserError(
-            f"there is no model in {model}: it needs a config.json or modules.json (a raw checkpoint goes through neobert convert)"
-        )
     model_kwargs = {"dtype": dtype}
     if attn_implementation:
         model_kwargs["attn_implementation"] = attn_implementation

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.errors import UserError, require
 from ..common.identity import weights_digest
-from ..common.loading import check_vocabulary, load_tokenizer
+from ..common.loading import check_model, check_vocabulary, load_tokenizer
 from ..common.outputs import check_folder
 from .glue_arguments import RunSettings, parse
 from .glue_table import finished_runs, read_result, same_row, write_tables
@@ -141,6 +141,8 @@ def check(arguments, trainer, tasks):
         arguments.combinations(task)
         arguments.check_metric(task)
     check_trackers(trainer.get("report_to"))
+    check_model(arguments.model)
+    data = {task.name: load_task(task, arguments.data) for task in tasks}
     tokenizer_source = arguments.tokenizer or arguments.model
     model, new = load_classifier(
         arguments.model, tasks[0], arguments.head_dropout, arguments.trust_remote_code, arguments.classifier_pooling
@@ -156,7 +158,6 @@ def check(arguments, trainer, tasks):
     if arguments.start == "mnli" and TASKS["mnli"] not in tasks:
         for task in tasks:
             _start(arguments, task, revision)
-    data = {task.name: load_task(task, arguments.data) for task in tasks}
     for task in tasks:
         sizes = {found["batch_size"] for found in arguments.combinations(task)}
         check_sizes(task, len(data[task.name]["train"]["label"]), sizes, arguments)

@@ -24,7 +24,7 @@ from ..common import checkpoints
 from ..common.arguments import training_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
-from ..common.loading import check_vocabulary, text_limit
+from ..common.loading import check_model, check_vocabulary, text_limit
 from ..common.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..common.memory import PeakMemory, mebibytes
 from ..common.results import environment
@@ -59,8 +59,7 @@ def load_config(name, trust_remote_code=False):
             entry["path"] for entry in json.loads((path / "modules.json").read_text()) if (path / entry["path"] / "config.json").is_file()
         ]
         raise UserError(f"{name} is a sentence encoder whose model is in a folder of its own; give {path / (inner or ['?'])[0]}")
-    if path.exists() and not (path / "config.json").is_file():
-        raise UserError(f"{name} has no config.json; convert a raw training checkpoint first: neobert convert")
+    check_model(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except ValueError as error:

@@ -23,7 +23,7 @@ class Task:
         labels: label names in the order of their numbers; empty for regression.
         metrics: names of the metrics; the task's score is their mean.
         validation: dev splits; the metrics of several splits are averaged (MNLI: matched and mismatched).
-        from_mnli: fine-tuned from the best MNLI checkpoint (PAPER section 6).
+        from_mnli: fine-tuned from the best MNLI checkpoint (the protocol of the paper).
         low, high: range of a regression label.
     """
 

@@ -1,4 +1,4 @@
-"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length (PAPER section 8, Figure 2).
+"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length (Figure 2 of the paper).
 
     neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --subset 20231101.en --texts 100
     neobert pseudo-perplexity --model my_model --text articles.jsonl --lengths 128 512 2048 8192 --positions exact --yarn off 2
@@ -30,7 +30,7 @@ from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
 from ..common.files import write_text
 from ..common.identity import weights_digest
-from ..common.loading import check_vocabulary, choose_device, load_tokenizer, text_limit
+from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, text_limit
 from ..common.outputs import check_folder
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
 from .pseudo_perplexity_texts import make_units
@@ -306,6 +306,7 @@ def main(argv=None):
     require("eval", "accelerate", "matplotlib")
     logging.basicConfig(format="%(message)s")
     check_folder(given.output, "output")
+    check_model(given.model)
     path = Path(given.output) / "pseudo_perplexity.csv"
     finished = read_finished(path)
     model = load_model(given, given.yarn_factors[0])

@@ -304,7 +304,7 @@ BAD_INPUTS = {
     "neither": ({}, "neither was given"),
     "lists": ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, but a list was given; .*return_tensors"),
     "a mask in numpy": ({"input_ids": IDS, "attention_mask": IDS.numpy()}, "attention_mask must be a tensor, but a ndarray"),
-    "both": ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both was given"),
+    "both": ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both were given"),
     "ids of 1 dimension": ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
     "float ids": ({"input_ids": IDS.float()}, "int64 or int32.*float32"),
     "bool ids": ({"input_ids": IDS.bool()}, "int64 or int32.*bool"),
@@ -314,7 +314,7 @@ BAD_INPUTS = {
     "embeds of another width": ({"inputs_embeds": torch.zeros(2, 6, 32)}, r"\(2, 6, 32\)"),
     "whole-number embeds": ({"inputs_embeds": torch.zeros(2, 6, 64, dtype=torch.long)}, "floating-point.*int64"),
     "mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).*\(2, 5\)"),
-    "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(1, 6)}, r"\(2, 6\).*\(1, 6\)"),
+    "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, r"\(2, 6\).*\(3, 6\)"),
     "4-D mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)}, r"\(2, 6\).*\(2, 1, 6, 5\)"),
     "additive mask": ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for real tokens and 0"),
     "segment numbers as mask": ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for real tokens and 0"),
@@ -364,6 +364,7 @@ def test_flex_attention_says_that_it_has_no_dropout():
         model(IDS)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
 BAD_CONFIGS = {
     "hidden size and heads": ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
     "odd head_dim": ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
@@ -393,6 +394,14 @@ BAD_CONFIGS = {
     "unpad": ({"unpad_inputs": "yes"}, "unpad_inputs.*'yes'"),
     "padding id": ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
     "ngpt": ({"ngpt": True}, "ngpt"),
+    "theta of a dictionary": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta.*0"),
+    "YaRN of a length of True": ({"rope_scaling": {**YARN, "original_max_position_embeddings": True}}, "positive whole number.*True"),
+    "YaRN of a length of 0": ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "positive whole number.*0"),
+    "YaRN of equal betas": ({"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 4}}, "beta_fast above beta_slow"),
+    "YaRN of a beta of 0": ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow above 0"),
+    "dropout of the classifier": ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
+    "padding id True": ({"pad_token_id": True}, "pad_token_id.*True"),
+    "layers True": ({"num_hidden_layers": True}, "num_hidden_layers.*True"),
 }
 
 

@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 from transformers import modeling_outputs
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -47,7 +48,7 @@ class NeoBERTRMSNorm(nn.RMSNorm):
     def forward(self, x):
         if not _on_cpu_without_gradients(x):
             return super().forward(x)
-        output = torch.empty_like(x)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
         for rows, result in zip(x.flatten(0, -2).split(_CPU_ROWS), output.flatten(0, -2).split(_CPU_ROWS)):
             rows = _at_least_float32(rows)
             result.copy_((rows * (rows.square().mean(-1, keepdim=True) + self.eps).rsqrt_()).mul_(self.weight))
@@ -151,13 +152,12 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         """Paper, section 3: uniform. `torch.nn.init` functions only: transformers 5 skips those on weights already loaded."""
-        if isinstance(module, nn.Linear):
-            nn.init.uniform_(module.weight, -self.config.decoder_init_range, self.config.decoder_init_range)
-        elif isinstance(module, nn.Embedding):
-            nn.init.uniform_(module.weight, -self.config.embedding_init_range, self.config.embedding_init_range)
-        elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-            nn.init.ones_(module.weight)
-        if getattr(module, "bias", None) is not None:
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            return super()._init_weights(module)  # norms, and what a subclass of a user may hold
+        linear = isinstance(module, nn.Linear)
+        limit = self.config.decoder_init_range if linear else self.config.embedding_init_range
+        nn.init.uniform_(module.weight, -limit, limit)
+        if linear and module.bias is not None:
             nn.init.zeros_(module.bias)
 
     def get_input_embeddings(self):
@@ -278,7 +278,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if unknown and not _is_tracing():
             logger.warning_once(f"NeoBERT has no use for {', '.join(unknown)}: the attention function gets it as it is. Is the name right?")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError(f"Give either input_ids or inputs_embeds; {'neither' if input_ids is None else 'both'} was given.")
+            raise ValueError(f"Give either input_ids or inputs_embeds; {'neither was' if input_ids is None else 'both were'} given.")
         tokens, width = (inputs_embeds, self.config.hidden_size) if input_ids is None else (input_ids, None)
         given = f"but {tuple(tokens.shape)} of {tokens.dtype} was given"
         if width is None and (tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32)):
@@ -297,7 +297,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         packing = Packing.of_caller(shape, attention_mask, position_ids, kwargs)
         mask = _check_mask(attention_mask, shape) if packing is None else None
         may_pack = may_pack and self.config.unpad_inputs
-        if mask is not None and mask.dim() == 2 and not _is_tracing() and mask.device.type != "meta":
+        if mask is not None and mask.dim() == 2 and not _is_tracing() and _has_values(mask):
             lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
             kernel, _ = attention_kernel(self.config, implementation, tokens.device, self.encoder.weight.dtype, self.training)
             mask = None if sum(lengths) == mask.numel() else mask
@@ -338,7 +338,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             return packing.cu_seq_lens.diff().max()
         if packing is None and mask is not None and mask.dim() == 2 and (dynamic or (not _is_tracing() and longest > limit)):
             longest = mask.sum(dim=-1).max()
-        if _is_tracing() or (torch.is_tensor(longest) and longest.device.type == "meta"):
+        if _is_tracing() or (torch.is_tensor(longest) and not _has_values(longest)):
             return longest
         longest = int(longest)
         if longest > limit and self.config.position_embedding_type == "learned":
@@ -593,6 +593,10 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         return loss, _unpacked(logits, outputs.packing)
 
 
+# The logit of padding: exact in every dtype, and sums, smoothed losses and float16 stay finite.
+_NO_ANSWER = -8192.0
+
+
 class NeoBERTForQuestionAnswering(_TaskHeadModel):
     """Start and end of the answer: a linear layer with two outputs per token."""
 
@@ -611,15 +615,15 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             start_positions, end_positions: (B,) or (B, 1) token indices; those outside of the row, as in BERT, and at padding are ignored.
             num_items_in_batch: what the summed loss is divided by; by default the answers of this batch.
         Returns:
-            start_logits, end_logits (B, L), at padding the lowest number of their dtype: no answer is padding.
+            start_logits, end_logits (B, L), -8,192 at padding: no answer is padding.
         """
         outputs = self.run_backbone(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         logits = self.qa_outputs(outputs.last_hidden_state)
-        lowest, loss = torch.finfo(logits.dtype).min, None
+        loss = None
         if outputs.packing is not None:
-            logits = outputs.packing.unpack(logits, lowest)
+            logits = outputs.packing.unpack(logits, _NO_ANSWER)
         elif attention_mask is not None and attention_mask.dim() == 2:
-            logits = logits.masked_fill(attention_mask[..., None] == 0, lowest)
+            logits = logits.masked_fill(attention_mask[..., None] == 0, _NO_ANSWER)
         start_logits, end_logits = logits.unbind(dim=-1)
         if (start_positions is None) != (end_positions is None):
             raise ValueError("A loss needs both start_positions and end_positions, but one of them is missing.")
@@ -629,7 +633,7 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
             for name, positions, logits in pairs:
                 positions = _check_labels(name, positions, logits.shape[:1]).long()
                 outside = (positions < 0) | (positions >= logits.shape[1])
-                outside |= logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0] == lowest  # padding
+                outside |= logits.gather(1, positions.masked_fill(outside, 0)[:, None])[:, 0] == _NO_ANSWER  # padding
                 losses.append(_cross_entropy(logits, positions.masked_fill(outside, -100), num_items_in_batch))
             loss = sum(losses) / 2
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
@@ -679,10 +683,14 @@ def _is_tracing():
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def _has_values(x):
+    """Whether the values of a tensor can be looked at: those of the meta device, of FakeTensorMode and of torch.func cannot."""
+    return x.device.type != "meta" and not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _values_are_free(x):
-    """Whether the values of a tensor can be looked at without waiting for a device. Those of torch.func.vmap and grad have none."""
-    free = not _is_tracing() and x.device.type == "cpu" and x.numel() > 0
-    return free and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether the values of a tensor can be looked at without waiting for a device."""
+    return not _is_tracing() and x.device.type == "cpu" and x.numel() > 0 and _has_values(x)
 
 
 def _at_least_float32(x):
@@ -691,7 +699,8 @@ def _at_least_float32(x):
 
 def _on_cpu_without_gradients(x):
     """True where what is best for the CPU's caches and memory is in nobody's way."""
-    return x.device.type == "cpu" and not torch.is_grad_enabled() and not _is_tracing()
+    plain = not torch.is_grad_enabled() and not _is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
+    return plain and x.device.type == "cpu"
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -774,9 +783,12 @@ def _check_mask(attention_mask, shape):
     ):
         attention_mask = attention_mask.expand(-1, -1, shape[1], -1)
         return attention_mask if attention_mask.is_floating_point() else attention_mask.to(torch.bool)
+    if attention_mask.shape == (1, shape[1]):
+        attention_mask = attention_mask.expand(shape)
     if attention_mask.shape != shape:
-        wanted = f"the shape of the tokens, {tuple(shape)}, or (batch, 1, {shape[1]} or 1, {shape[1]})"
-        raise ValueError(f"attention_mask must have {wanted}, but {tuple(attention_mask.shape)} was given.")
+        batch, length = shape
+        wanted = f"({batch}, {length}), ({batch}, 1, 1, {length}) or ({batch}, 1, {length}, {length})"
+        raise ValueError(f"attention_mask must have shape {wanted}, but {tuple(attention_mask.shape)} was given.")
     if _values_are_free(attention_mask) and not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise ValueError("attention_mask must hold 1 for real tokens and 0 for padding, but other values were given.")
     return attention_mask.to(torch.bool)
@@ -906,7 +918,7 @@ class Packing:
         if bounds is None and other is not None:
             raise ValueError("cu_seq_lens_k was given without cu_seq_lens_q; a packed batch has both, or cu_seq_lens_q alone.")
         if bounds is None:
-            if shape[0] != 1 or attention_mask is not None or position_ids is None or position_ids.device.type == "meta":
+            if shape[0] != 1 or attention_mask is not None or position_ids is None or not _has_values(position_ids):
                 return None
             return cls._of_positions(_check_positions(position_ids, shape)[0])
         if not torch.is_tensor(bounds) or bounds.dim() != 1 or bounds.dtype not in (torch.int32, torch.int64):
@@ -947,7 +959,8 @@ class Packing:
         total, tokens = positions.shape[0], torch.arange(positions.shape[0] + 1, device=positions.device)
         starts = (positions == 0) | (tokens[:-1] == 0)
         firsts = torch.where(starts, tokens[:-1], 0).cummax(0).values
-        starts = torch.where((positions == tokens[:-1] - firsts).all(), starts, tokens[:-1] == 0)
+        packed = (positions == tokens[:-1] - firsts).all() & positions.any()  # all zeros: a baseline, not texts of one token
+        starts = torch.where(packed, starts, tokens[:-1] == 0)
         # Not a fill with T, which would make a symbolic length a constant.
         bounds = torch.where(F.pad(starts, (0, 1), value=True), tokens, tokens[-1]).sort().values
         packing = cls(bounds.to(torch.int32), total, traced=True)

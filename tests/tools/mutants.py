@@ -152,8 +152,7 @@ MUTANTS = {
     "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
     "in-place initialisation": (
         (
-            ("nn.init.uniform_(module.weight, -self.config.decoder", "module.weight.data.uniform_(-self.config.decoder"),
-            ("nn.init.uniform_(module.weight, -self.config.embedding", "module.weight.data.uniform_(-self.config.embedding"),
+            ("nn.init.uniform_(module.weight, -limit", "module.weight.data.uniform_(-limit"),
             ("nn.init.normal_(module.weight, mean=0.0,", "module.weight.data.normal_(mean=0.0,"),
         ),
         ("loading", "remote_code_rules"),
@@ -220,8 +219,11 @@ MUTANTS = {
         (("index_copy(0, self.rows, x)", "index_copy(0, self.rows.sort().values, x)"),),
         ("heads",),
     ),
-    "an answer may be padding": ((("attention_mask[..., None] == 0, lowest", "attention_mask[..., None] < 0, lowest"),), ("heads",)),
-    "an answer may be padding where packed": ((("outputs.packing.unpack(logits, lowest)", "outputs.packing.unpack(logits)"),), ("heads",)),
+    "an answer may be padding": ((("attention_mask[..., None] == 0, _NO", "attention_mask[..., None] < 0, _NO"),), ("heads",)),
+    "an answer may be padding where packed": (
+        (("outputs.packing.unpack(logits, _NO_ANSWER)", "outputs.packing.unpack(logits)"),),
+        ("heads",),
+    ),
     "first column pooled in place of the first real token": (
         (("firsts = mask.to(torch.int32).argmax(dim=-1)", "firsts = mask.to(torch.int32).argmax(dim=-1) * 0"),),
         ("heads",),
@@ -342,6 +344,98 @@ MUTANTS = {
         (("    if classes is not None and _values_are_free(labels):", "    if classes is not None:"),),
         ("serving",),
     ),
+    # ----------------------------------------------------------------------------------------------- corners
+    "rows of other strides are not written": (
+        (("torch.empty_like(x, memory_format=torch.contiguous_format)", "torch.empty_like(x)"),),
+        ("corners",),
+    ),
+    "a fixed epsilon": ((("norm(config.hidden_size, eps=config.norm_eps)", "norm(config.hidden_size, eps=1e-5)"),), ("corners",)),
+    "eager softmax in bfloat16": (
+        (("scores.softmax(dim=-1, dtype=torch.float32).type_as(query)", "scores.softmax(dim=-1)"),),
+        ("corners",),
+    ),
+    "rows of padding are pooled to ones": ((("x.new_zeros(self.shape[0]", "x.new_ones(self.shape[0]"),), ("corners",)),
+    "the longest of restarting positions is the row": (
+        (("        packing.max_length = max(packing.lengths)\n        return packing if", "        return packing if"),),
+        ("corners",),
+    ),
+    "the mean of a row of padding divides by zero": (
+        (("mask.sum(dim=-1, keepdim=True).clamp(min=1))", "mask.sum(dim=-1, keepdim=True))"),),
+        ("corners",),
+    ),
+    "other modules are not initialised": ((("return super()._init_weights(module)", "return None"),), ("corners",)),
+    "all zeros are texts of one token": (((".all() & positions.any()", ".all()"),), ("corners",)),
+    "values of fake tensors are read": (((" and not isinstance(x, FakeTensor)", ""),), ("corners",)),
+    "rows are written under torch.func": (((" and torch._C._functorch.peek_interpreter_stack() is None", ""),), ("corners",)),
+    "a mask of one row for all is refused": ((("    if attention_mask.shape == (1, shape[1]):\n", "    if False:\n"),), ("corners",)),
+    "the logit of padding is the lowest number": ((("_NO_ANSWER = -8192.0", "_NO_ANSWER = torch.finfo(torch.float32).min"),), ("corners",)),
+    "the padding position learns": ((("config.hidden_size, padding_idx=0)", "config.hidden_size)"),), ("corners",)),
+    "embeddings are compared with the padding token": (
+        (("if mask is None and not tokens.is_floating_point() and self.config.pad", "if mask is None and self.config.pad"),),
+        ("corners",),
+    ),
+    "learned positions need a padding token": (
+        ((" and self.config.pad_token_id is not None:\n                real", ":\n                real"),),
+        ("corners",),
+    ),
+    "learned positions count a 4-D mask": (
+        (("real = mask if mask is not None and mask.dim() == 2 else", "real = mask if mask is not None else"),),
+        ("corners",),
+    ),
+    "heads pool by a 4-D mask": (
+        (
+            (
+                "if attention_mask is None or attention_mask.dim() != 2:\n            return hidden.mean",
+                "if attention_mask is None:\n            return hidden.mean",
+            ),
+        ),
+        ("corners",),
+    ),
+    "answers are masked by a 4-D mask": (
+        (("elif attention_mask is not None and attention_mask.dim() == 2:", "elif attention_mask is not None:"),),
+        ("corners",),
+    ),
+    "labels are masked by a 4-D mask": (
+        (("attention_mask is None or attention_mask.dim() != 2 else labels", "attention_mask is None else labels"),),
+        ("corners",),
+    ),
+    "one 4-D mask for all rows is refused": (
+        (("and attention_mask.shape[0] in (1, shape[0])", "and attention_mask.shape[0] == shape[0]"),),
+        ("corners",),
+    ),
+    "additive masks are inverted": (
+        (("self.mask is not None and self.mask.dtype == torch.bool:", "self.mask is not None:"),),
+        ("corners",),
+    ),
+    "answers of int32": ((("logits.shape[:1]).long()", "logits.shape[:1])"),), ("corners",)),
+    "labels of int32": ((("labels.flatten().long()", "labels.flatten()"),), ("corners",)),
+    "labels of bool": ((("if labels.is_floating_point() or labels.dtype == torch.bool:", "if labels.is_floating_point():"),), ("corners",)),
+    "negative multi-label labels": ((("((labels < 0) | (labels > 1)).any()", "(labels > 1).any()"),), ("corners",)),
+    "heads return tuples to themselves": ((("inputs_embeds, return_dict=True, keep_packed", "inputs_embeds, keep_packed"),), ("corners",)),
+    "logits of labels' shape under torch.compile": (
+        (("if not self.config.sparse_prediction or _is_tracing():", "if not self.config.sparse_prediction:"),),
+        ("corners",),
+    ),
+    "blocks may be split": ((('_no_split_modules = ["NeoBERTBlock"]', "_no_split_modules = []"),), ("corners",)),
+    "ids of a larger embedding are refused": (
+        (("tokens, self.encoder.weight.shape[0], ", "tokens, self.config.vocab_size, "),),
+        ("corners",),
+    ),
+    "positions of bool": (
+        (("if position_ids.is_floating_point() or position_ids.dtype == torch.bool:", "if position_ids.is_floating_point():"),),
+        ("corners",),
+    ),
+    "positions of other rows": (((" or position_ids.shape[0] not in (1, shape[0]):", ":"),), ("corners",)),
+    "dynamic RoPE waits for the meta device": (
+        (("if _is_tracing() or (torch.is_tensor(longest) and not _has_values(longest)):", "if _is_tracing():"),),
+        ("corners",),
+    ),
+    "a hook without a module": ((('(getattr(hook, "__module__", None) or "")', 'getattr(hook, "__module__")'),), ("corners",)),
+    "head_dim 256 does not run torch's kernel": ((("config.head_dim > 256", "config.head_dim >= 256"),), ("corners",)),
+    "mask functions may leave the mask out": (
+        (('"allow_is_bidirectional_skip": False', '"allow_is_bidirectional_skip": True'),),
+        ("corners",),
+    ),
     # ----------------------------------------------------------------------------------------- configuration
     "default context of 512": ((("is not None), 4096)", "is not None), 512)", CONFIG),), ("settings",)),
     "default classifier_dropout of 0": ((("classifier_dropout=0.1,", "classifier_dropout=0.0,", CONFIG),), ("settings",)),
@@ -377,6 +471,31 @@ MUTANTS = {
     "a RoPE factor of 1 refused": ((("or factor < 1:", "or factor <= 1:", CONFIG),), ("settings",)),
     "dynamic RoPE of head_dim 2": ((('== "dynamic" and self.head_dim == 2:', '== "dynamic" and False:', CONFIG),), ("model_api",)),
     "no architecture ends in ForMaskedLM": ((('["NeoBERTLMHead", "NeoBERTForMaskedLM"]', '["NeoBERTLMHead"]', CONFIG),), ("clients",)),
+    "YaRN of a length of True": ((("elif isinstance(trained, bool) or not isinstance", "elif not isinstance", CONFIG),), ("model_api",)),
+    "YaRN of a length of 0": (
+        (("not isinstance(trained, int) or trained < 1", "not isinstance(trained, int) or trained < 0", CONFIG),),
+        ("model_api",),
+    ),
+    "YaRN of equal betas": ((("fast > slow > 0", "fast >= slow > 0", CONFIG),), ("model_api",)),
+    "YaRN of a beta of 0": ((("fast > slow > 0", "fast > slow", CONFIG),), ("model_api",)),
+    "classifier_dropout is not checked": ((('"hidden_dropout", "classifier_dropout"):', '"hidden_dropout"):', CONFIG),), ("model_api",)),
+    "a padding id of True": ((("isinstance(pad, bool) or not isinstance(pad, int)", "not isinstance(pad, int)", CONFIG),), ("model_api",)),
+    "a theta of 0 in a dictionary": (
+        (("self.rope_theta if theta is None else theta", "theta or self.rope_theta", CONFIG),),
+        ("model_api",),
+    ),
+    "BERT's hidden_dropout_prob is ignored": (
+        (('kwargs.pop("hidden_dropout_prob", hidden_dropout)', 'kwargs.pop("hidden_dropout_prob", None) and hidden_dropout', CONFIG),),
+        ("corners",),
+    ),
+    "comparison with what is not a configuration": (
+        (("isinstance(other, PretrainedConfig) and self.to_dict()", "self.to_dict()", CONFIG),),
+        ("corners",),
+    ),
+    "one auto_map for all configurations": (
+        (('output["auto_map"] = dict(AUTO_MAP)', 'output["auto_map"] = AUTO_MAP', CONFIG),),
+        ("corners",),
+    ),
 }
 
 
