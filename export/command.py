@@ -1,4 +1,4 @@
-"""`neobert export TARGET FOLDER OUT`: a Hub folder, or a raw checkpoint, in the form of another engine.
+"""`neobert export TARGET FOLDER OUTPUT`: a Hub folder, or a raw checkpoint, in the form of another engine.
 
 What is written is compared with torch before it is kept, and is complete or absent.
 """
@@ -29,7 +29,7 @@ TARGETS = {
 def usage():
     """The text of `neobert export --help`."""
     lines = [f"  {name:<9} {what}" for name, (_, _, what) in TARGETS.items()]
-    return "\n".join(["usage: neobert export TARGET FOLDER OUT [--option value ...]; neobert export TARGET --help", "", *lines])
+    return "\n".join(["usage: neobert export TARGET FOLDER OUTPUT [--option value ...]; neobert export TARGET --help", "", *lines])
 
 
 def main(argv=None):

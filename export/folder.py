@@ -30,7 +30,7 @@ def check_output(arguments):
     output = Path(os.path.abspath(arguments.output))
     recover(output, COMMAND)
     check_apart(output, arguments.folder, *([arguments.tokenizer] if arguments.tokenizer else []))
-    check_folder(output, "OUT")
+    check_folder(output, "OUTPUT")
     if output.exists() and any(output.iterdir()):
         check_replaceable(output, COMMAND)
 

@@ -24,19 +24,19 @@ class Options(ExportArguments):
     """Options of `neobert export gguf`."""
 
     dtype: str = option("f16", "of the matrices", choices=tuple(BOUNDS))
-    check: bool = option(False, "write nothing, but compare the file OUT, whoever made it, with the model")
+    check: bool = option(False, "write nothing, but compare the file OUTPUT, whoever made it, with the model")
 
 
 def check_output(arguments):
-    """Raises UserError unless OUT is a new name, or with --force a file that this command wrote; with --check any file."""
+    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote; with --check any file."""
     output = Path(arguments.output)
     if arguments.check:
         check_file(output)
         return
     if output.suffix != ".gguf":
-        raise UserError(f"OUT is one file and must end in .gguf, but {arguments.output} was given")
+        raise UserError(f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given")
     check_apart(output, arguments.folder)
-    check_folder(output.parent, "OUT")
+    check_folder(output.parent, "OUTPUT")
     if not output.exists() and not output.is_symlink():
         return
     check_file(output)

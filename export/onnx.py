@@ -1,6 +1,6 @@
 """ONNX graphs of a NeoBERT with a dynamic batch and length, in a folder as transformers.js lays it out.
 
-OUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of sentence-transformers. Every graph is run by
+OUTPUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of sentence-transformers. Every graph is run by
 ONNX Runtime and compared with torch before the folder is kept.
 """
 

@@ -1,6 +1,6 @@
 """OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of sentence-transformers reads them.
 
-What a model computes in is not part of its file: without an option the runtime takes what the processor likes best, which is bfloat16 on
+What a model computes in is not part of its file: without an option the runtime chooses the precision that is fastest on the processor, which is bfloat16 on
 newer server CPUs. So `openvino/ov_config.json` beside the models says float32. Each model is run with it and compared with torch before the
 folder is kept.
 """

@@ -3,9 +3,11 @@ may be missing, and bad input in one sentence."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from neobert.benchmarks import report
 from neobert.benchmarks.report import assign, collect, main, read_environment
 from neobert.common.errors import UserError
 from neobert.common.results import markdown_table, write_result
@@ -134,3 +136,9 @@ def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="output must be a folder or a new name, but .*file is a file"):
         main(["--results", str(tmp_path), "--output", str(tmp_path / "file" / "x.md")])
     assert len(list(tmp_path.iterdir())) == 2, "something was written for bad input"
+
+
+def test_the_committed_page_is_that_of_the_committed_results():
+    root = Path(report.__file__).resolve().parent.parent
+    page = root / "results" / "report.md"
+    assert page.read_text() == report.build(root / "results", report.ReportArguments().title, page.parent), "run `neobert report`"
