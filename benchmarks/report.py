@@ -21,7 +21,8 @@ from ..common.results import environment_line, markdown_table
 
 LEAD = (
     "Every figure here was written by a script, with its command, commit, machine and versions beside it. Figures of the paper (arXiv "
-    '2502.19587v2) were not measured here: they are under "Published figures", or in rows whose source is "published".'
+    '2502.19587v2) were not measured here: they are under "Published figures", or in rows whose source is "published". A command is that of '
+    "its commit: later ones may spell it otherwise."
 )
 
 

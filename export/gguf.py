@@ -32,6 +32,9 @@ def check_output(arguments):
     output = Path(arguments.output)
     if arguments.check:
         check_file(output)
+        with output.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise UserError(f"{output} is not a GGUF file that can be read: it does not begin with the word GGUF")
         return
     if output.suffix != ".gguf":
         raise UserError(f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given")
@@ -40,12 +43,12 @@ def check_output(arguments):
     if not output.exists() and not output.is_symlink():
         return
     check_file(output)
-    if not arguments.force:
-        raise UserError(f"{output} exists; choose another name, or replace it with --force")
     from .gguf_engine import read_mark
 
     if read_mark(output, MARK[0]) != MARK[1]:
         raise UserError(f"{output} was not written by neobert {MARK[1]}, so it is not replaced; remove it yourself")
+    if not arguments.force:
+        raise UserError(f"{output} exists; choose another name, or replace it with --force")
 
 
 def export(source, reference, arguments):
