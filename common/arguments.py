@@ -138,7 +138,8 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     for path in recipes:
         recipe = read_yaml(path)
         if recipe is not None and not isinstance(recipe, dict):
-            raise UserError(f"the recipe {path} must hold 'name: value' lines, but holds none")
+            held = {list: "a list", str: "text"}.get(type(recipe), "a single value")
+            raise UserError(f"{path} must hold 'name: value' lines, but holds {held}")
         recipe = dict(recipe or {})
         section = recipe.pop("trainer", None) or {}
         if section and trainer is None:
@@ -239,8 +240,6 @@ def _options(argv, hints):
             name = spelled.replace("-", "_")
             if name not in hints:
                 raise UserError(f"unknown argument {argument!r}{_nearest(name, hints, '--')}")
-            if name in values:
-                raise UserError(f"{argument!r}: --{name.replace('_', '-')} was given twice")
             values[name] = [value] if equals else []
         elif name is None:
             raise UserError(f"{argument!r} was given where an option, --name, was expected; --help lists them")

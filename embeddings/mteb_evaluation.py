@@ -257,8 +257,8 @@ def main(argv=None):
     """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
     (arguments,) = read_arguments([MtebArguments], argv or [], "neobert mteb", __doc__)
     check_folder(arguments.output, "output")
-    check_model(arguments.model)
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
+    check_model(arguments.model)
     dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype
     encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)
     report = evaluate(encoder, arguments)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 
@@ -56,9 +57,10 @@ def test_it_runs_packed_in_every_precision(encoder):
     for dtype in ("float32", "bfloat16", "float16"):
         packed = PackedEncoder(str(FOLDER), dtype=dtype, device="cpu")
         assert packed.packs, "it would run on padded batches"
-        cosines = (packed.embed(packed.tokenize(texts)) * expected).sum(1)
+        vectors = packed.embed(packed.tokenize(texts))
+        cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(expected, axis=1)
         # A single word is the worst case: its rounding is not averaged over tokens.
-        assert cosines.min() > {"float32": 0.9999, "float16": 0.999, "bfloat16": 0.998}[dtype], f"{dtype}: {cosines}"
+        assert cosines.min() > {"float32": 0.99999, "float16": 0.99999, "bfloat16": 0.9995}[dtype], f"{dtype}: {cosines}"
 
 
 def test_it_finds_what_is_meant(encoder):

@@ -134,7 +134,7 @@ def test_a_mask_of_one_row_for_all_tokens(implementation):
     for extended in (mask[:, None, None].bool(), (1 - mask[:, None, None].float()) * -1e4):
         actual = model(ids, attention_mask=extended).last_hidden_state
         assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, str(extended.dtype))
-    with pytest.raises(ValueError, match=r"attention_mask must have the shape .* but \(2, 1, 2, 8\) was given"):
+    with pytest.raises(ValueError, match=r"attention_mask must have shape .* but \(2, 1, 2, 8\) was given"):
         model(ids, attention_mask=torch.ones(2, 1, 2, 8))
 
 

@@ -685,6 +685,8 @@ def _is_tracing():
 
 def _has_values(x):
     """Whether the values of a tensor can be looked at: those of the meta device, of FakeTensorMode and of torch.func cannot."""
+    if _is_tracing():
+        return x.device.type != "meta"
     return x.device.type != "meta" and not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
