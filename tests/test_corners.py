@@ -3,6 +3,7 @@ four dimensions, rows of padding, learned positions, and what a head does when i
 
 import pytest
 import torch
+import transformers
 from reference import FIELDS, LEARNED, assert_same, make_model, random_batch, reference_states
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -255,6 +256,8 @@ def test_modules_of_a_subclass_are_initialised(tmp_path):
     del filled
     model = _OwnModules.from_pretrained(tmp_path)
     assert 0.005 < model.convolution.weight.std() < 0.2 and model.convolution.weight.abs().max() < 1
+    if int(transformers.__version__.split(".")[0]) < 5 or transformers.__version__.startswith("5.0"):
+        return  # these initialise convolutions, and leave recurrent layers and running statistics to their modules
     assert model.lstm.weight_hh_l0.abs().max() < 1
     assert (model.norm.running_mean == 0).all() and (model.norm.running_var == 1).all()
 
