@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from neobert import __main__ as cli
 from neobert.common import commands
 from neobert.common.commands import guarded
-from neobert.common.errors import UserError
+from neobert.common.errors import UserError, one_line
+from neobert.common.loading import check_model
 
 
 def run(error, monkeypatch=None, debug=None):
@@ -83,3 +85,30 @@ def test_output_that_cannot_be_written(tmp_path, output, code, message):
     assert (process.returncode, process.stderr) == (code, message)
     if output == "ascii":
         assert (tmp_path / "out").read_text() == "\\u4f60\\udc80" * 9999 + "\n"
+
+
+def test_what_a_newcomer_types(capsys):
+    for asks in (["--help"], ["-h"], ["help"]):
+        assert cli.main(asks) == 0 and "usage: neobert" in capsys.readouterr().out
+    for asks in (["--version"], ["-V"]):
+        assert cli.main(asks) == 0 and capsys.readouterr().out.startswith("neobert ")
+    for typed, meant in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
+        assert cli.main([typed]) == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+    assert cli.main(["report", ""]) == 2 and "an argument is empty" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+    """Named at once: a folder is not looked for on the Hub, whose answer takes minutes without a network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "weights.pt").write_bytes(b"")
+    for name in ("/nope", "./nope", "runs/embed", "weights.pt", "a/b/c", "", "with spaces"):
+        with pytest.raises(UserError, match="there is no model in"):
+            check_model(name)
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    for name in ("runs", "chandar-lab/NeoBERT", "bert-base-uncased", "sentence-transformers/all-MiniLM-L6-v2"):
+        check_model(name)
+
+
+def test_an_error_of_one_number_has_its_name():
+    assert one_line(KeyError(45)) == "KeyError 45" and one_line(ValueError("")) == "ValueError"

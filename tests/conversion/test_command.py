@@ -68,8 +68,9 @@ def test_output_that_exists(tmp_path, checkpoint, without_proof):
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="was not written by neobert convert"):
-        convert(checkpoint, tmp_path / "mine", "--tokenizer", "none", "--force")
+    for force in ([], ["--force"]):  # it is not offered where it would be refused
+        with pytest.raises(UserError, match="was not written by neobert convert"):
+            convert(checkpoint, tmp_path / "mine", "--tokenizer", "none", *force)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         convert(checkpoint, tmp_path / "file", "--force")
