@@ -209,9 +209,7 @@ def write_results(results, args, environment_of_runs):
     limits = []
     if "words" in means and "full" in means:
         order = "below" if means["full"] < means["words"] else "above"
-        limits.append(
-            f"Full fine-tuning is {order} the bag of words. The small model has read a dictionary alone, MiniLM far more and other text."
-        )
+        limits.append(f"Full fine-tuning of {args.model} is {order} the bag of words.")
     if "lora" in means and "lora_embedding" in means and means["lora_embedding"] > means["lora"] + 0.03:
         limits.append(
             f"What limits LoRA here is the frozen token embedding: a low-rank update of it adds {100 * (means['lora_embedding'] - means['lora']):.1f} points."
