@@ -407,7 +407,6 @@ MUTANTS = {
         (("self.mask is not None and self.mask.dtype == torch.bool:", "self.mask is not None:"),),
         ("corners",),
     ),
-    "answers of int32": ((("logits.shape[:1]).long()", "logits.shape[:1])"),), ("corners",)),
     "labels of int32": ((("labels.flatten().long()", "labels.flatten()"),), ("corners",)),
     "labels of bool": ((("if labels.is_floating_point() or labels.dtype == torch.bool:", "if labels.is_floating_point():"),), ("corners",)),
     "negative multi-label labels": ((("((labels < 0) | (labels > 1)).any()", "(labels > 1).any()"),), ("corners",)),
