@@ -152,13 +152,14 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module):
         """Paper, section 3: uniform. `torch.nn.init` functions only: transformers 5 skips those on weights already loaded."""
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            return super()._init_weights(module)  # norms, and what a subclass of a user may hold
-        linear = isinstance(module, nn.Linear)
-        limit = self.config.decoder_init_range if linear else self.config.embedding_init_range
-        nn.init.uniform_(module.weight, -limit, limit)
-        if linear and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear):
+            nn.init.uniform_(module.weight, -self.config.decoder_init_range, self.config.decoder_init_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.uniform_(module.weight, -self.config.embedding_init_range, self.config.embedding_init_range)
+        else:  # norms, and what a user's subclass holds
+            super()._init_weights(module)
 
     def get_input_embeddings(self):
         return getattr(self, self.base_model_prefix, self).encoder
@@ -684,10 +685,9 @@ def _is_tracing():
 
 
 def _has_values(x):
-    """Whether the values of a tensor can be looked at: those of the meta device, of FakeTensorMode and of torch.func cannot."""
-    if _is_tracing():
-        return x.device.type != "meta"
-    return x.device.type != "meta" and not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether a tensor has values: none on the meta device, in FakeTensorMode and under torch.func. Tracing is not asked for the last two."""
+    wrapped = not _is_tracing() and (isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    return x.device.type != "meta" and not wrapped
 
 
 def _values_are_free(x):
@@ -701,8 +701,8 @@ def _at_least_float32(x):
 
 def _on_cpu_without_gradients(x):
     """True where what is best for the CPU's caches and memory is in nobody's way."""
-    plain = not torch.is_grad_enabled() and not _is_tracing() and torch._C._functorch.peek_interpreter_stack() is None
-    return plain and x.device.type == "cpu"
+    plain = x.device.type == "cpu" and not torch.is_grad_enabled() and not _is_tracing()
+    return plain and torch._C._functorch.peek_interpreter_stack() is None
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -22,7 +22,7 @@ from mteb.types import PromptType
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
-from ..common.loading import DTYPES, check_model, choose_device
+from ..common.loading import DTYPES, choose_device
 from ..common.outputs import check_folder
 from ..common.results import environment
 from .instructions import TEMPLATE, check_template
@@ -258,7 +258,6 @@ def main(argv=None):
     (arguments,) = read_arguments([MtebArguments], argv or [], "neobert mteb", __doc__)
     check_folder(arguments.output, "output")
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
-    check_model(arguments.model)
     dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype
     encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)
     report = evaluate(encoder, arguments)

@@ -120,6 +120,7 @@ class PackedEncoder:
     def __init__(self, model, dtype="auto", device=None, tokens_per_batch=None, **settings):
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
+            check_model(str(model))  # before the processor is timed for its dtype
             model = load_sentence_transformer(str(model), self.device, choose_dtype(dtype, self.device), **settings)
         self.sentence_transformer = model.to(self.device).eval()
         self.dtype = model[0].auto_model.dtype

@@ -28,7 +28,7 @@ class Options(ExportArguments):
 
 
 def check_output(arguments):
-    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote; with --check any file."""
+    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote; with --check any GGUF file."""
     output = Path(arguments.output)
     if arguments.check:
         check_file(output)

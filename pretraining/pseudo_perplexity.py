@@ -165,6 +165,7 @@ def load_model(given, factor):
     Raises:
         UserError: no model, no masked-LM head, or no rotary positions to extend.
     """
+    check_model(given.model)
     try:
         config = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -306,7 +307,6 @@ def main(argv=None):
     require("eval", "accelerate", "matplotlib")
     logging.basicConfig(format="%(message)s")
     check_folder(given.output, "output")
-    check_model(given.model)
     path = Path(given.output) / "pseudo_perplexity.csv"
     finished = read_finished(path)
     model = load_model(given, given.yarn_factors[0])

@@ -1,9 +1,8 @@
 """Runs of `neobert contrastive` on tiny pairs, for its tests."""
 
-import json
-
 import pytest
 import torch
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
@@ -27,11 +26,6 @@ def make_model_folder(tmp_path_factory, tokenizer_dir):
     return folder
 
 
-def write_jsonl(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return str(path)
-
-
 @pytest.fixture(name="triplets")
 def make_triplets(tmp_path):
     rows = [
@@ -42,14 +36,13 @@ def make_triplets(tmp_path):
         }
         for i, (colour, animal) in enumerate((colour, animal) for colour in COLOURS for animal in ANIMALS)
     ]
-    return write_jsonl(tmp_path / "triplets.jsonl", rows)
+    return str(write_jsonl(tmp_path / "triplets.jsonl", rows))
 
 
 @pytest.fixture(name="pairs")
 def make_pairs(tmp_path):
-    return write_jsonl(
-        tmp_path / "pairs.jsonl", [{"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"} for i, colour in enumerate(COLOURS * 2)]
-    )
+    rows = [{"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"} for i, colour in enumerate(COLOURS * 2)]
+    return str(write_jsonl(tmp_path / "pairs.jsonl", rows))
 
 
 def arguments_for(model_folder, output, *more):

@@ -17,7 +17,7 @@ def make_tokenizer(tokenizer_dir):
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
-def _texts(count, longest=20):
+def make_texts(count, longest=20):
     """Texts of 1 to `longest` words, one token each; no two alike."""
     rng = np.random.default_rng(0)
     lengths = [1 + i % longest for i in range(count)]
@@ -32,7 +32,7 @@ def rows_of(dataset, streaming=False, **more):
     return load_rows(parse_sources(dataset, **more), streaming)
 
 
-def _texts_of(batch):
+def texts_of_batch(batch):
     """The texts of a packed or padded batch, unmasked, as tuples of ids."""
     ids = torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
     if "cu_seq_lens_q" in batch:

@@ -18,6 +18,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.embeddings import encode_workers
 from neobert.embeddings.encode import EncodeArguments, encode
 
 
@@ -57,6 +58,21 @@ def embed(source, output, model, encoder=None, **settings):
     settings = {"dtype": "float32", **settings}  # the same on every CPU
     arguments = EncodeArguments(source=str(source), output=str(output), model=str(model), **settings)
     return encode(arguments, progress_bar=False, encoder=encoder)
+
+
+def interrupt_once(monkeypatch, parts):
+    """An interrupt after so many parts, once. Returns the names of all parts that are written, before it and after."""
+    written, stops, write = [], [parts], encode_workers.write_part
+
+    def write_part(path, *rest):
+        if len(written) in stops:
+            stops.clear()
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write(path, *rest)
+
+    monkeypatch.setattr(encode_workers, "write_part", write_part)
+    return written
 
 
 def read_parquet(path):

@@ -1,11 +1,11 @@
 """A tiny world of GLUE tasks and runs of `neobert glue` in it, for its tests."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from jsonl import write_jsonl
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
@@ -26,11 +26,6 @@ def sentence(generator, good):
     return " ".join(words)
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module", name="world")
 def make_world(tmp_path_factory):
     """A random NeoBERT with its tokenizer, and four tasks in nyu-mll/glue's schema that single words decide."""
@@ -49,14 +44,14 @@ def make_world(tmp_path_factory):
     data = root / "data"
     for split, count in (("train", 160), ("validation", 40)):
         rows = [{"sentence": sentence(generator, i % 2), "label": i % 2, "idx": i} for i in range(count)]
-        write_rows(data / "sst2" / f"{split}.jsonl", rows)
+        write_jsonl(data / "sst2" / f"{split}.jsonl", rows)
         pairs = [{"sentence1": sentence(generator, 1), "sentence2": sentence(generator, i % 2), "label": 1 - i % 2} for i in range(count)]
-        write_rows(data / "rte" / f"{split}.jsonl", pairs)
-        write_rows(data / "mrpc" / f"{split}.jsonl", [{**row, "label": 1 - row["label"]} for row in pairs])
-        write_rows(data / "stsb" / f"{split}.jsonl", [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs])
+        write_jsonl(data / "rte" / f"{split}.jsonl", pairs)
+        write_jsonl(data / "mrpc" / f"{split}.jsonl", [{**row, "label": 1 - row["label"]} for row in pairs])
+        write_jsonl(data / "stsb" / f"{split}.jsonl", [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs])
     for split, count in (("train", 160), ("validation_matched", 30), ("validation_mismatched", 40)):
         rows = [{"premise": sentence(generator, i % 3), "hypothesis": sentence(generator, i % 3 > 1), "label": i % 3} for i in range(count)]
-        write_rows(data / "mnli" / f"{split}.jsonl", rows)
+        write_jsonl(data / "mnli" / f"{split}.jsonl", rows)
     return root
 
 

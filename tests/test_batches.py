@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from data_runs import _texts_of, make_tokenizer, prepare  # noqa: F401
+from data_runs import make_tokenizer, prepare, texts_of_batch  # noqa: F401
 from datasets import Dataset
 
 from neobert.common.errors import UserError
@@ -50,7 +50,7 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch
     seen, first_epoch = [], None
     for i in range(len(batches)):
         batch = batches[i]
-        texts = _texts_of(batch)
+        texts = texts_of_batch(batch)
         assert batches.passes(i) == pytest.approx(len(seen) / len(lengths)), "passes over the data"
         seen += texts
         counts = {name: int(value) for name, value in batch_counts(batch).items()}
@@ -130,7 +130,7 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04, f"parts must be drawn 20 / 40 / 40, got {shares}"
     seen = 0
     for i in range(60):
-        texts = _texts_of(batches[i])
+        texts = texts_of_batch(batches[i])
         assert batches.passes(i) == pytest.approx(seen / len(lengths))
         assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]], "a batch must keep to its part's least length"
         seen += len(texts)

@@ -10,12 +10,13 @@ import sys
 import pytest
 import torch
 import yaml
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
 
 import huggingface_hub
-from contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets, write_jsonl  # noqa: F401
+from contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -295,13 +296,13 @@ def test_a_run_that_diverges_stops_and_saves_no_encoder(model_folder, pairs, tmp
 
 
 def test_bad_input_is_one_sentence_before_any_work(model_folder, triplets, tmp_path):
-    bad_row = write_jsonl(tmp_path / "bad.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "a"}])
+    bad_row = str(write_jsonl(tmp_path / "bad.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "a"}]))
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
-    some = write_jsonl(tmp_path / "some.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "c", "positive": "d", "negative": "e"}])
-    alike = write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
-    half = write_jsonl(tmp_path / "half.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "\ud83d", "positive": "c"}])
-    single = write_jsonl(tmp_path / "single.jsonl", [{"anchor": "a", "positive": "b"}])
+    some = str(write_jsonl(tmp_path / "some.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "c", "positive": "d", "negative": "e"}]))
+    alike = str(write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)]))
+    half = str(write_jsonl(tmp_path / "half.jsonl", [{"anchor": "a", "positive": "b"}, {"anchor": "\ud83d", "positive": "c"}]))
+    single = str(write_jsonl(tmp_path / "single.jsonl", [{"anchor": "a", "positive": "b"}]))
     unknown = tmp_path / "unknown.yaml"
     unknown.write_text(yaml.safe_dump({"datasets": [{"name": "x", "path": triplets, "positives": "p"}]}))
     cases = [

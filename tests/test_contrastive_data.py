@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
 
-from contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets, write_jsonl  # noqa: F401
+from contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
 from datasets import Dataset
 from torch.utils.data import ConcatDataset
 
@@ -163,7 +164,7 @@ def test_rows_become_examples_with_as_many_negatives_each():
 
 def test_pairs_with_a_low_score_are_left_out(tmp_path):
     rows = [{"sentence1": f"s{i}", "sentence2": f"t{i}", "score": i / 2} for i in range(11)]
-    path = write_jsonl(tmp_path / "sts.jsonl", rows)
+    path = str(write_jsonl(tmp_path / "sts.jsonl", rows))
     data = load_source(PairSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
     assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
 
@@ -213,7 +214,7 @@ def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
     assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, "these two are read as queries, corpus and judgements"
     for name, row in SHAPES.items():
-        path = write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3)
+        path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
         data = load_source(PairSource.from_dict({**sources[name], "path": path}))
         count = len([column for column in data.column_names if column.startswith("negative_")])
         assert data[0] == {"anchor": "A", "positive": "P", **{f"negative_{i + 1}": "N" for i in range(count)}}, f"{name} is read wrongly"
@@ -308,7 +309,7 @@ def test_pairs_of_a_csv_file(model_folder, tmp_path):
 
 
 def test_a_small_data_set_with_shared_answers_trains(model_folder, tmp_path):
-    path = write_jsonl(tmp_path / "faq.jsonl", [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)])
+    path = str(write_jsonl(tmp_path / "faq.jsonl", [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)]))
     argv = arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--per_device_train_batch_size", "64")
     assert main([*argv, "--max_steps", "-1", "--num_train_epochs", "2"]) == 0
     training = json.loads((tmp_path / "out" / "contrastive.json").read_text())["training"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonl import write_jsonl
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
@@ -28,11 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = "river stone music paper table winter cold water hard rock sweet sound".split()
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, rows in SST-2's schema that one word decides, and pairs."""
@@ -47,9 +43,9 @@ def folder(tmp_path_factory):
     sentences = [(" ".join([*draw.choices(WORDS, k=draw.randint(3, 9)), "good" if i % 2 else "bad"]), i % 2) for i in range(200)]
     rows = [{"sentence": text, "label": label} for text, label in sentences]
     # 160 rows, a tenth held out: 9 whole batches of 16, so that no process repeats rows to fill the last one.
-    write_rows(folder / "data" / "sst2" / "train.jsonl", rows[:160])
-    write_rows(folder / "data" / "sst2" / "validation.jsonl", rows[160:])
-    write_rows(folder / "pairs.jsonl", [{"anchor": f"{word} number {i}", "positive": f"{i} {word}"} for i, word in enumerate(WORDS * 6)])
+    write_jsonl(folder / "data" / "sst2" / "train.jsonl", rows[:160])
+    write_jsonl(folder / "data" / "sst2" / "validation.jsonl", rows[160:])
+    write_jsonl(folder / "pairs.jsonl", [{"anchor": f"{word} number {i}", "positive": f"{i} {word}"} for i, word in enumerate(WORDS * 6)])
     return folder
 
 

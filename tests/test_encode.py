@@ -18,7 +18,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from encode_runs import embed, make_corpus, make_model_folder, make_reference, read_parquet, texts_of_many_lengths  # noqa: F401
+from encode_runs import embed, interrupt_once, make_corpus, make_model_folder, make_reference, read_parquet, texts_of_many_lengths  # noqa: F401
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
@@ -105,16 +105,7 @@ def test_one_output_file_in_the_order_of_the_input(corpus, model_folder, referen
 def test_an_interrupted_run_continues_with_the_missing_parts(corpus, model_folder, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     embed(corpus, whole, model_folder, shard_rows=16)
-    written = []
-    write = encode_workers.write_part
-
-    def write_two(path, *rest):
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write(path, *rest)
-
-    monkeypatch.setattr(encode_workers, "write_part", write_two)
+    written = interrupt_once(monkeypatch, 2)
     folder = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
         embed(corpus, folder, model_folder, shard_rows=16)
@@ -122,7 +113,6 @@ def test_an_interrupted_run_continues_with_the_missing_parts(corpus, model_folde
     ended = subprocess.Popen(["true"])
     ended.wait()
     (folder / f".part-000002.parquet.{socket.gethostname()}-{ended.pid}-abcdefgh").write_bytes(b"what kill -9 leaves")
-    monkeypatch.setattr(encode_workers, "write_part", lambda path, *rest: (written.append(path.name), write(path, *rest)))
     summary = embed(corpus, folder, model_folder, shard_rows=16)
     assert len(set(written)) == len(written) == summary["parts"] == 5, f"parts were encoded twice or not at all: {written}"
     assert not list(folder.glob(".*")), "left-overs of the killed run"

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
@@ -22,14 +23,9 @@ from neobert.embeddings.encode_parts import Plan, WindowReader, make_plan
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_windows_are_bounded_in_rows_and_characters(tmp_path):
     texts = ["x" * n for n in (10, 10, 10, 500, 10, 90, 1)]
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     plan = make_plan(path, "text", [], 3, 100)
     reader = WindowReader(path, ["text"], plan.windows)
     sizes = [[len(row["text"]) for _, row in reader.read(number)] for number in range(len(plan.windows))]
@@ -44,11 +40,11 @@ def test_a_window_is_read_from_any_place_in_any_order(tmp_path, name):
     if name == "folder":
         path.mkdir()
         for number, start in enumerate(range(0, 500, 130)):
-            write_rows(path / f"{number}.jsonl", rows[start : start + 130])
+            write_jsonl(path / f"{number}.jsonl", rows[start : start + 130])
     elif name == "a.parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=77)
     else:
-        write_rows(path, rows)
+        write_jsonl(path, rows)
     plan = make_plan(path, "text", ["id"], 7, 1000)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json", path) == plan, "a plan that is saved and loaded is another"
@@ -59,7 +55,7 @@ def test_a_window_is_read_from_any_place_in_any_order(tmp_path, name):
 
 
 def test_reading_does_not_run_ahead_of_the_window(tmp_path, monkeypatch):
-    path, drawn = write_rows(tmp_path / "a.jsonl", [{"text": "abc"}] * 100), []
+    path, drawn = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}] * 100), []
     plan = make_plan(path, "text", [], 4, 1000)
 
     def counted(*given, read=encode_parts.read_rows, **named):

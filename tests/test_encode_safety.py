@@ -10,7 +10,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from encode_runs import embed, make_corpus, make_model_folder, read_parquet  # noqa: F401
+from encode_runs import embed, interrupt_once, make_corpus, make_model_folder, read_parquet  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
 from neobert.common.errors import UserError
@@ -173,18 +173,9 @@ def test_tables_made_of_an_output_are_not_its_own(corpus, model_folder, tmp_path
 
 def test_an_interrupted_overwrite_continues(corpus, model_folder, tmp_path, monkeypatch):
     embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
-    write, written = encode_workers.write_part, []
-
-    def stop_at_the_third(path, *rest):
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write(path, *rest)
-
-    monkeypatch.setattr(encode_workers, "write_part", stop_at_the_third)
+    written = interrupt_once(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True, normalize=True)
-    monkeypatch.setattr(encode_workers, "write_part", lambda path, *rest: (written.append(path.name), write(path, *rest)))
     embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True, normalize=True)
     assert len(written) == len(set(written)) == 5, f"parts were made twice: {written}"
     assert not (tmp_path / "out.before-overwrite").exists(), "what was replaced stays behind"

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from glue_runs import make_world, run, write_rows  # noqa: F401
+from glue_runs import make_world, run  # noqa: F401
+from jsonl import write_jsonl
 from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSequenceClassification
 
 from neobert.common import loading
@@ -60,7 +61,7 @@ def test_every_task_is_checked_before_the_first_is_trained(world, tmp_path, monk
     for task in ("sst2", "rte"):
         for split in ("train", "validation"):
             lines = (world / "data" / task / f"{split}.jsonl").read_text().splitlines()
-            write_rows(tmp_path / task / f"{split}.jsonl", [json.loads(line) for line in lines[: 5 if task == "rte" else None]])
+            write_jsonl(tmp_path / task / f"{split}.jsonl", [json.loads(line) for line in lines[: 5 if task == "rte" else None]])
     with pytest.raises(UserError, match="rte has 5 training rows, too few to hold 0.1 of them out; use --selection dev"):
         run(world, tmp_path / "out", "sst2,rte", data=tmp_path)
     monkeypatch.setattr(glue_run, "process_state", lambda: SimpleNamespace(num_processes=3, is_main_process=True))
@@ -122,7 +123,7 @@ def test_file_kinds_give_the_same_rows(tmp_path):
     for kind in ("jsonl", "csv", "parquet"):
         folder = tmp_path / kind / "stsb"
         for split in ("train", "validation"):
-            write_rows(folder / f"{split}.jsonl", rows)
+            write_jsonl(folder / f"{split}.jsonl", rows)
             if kind == "csv":
                 (folder / f"{split}.jsonl").unlink()
                 (folder / f"{split}.csv").write_text('sentence1,sentence2,label\n"a, \u2028 b","say ""c""",2.5\nd,e,0.0\n')
@@ -155,7 +156,7 @@ def test_quotes_are_characters_in_tsv_and_quote_in_csv(tmp_path):
 
 @pytest.mark.parametrize("second", ["train.csv", "train-00000-of-00001.jsonl"])
 def test_two_copies_of_a_split_are_refused(tmp_path, second):
-    write_rows(tmp_path / "sst2" / "train.jsonl", [GOOD_ROW])
+    write_jsonl(tmp_path / "sst2" / "train.jsonl", [GOOD_ROW])
     (tmp_path / "sst2" / second).write_text("")
     with pytest.raises(UserError, match=rf"has the split 'train' more than once \(.*{second}.*\); leave one file, or shards of one"):
         glue_tasks.load_task(TASKS["sst2"], str(tmp_path))

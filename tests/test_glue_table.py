@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from glue_runs import make_world, run, write_rows  # noqa: F401
+from glue_runs import make_world, run  # noqa: F401
+from jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.common.published import GLUE
@@ -118,7 +119,7 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
         run(world, output, **{**quick, "model": world / "bert"})
     changed = tmp_path / "data" / "sst2"
     for path in (world / "data" / "sst2").iterdir():
-        write_rows(changed / path.name, [json.loads(line) for line in path.read_text().splitlines()][1:])
+        write_jsonl(changed / path.name, [json.loads(line) for line in path.read_text().splitlines()][1:])
     with pytest.raises(UserError, match="the rows of sst2 in .* are not those of the finished runs"):
         run(world, output, **{**quick, "data": tmp_path / "data"})
     assert len(glue_table.finished_runs(output)) == 1

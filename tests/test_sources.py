@@ -6,7 +6,7 @@ import json
 import textwrap
 
 import pytest
-from data_runs import _texts, make_tokenizer, prepare, rows_of  # noqa: F401
+from data_runs import make_texts, make_tokenizer, prepare, rows_of  # noqa: F401
 from datasets import Dataset, DatasetDict, Features, Value
 
 from neobert.common import locks
@@ -188,7 +188,7 @@ def test_a_set_is_prepared_by_one_run_at_a_time(tmp_path, tokenizer):
 
 def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkeypatch):
     source = tmp_path / "text.jsonl"
-    source.write_text("".join(json.dumps({"content": text}) + "\n" for text in _texts(30)))
+    source.write_text("".join(json.dumps({"content": text}) + "\n" for text in make_texts(30)))
     whole = prepare(str(source), tmp_path / "one", tokenizer)
     real = prepared._prepare_shard
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_runs import WORDS, _texts, _texts_of, make_tokenizer, rows_of  # noqa: F401
+from data_runs import WORDS, make_texts, make_tokenizer, rows_of, texts_of_batch  # noqa: F401
 
 from neobert.common.errors import UserError
 from neobert.pretraining.batches import BatchSpec, SpecialTokens
@@ -42,7 +42,7 @@ def _states(batches):
 
 def _corpus(folder, files=3, rows=40):
     for number in range(files):
-        texts = [f"{text} {number} {i}" for i, text in enumerate(_texts(rows, 25))]
+        texts = [f"{text} {number} {i}" for i, text in enumerate(make_texts(rows, 25))]
         lines = [json.dumps({"text": text}) for text in texts] + ["{broken", '{"text": ""}']
         (folder / f"part{number}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -67,9 +67,9 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
     if not spec:
         seen = []
         for batch in batches:
-            if len(seen) + len(_texts_of(batch)) > 120:
+            if len(seen) + len(texts_of_batch(batch)) > 120:
                 break
-            seen += _texts_of(batch)
+            seen += texts_of_batch(batch)
         assert len(seen) > 100 and len(set(seen)) == len(seen), "an epoch must hold every text once"
 
 
@@ -83,7 +83,7 @@ def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed)
     resumed.load_state(_states(batches[:consumed]), consumed)
     again = _loaded(resumed, 6)
     assert all(map(_same, batches[consumed:], again)), "the resumed batches must be those of the uninterrupted run"
-    texts = [text for batch in batches for text in _texts_of(batch)][:90]
+    texts = [text for batch in batches for text in texts_of_batch(batch)][:90]
     assert len(set(texts)) == len(texts), "workers must not read the same texts"
 
 
@@ -131,7 +131,7 @@ def test_processes_share_a_stream_and_resume(tmp_path, tokenizer, files, world_s
     seen = []
     for rank in range(world_size):
         batches = _loaded(_stream(tmp_path, tokenizer, rank=rank, world_size=world_size), 12)
-        seen.append([text for batch in batches[:5] for text in _texts_of(batch)])
+        seen.append([text for batch in batches[:5] for text in texts_of_batch(batch)])
         resumed = _stream(tmp_path, tokenizer, rank=rank, world_size=world_size)
         resumed.load_state(_states(batches[:7]), 7)
         assert all(map(_same, batches[7:], _loaded(resumed, 5))), f"process {rank} must continue with its own batches"

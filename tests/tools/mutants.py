@@ -152,7 +152,8 @@ MUTANTS = {
     "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
     "in-place initialisation": (
         (
-            ("nn.init.uniform_(module.weight, -limit", "module.weight.data.uniform_(-limit"),
+            ("nn.init.uniform_(module.weight, -self.config.decoder", "module.weight.data.uniform_(-self.config.decoder"),
+            ("nn.init.uniform_(module.weight, -self.config.embedding", "module.weight.data.uniform_(-self.config.embedding"),
             ("nn.init.normal_(module.weight, mean=0.0,", "module.weight.data.normal_(mean=0.0,"),
         ),
         ("loading", "remote_code_rules"),
@@ -363,9 +364,12 @@ MUTANTS = {
         (("mask.sum(dim=-1, keepdim=True).clamp(min=1))", "mask.sum(dim=-1, keepdim=True))"),),
         ("corners",),
     ),
-    "other modules are not initialised": ((("return super()._init_weights(module)", "return None"),), ("corners",)),
+    "other modules are not initialised": (
+        (("            super()._init_weights(module)\n\n    def get_input", "            pass\n\n    def get_input"),),
+        ("corners",),
+    ),
     "all zeros are texts of one token": (((".all() & positions.any()", ".all()"),), ("corners",)),
-    "values of fake tensors are read": (((" and not isinstance(x, FakeTensor)", ""),), ("corners",)),
+    "values of fake tensors are read": ((("isinstance(x, FakeTensor) or ", ""),), ("corners",)),
     "rows are written under torch.func": (((" and torch._C._functorch.peek_interpreter_stack() is None", ""),), ("corners",)),
     "a mask of one row for all is refused": ((("    if attention_mask.shape == (1, shape[1]):\n", "    if False:\n"),), ("corners",)),
     "the logit of padding is the lowest number": ((("_NO_ANSWER = -8192.0", "_NO_ANSWER = torch.finfo(torch.float32).min"),), ("corners",)),
