@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from neobert.common.arguments import read_arguments
+from neobert.common.blocks import compile_blocks
 from neobert.common.files import write_json, write_text
 from neobert.common.results import environment, markdown_table
-from neobert.embeddings.distill import TRAINER, DistillArguments, compile_blocks, load_teacher
+from neobert.embeddings.distill import TRAINER, DistillArguments, load_teacher
 from neobert.embeddings.distill_data import read_texts
 from neobert.embeddings.distill_loss import DistillLoss
 from neobert.embeddings.distill_student import build_student
@@ -42,7 +43,7 @@ def run(name, arguments, teacher, texts, vectors, given):
     student = build_student(arguments, teacher, vectors.shape[1]).train()
     student[0].auto_model.set_attn_implementation(attention)
     if compiled:
-        compile_blocks(student)
+        compile_blocks(student[0].auto_model)
     loss_of = DistillLoss(student, arguments)
     trained = [p for p in student.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=given.learning_rate, betas=(0.9, 0.98), fused=True)

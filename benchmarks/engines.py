@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..common.blocks import compile_blocks
 from ..common.errors import UserError, require
-from .throughput_models import compile_blocks
 
 
 BATCH_SIZES = (1, 4, 8, 32)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertModel, RobertaConfig, RobertaModel
 
+from ..common.blocks import compile_blocks
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 
@@ -134,18 +135,6 @@ def _local_window(config, layer):
 COMPILE_OPTIONS = {}
 
 
-def compile_blocks(model, **options):
-    """Regional compilation: every block is compiled in place, with a dynamic token count, and equal blocks share one graph.
-
-    Packing and scattering stay outside of the graphs, so that batches of any shape reuse them.
-    """
-    count = model.config.num_hidden_layers
-    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
-    for block in blocks:
-        block.compile(dynamic=True, **{**COMPILE_OPTIONS, **options})
-    return model
-
-
 def build(name, implementation, device, dtype, small=None, shared=None):
     """A `Run` in eval mode with random weights.
 
@@ -174,6 +163,6 @@ def build(name, implementation, device, dtype, small=None, shared=None):
     if layout == "published":
         model, backend = PublishedConstruction(model), "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
-        model = compile_blocks(model)
+        model = compile_blocks(model, **COMPILE_OPTIONS)
         backend = f"compiled; {backend}"
     return Run(name, implementation, model, longest, backend)

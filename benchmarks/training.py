@@ -93,7 +93,7 @@ class Steps:
         found = {"losses": [], "seconds": [], "tokens": [], "operations": [], "rates": [], "fills": []}
         with PeakMemory(self.device) as memory:
             model = self.model()
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=self.device == "cuda")
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
             for step in range(self.steps + 1):
                 lengths, inputs = self.batch(step)
                 inputs = {name: value.to(self.device) for name, value in inputs.items()}

@@ -163,6 +163,10 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     return objects if trainer is None else [*objects, for_trainer]
 
 
+# For commands that have `compile`: Trainer's own compilation takes the complete model, whose kernels for packed batches it leaves out.
+BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
+
+
 def training_arguments(output_dir, given, fixed, base=None):
     """transformers' TrainingArguments from a recipe's section and what the command sets itself.
 
@@ -183,6 +187,8 @@ def training_arguments(output_dir, given, fixed, base=None):
         raise UserError("output_dir is set by this command; give --output in its place")
     for name, value in fixed.items():
         if name in given and given[name] != value:
+            if name in BLOCKS_ONLY:
+                raise UserError(f"{name} compiles the complete model, which then packs nothing; give --compile, which compiles its blocks")
             raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")
     try:
         return base(output_dir=str(output_dir), **{**given, **fixed})

@@ -23,7 +23,8 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import set_seed
 
 from ..common import checkpoints
-from ..common.arguments import Arguments, option, read_arguments, training_arguments
+from ..common.arguments import BLOCKS_ONLY, Arguments, option, read_arguments, training_arguments
+from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.identity import files_digest, weights_digest
@@ -199,13 +200,6 @@ def teacher_vectors(arguments, texts, device):
     return {name: TeacherVectors(folder / name, rows, identity, load) for name, rows in sets.items() if rows}
 
 
-def compile_blocks(student):
-    """torch.compile of each block, which is the same graph for all of them."""
-    torch._dynamo.config.recompile_limit = 64
-    for block in student[0].auto_model.transformer_encoder:
-        block.compile(dynamic=True)
-
-
 def train(arguments, trainer_options):
     """Trains the student and writes its folder; a run that was interrupted goes on at its last checkpoint.
 
@@ -218,7 +212,7 @@ def train(arguments, trainer_options):
     sources, others = arguments.sources()
     device = choose_device(arguments.device)
     work = Path(arguments.work)
-    fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps")}
+    fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps"), **BLOCKS_ONLY}
     if device.type == "cpu":
         fixed["use_cpu"] = True
     training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
@@ -242,7 +236,7 @@ def _train(arguments, training, settings, texts, vectors):
     if arguments.attn_implementation:
         model.set_attn_implementation(arguments.attn_implementation)
     if arguments.compile:
-        compile_blocks(student)
+        compile_blocks(model)
     with training.main_process_first(desc="lengths"):
         lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, Path(arguments.work) / LENGTHS)
     training.batch_sampler = functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
@@ -259,8 +253,7 @@ def _train(arguments, training, settings, texts, vectors):
     history = trainer.state.log_history
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
         raise UserError(f"training diverged with learning_rate {training.learning_rate:g}; give a lower --learning-rate and --overwrite")
-    for block in model.transformer_encoder:
-        block._compiled_call_impl = None
+    uncompile_blocks(model)
     model.set_attn_implementation(packing)
     figures = {
         "texts": {"train": len(texts.train), "held_out": len(texts.held_out), **{name: len(rows) for name, rows in texts.other.items()}},

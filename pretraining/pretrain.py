@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 
 from ..common.arguments import read_arguments  # noqa: E402
+from ..common.blocks import compile_blocks  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
 from ..common.files import read_json, redacted, write_json  # noqa: E402
@@ -41,6 +42,7 @@ from .trainer import PretrainingTrainer  # noqa: E402
 # What a run is known by: a continued run has the same. Of our own options all but these, of Trainer's these.
 _FREE = {
     "output",
+    "compile",
     "prepare",
     "prepared",
     "num_proc",
@@ -294,6 +296,10 @@ def execute(run):
                 prepared_tokens(run, name, sources, tokenizer)
         return {}
     model = make_model(run.model.model_config, run.model.init_from, tokenizer, training.seed)
+    if run.run.attn_implementation:
+        model.set_attn_implementation(run.run.attn_implementation)
+    if run.run.compile:
+        compile_blocks(model)
     moments = _moments(run)
     _check(run, tokenizer, model)
     values = _known_by(run, tokenizer)

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from pretrain_runs import TINY, make_corpus  # noqa: F401
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import convert_memory, measuring, memory, profile_forward, training
+from neobert.benchmarks import convert_memory, measuring, memory, pretrain_precision, profile_forward, training
 from neobert.benchmarks.measuring import in_a_process
 from neobert.benchmarks.memory import CONTRACT, Case
 from neobert.benchmarks.training import Steps, forward_operations
@@ -134,6 +136,34 @@ def test_the_training_table(tmp_path, monkeypatch):
     assert [row["way"] for row in rows] == ["packed", "padded"] and all(len(row["seconds"]) == 2 for row in rows)
     page = (tmp_path / "t.md").read_text()
     assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, "the last way is what the others are compared with"
+
+
+def test_precisions_of_pre_training(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrain_precision, "in_a_process", here)
+    recipe = tmp_path / "recipe.yaml"
+    text = {"dataset": str(corpus / "train.txt"), "max_length": 32, "tokens_per_batch": 128, "model_config": TINY}
+    recipe.write_text(yaml.safe_dump({**text, "heldout": str(corpus / "heldout.txt"), "trainer": {"learning_rate": 3e-3}}))
+    argv = ["--recipe", str(recipe), "--output", str(tmp_path / "p"), "--work", str(tmp_path / "work"), "--steps", "30", "--threads", "1"]
+    argv += ["--seeds", "1", "2", "--settings", "float32", "bfloat16"]
+    assert pretrain_precision.main(argv) == 0
+    runs = json.loads((tmp_path / "p.json").read_text())["runs"]
+    assert [list(found) for found in runs.values()] == [["1", "2"]] * 2
+    assert all(
+        len(run["rates"]) == 2 and run["loss"] < 10 and run["heldout_loss"] < 10 for found in runs.values() for run in found.values()
+    )
+    first, low = runs["float32"]["1"]["loss"], runs["bfloat16"]["1"]["loss"]
+    assert low != first and low == pytest.approx(first, abs=0.05), "the same weights, texts and masks, otherwise rounded"
+    recipe.write_text(yaml.safe_dump(text))
+    with pytest.raises(UserError, match="no held-out text"):
+        pretrain_precision.main([*argv, "--work", str(tmp_path / "other")])
+
+
+def test_the_page_of_pre_trainings_precisions_compares_the_same_steps():
+    runs = {"a": {1: ([100, 50], 2.0, 3.0), 2: ([10, 10], 4.0, 5.0)}, "b": {1: ([300, 150], 2.5, 3.0), 2: ([20, 20], 2.5, 3.0)}}
+    found = {name: {s: dict(zip(("rates", "loss", "heldout_loss"), run)) for s, run in seeds.items()} for name, seeds in runs.items()}
+    lines = pretrain_precision.page(found).splitlines()
+    assert lines[2] == "| a | 30 | 10 to 88 | 1.00 | 3.000 ± 1.414 | 4.000 ± 1.414 |"
+    assert lines[3] == "| b | 85 | 20 to 262 | 2.50 | 2.500 ± 0.000 | 3.000 ± 0.000 |"
 
 
 # -------------------------------------------------------------------------------------------------------------------- profile

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel
 from neobert import modeling_neobert as modeling
-from neobert.benchmarks.throughput_models import compile_blocks
+from neobert.common.blocks import compile_blocks
 
 from .reference import FlashReference, LiveTensors, count_rows, install_flash, make_model, random_batch
 
@@ -269,7 +269,7 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
     """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text (the CPU) runs between graphs."""
     from torch._dynamo.utils import counters
 
-    from neobert.benchmarks.throughput_models import compile_blocks
+    from neobert.common.blocks import compile_blocks
 
     dtype = torch.float32
     if kernel == "flash_attention_2":
