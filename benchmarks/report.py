@@ -134,13 +134,19 @@ def sections():
             "Corpus encoding",
             ("encode",),
             "`neobert encode` against what it replaces: speed, vectors, memory.",
-            "python benchmarks/encode.py --model MODEL",
+            "python -m neobert.benchmarks.encode --model MODEL",
         ),
         Section(
             "Sentiment: full fine-tuning and LoRA",
             ("sentiment", "lora"),
             "Sentences of movie reviews with human ratings: the small bundled NeoBERT against a bag of words and the MiniLM sentence encoder.",
-            "python benchmarks/sentiment.py --model MODEL",
+            "python -m neobert.benchmarks.sentiment --model MODEL",
+        ),
+        Section(
+            "Named entities",
+            ("named_entities",),
+            "What an uncased vocabulary costs, on gold tags.",
+            "python -m neobert.benchmarks.named_entities --text TAGGED",
         ),
         Section(
             "Training",
