@@ -10,6 +10,7 @@ import torch
 from data_runs import WORDS, make_texts, make_tokenizer, rows_of, texts_of_batch  # noqa: F401
 
 from neobert.common.errors import UserError
+from neobert.pretraining import streaming
 from neobert.pretraining.batches import BatchSpec, SpecialTokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import Tokenise, tokenise_texts
@@ -171,3 +172,46 @@ def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):
 
 def test_tokenised_texts_leave_out_empty_ones(tokenizer):
     assert tokenise_texts(["a river", "", "stone"], tokenizer).lengths.tolist() == [4, 3]
+
+
+def test_a_streamed_text_of_just_enough_tokens_is_taken(tmp_path, tokenizer):
+    """As in a prepared set: [CLS] and [SEP] count, and a text of the least length is long enough."""
+    (tmp_path / "one.txt").write_text("river\nriver stone\n")
+    (reader,) = _stream(tmp_path, tokenizer, mixture={4: 1.0}).readers(0)
+    assert len(reader.next()) == 4
+
+
+def test_a_long_streamed_text_is_cut_or_split(tmp_path, tokenizer):
+    (tmp_path / "one.txt").write_text(" ".join(WORDS) + "\n")
+    ids = tokenizer(" ".join(WORDS), add_special_tokens=False)["input_ids"]
+    for long_texts, parts in (("truncate", [ids[:5], ids[:5]]), ("split", [ids[:5], ids[5:]])):
+        (reader,) = _stream(tmp_path, tokenizer, length=7, long_texts=long_texts).readers(0)
+        expected = [[tokenizer.cls_token_id, *part, tokenizer.sep_token_id] for part in parts]
+        assert [reader.next().tolist() for _ in parts] == expected, "every token belongs to one window"
+
+
+def test_a_stream_without_boundaries_holds_every_token(tmp_path, tokenizer):
+    texts = make_texts(30, 25)
+    (tmp_path / "one.txt").write_text("\n".join(texts) + "\n")
+    written = [token for text in texts for token in tokenizer(text)["input_ids"]]
+    batches = _loaded(_stream(tmp_path, tokenizer, layout="packed_without_boundaries"), len(written) // 64)
+    read = torch.cat([torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"]).flatten() for batch in batches])
+    assert read.tolist() == written[: len(read)], "a text that a batch cuts goes on in the next batch"
+
+
+def test_empty_and_broken_rows_are_counted_apart(tmp_path, tokenizer):
+    rows = ['{"text": "river stone"}', "{broken", '{"text": ""}', '{"text": " "}']
+    (tmp_path / "one.jsonl").write_text("\n".join(rows) + "\n")
+    (reader,) = _stream(tmp_path, tokenizer).readers(0)
+    assert [len(reader.next()) for _ in range(2)] == [4, 4], "the second one belongs to the next pass"
+    assert reader.skipped == {"empty": 2, "broken": 1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_masks_of_a_process_are_those_of_the_complete_run(tmp_path, tokenizer, monkeypatch, rank):
+    """Batch i of process r is batch 2 i + r of the run: its masks follow from this number, and a mask schedule from its share of the run."""
+    _corpus(tmp_path)
+    seen = []
+    monkeypatch.setattr(streaming, "masked_batch", lambda *given: seen.append(given[4:]) or {})
+    _loaded(_stream(tmp_path, tokenizer, rank=rank, world_size=2), 3)
+    assert seen == [(number, number / 1000) for number in (rank, rank + 2, rank + 4)]
