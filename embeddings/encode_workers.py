@@ -123,7 +123,7 @@ def encode_windows(encoder, prompt, run, numbers, progress):
             number, rows, tokens = job
             following = pool.submit(tokenized)
             try:
-                vectors = encoder.embed(tokens, lambda count: progress(count, 0))
+                vectors = encoder.embed(tokens, lambda count: progress(count, 0), prompt)
             except NotFinite as error:
                 raise UserError(f"{rows[error.index][0]}: {error}") from None
             if run.arguments.normalize:

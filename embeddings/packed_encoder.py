@@ -208,19 +208,20 @@ class PackedEncoder:
             yield np.array(batch)
 
     @torch.inference_mode()
-    def embed(self, tokens, progress=None):
+    def embed(self, tokens, progress=None, prompt=""):
         """Vectors of tokenized texts, (N, width) float32, in the order given.
 
         Args:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
+            prompt: that the texts were tokenized with; some models leave its tokens out of the pooling.
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
-        output = torch.empty(len(tokens), self.width, device=self.device)
+        output, leading = torch.empty(len(tokens), self.width, device=self.device), self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch)
+            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch, leading)
             output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
@@ -232,7 +233,7 @@ class PackedEncoder:
     def encode(self, texts, prompt="", show_progress_bar=False):
         """Vectors of `texts`, (N, width) float32."""
         with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
-            return self.embed(self.tokenize(texts, prompt), bar.update)
+            return self.embed(self.tokenize(texts, prompt), bar.update, prompt)
 
     def _embed_packed(self, batch):
         packed = pack(batch, self.device)
@@ -244,9 +245,16 @@ class PackedEncoder:
             features = module(features)
         return features["sentence_embedding"]
 
-    def _embed_padded(self, batch):
+    def _prompt_length(self, prompt):
+        """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of the prompt alone without its last [SEP]."""
+        ids = self._tokenizer(prompt, return_attention_mask=False)["input_ids"] if prompt else []
+        return len(ids) - (ids[-1] in self._tokenizer.all_special_ids) if ids else 0
+
+    def _embed_padded(self, batch, prompt_length=0):
         padded = self._tokenizer.pad({"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt")
         features = {name: value.to(self.device) for name, value in padded.items()}
+        if prompt_length:
+            features["prompt_length"] = prompt_length  # read by a pooling that leaves it out
         return self.sentence_transformer(features)["sentence_embedding"]
 
 

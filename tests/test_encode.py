@@ -43,6 +43,21 @@ def test_packed_vectors_equal_sentence_transformers(model_folder, pooling):
     np.testing.assert_allclose(encoder.encode(texts, "query: "), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_prompt_that_is_left_out_of_the_pooling(model_folder, tmp_path, pooling):
+    """As models of Instructor's kind have it, whose prompt must not count in the mean."""
+    modules = [Transformer(str(model_folder), max_seq_length=64), Pooling(64, pooling, include_prompt=False)]
+    model, texts = SentenceTransformer(modules=modules, device="cpu"), texts_of_many_lengths(20)
+    encoder = PackedEncoder(model, tokens_per_batch=150, dtype="float32", device="cpu")
+    expected = model.encode(texts, prompt="find the cat: ")
+    np.testing.assert_allclose(encoder.encode(texts, "find the cat: "), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    model.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n")
+    embed(tmp_path / "texts.txt", tmp_path / "vectors.safetensors", tmp_path / "model", prompt="find the cat: ")
+    found = load_file(tmp_path / "vectors.safetensors")["embeddings"]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
 def test_modules_after_the_pooling_are_applied(reference):
     model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
     vectors = PackedEncoder(model, dtype="float32", device="cpu").encode(texts_of_many_lengths(5))
