@@ -157,6 +157,7 @@ def fingerprint(encoder, arguments, instructions):
         digest.update(name.encode())
         digest.update(tensor.detach().float().cpu().numpy().tobytes())
     settings = [str(encoder.dtype), encoder.max_length, encoder.prompts, arguments.pooling, instructions, arguments.instruction_template]
+    settings += [arguments.tokenizer] if arguments.tokenizer else []  # in place of the model's own
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()
 

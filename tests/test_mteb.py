@@ -2,6 +2,7 @@
 side, results that are not computed twice and not reused for other weights, the published rows, and the local tasks."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,7 +260,12 @@ def test_results_of_other_weights_or_settings_are_not_reused(model_folder, token
     prints = {fingerprint(encoder, given, {}), fingerprint(other, given, {}), fingerprint(encoder, given, None)}
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", max_length=16), given, {}))
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", dtype="bfloat16"), given, {}))
-    assert len(prints) == 5, "two settings that change the vectors share MTEB's result cache"
+    for more in ({"pooling": "cls"}, {"tokenizer": str(tokenizer_dir)}, {"instruction_template": "{instruction} "}):
+        prints.add(fingerprint(encoder, replace(given, **more), {}))
+    prompted = PackedEncoder(model_folder, dtype="float32", device="cpu")
+    prompted.prompts = {"query": "find: "}
+    prints.add(fingerprint(prompted, given, {}))
+    assert len(prints) == 9, "two settings that change the vectors share MTEB's result cache"
     assert fingerprint(PackedEncoder(model_folder, dtype="float32", device="cpu"), given, {}) in prints, (
         "the same model must find its own results"
     )
@@ -362,3 +368,12 @@ def test_wordnet_tasks_ask_only_for_held_out_synsets():
     kept, trained = (local_tasks.similarity_pairs(30, held_out) for held_out in (True, False))
     assert not {pair[0] for pair in kept} & {pair[0] for pair in trained}, "a training pair starts from a held-out synset"
     assert all(0 <= pair[2] < 1 for pair in (*kept, *trained)) and len({pair[2] for pair in kept}) > 3
+
+
+def test_no_sentence_is_both_trained_and_tested_on(monkeypatch):
+    rows = [{"id": str(i), "text": f"sentence {i}", "label": i % 2} for i in range(700)]
+    monkeypatch.setattr(local_tasks, "sentiment_sentences", lambda kind: rows)
+    task = local_tasks.MovieSentimentClassification()
+    task.load_data()
+    parts = [dict(zip(task.dataset[name]["text"], task.dataset[name]["label"])) for name in ("train", "test")]
+    assert list(map(len, parts)) == [200, 500] and parts[0] | parts[1] == {row["text"]: row["label"] for row in rows}
