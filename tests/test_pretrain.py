@@ -27,6 +27,7 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
 from neobert.pretraining import trainer as trainer_module
+from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
 from neobert.pretraining.trainer import flops_per_batch, masked_correct
 
@@ -371,6 +372,39 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
     assert masked_correct(logits[0, 1:3], labels) == (1, 2), "logits of the labelled tokens alone must count the same"
 
 
+def test_the_baseline_is_the_most_frequent_ordinary_token():
+    tokenizer = load_tokenizer(str(TOKENIZER))
+    tokens = tokenise_texts(["\u2603 \u2603 \u2603 \u2603 river stone", "river paper"], tokenizer)
+    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], "a special token must be the most frequent one, or this test shows nothing"
+    river = tokenizer.convert_tokens_to_ids("river")
+    assert pretrain.unigram(tokens, tokenizer) == river
+    batches = [{"labels": torch.tensor([[-100, river, 7]])}, {"labels": torch.tensor([[river, -100, river]])}]
+    assert pretrain.unigram_accuracy(batches, river) == 0.75
+
+
+def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
+    for given, seed in (({}, 7), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 5}, 5), ({"data_seed": 0}, 0)):
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **given))
+        assert run.spec.seed == seed and run.training.seed == given.get("seed", 7)
+
+
+def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatch):
+    """At mlm_probability under a schedule too, from all texts, with masks of another seed: losses of all steps and runs compare."""
+    seen, make_batches = [], pretrain.make_batches
+
+    def record(tokens, tokenizer, masking, spec, name, count=None):
+        seen.append((masking.schedule, spec.mixture, spec.seed))
+        if count is None:
+            raise UserError("enough")
+        return make_batches(tokens, tokenizer, masking, spec, name, count)
+
+    monkeypatch.setattr(pretrain, "make_batches", record)
+    given = arguments_of(corpus, tmp_path, heldout=corpus / "heldout.txt", mlm_probability=0.2, mixture='{"0": 0.5, "8": 0.5}', seed=3)
+    with pytest.raises(UserError, match="enough"):
+        run_of([*given, "--mask-schedule", "0.3", "0.15"])
+    assert seen == [((0.3, 0.15), ((0, 0.5), (8, 0.5)), 3), ((0.2, 0.2), ((0, 1.0),), 4)]
+
+
 def test_flops_of_the_published_model():
     """6 a weight and token: 28 blocks of 7,079,424 less two norms, the decoder on all tokens; 12 D a pair of tokens and layer."""
     config = NeoBERTConfig()
@@ -393,6 +427,8 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1))
     with pytest.raises(UserError, match="was started with learning_rate=0.003, now 0.001"):
         run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, learning_rate=1e-3))
+    with pytest.raises(UserError, match="was started with seed=7, now 3"):
+        run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, seed=3))
     with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
         run_of(arguments_of(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
 
