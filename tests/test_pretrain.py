@@ -375,7 +375,7 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
 def test_the_baseline_is_the_most_frequent_ordinary_token():
     tokenizer = load_tokenizer(str(TOKENIZER))
     tokens = tokenise_texts(["\u2603 \u2603 \u2603 \u2603 river stone", "river paper"], tokenizer)
-    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], "a special token must be the most frequent one, or this test shows nothing"
+    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], "a special token must be the most frequent one here"
     river = tokenizer.convert_tokens_to_ids("river")
     assert pretrain.unigram(tokens, tokenizer) == river
     batches = [{"labels": torch.tensor([[-100, river, 7]])}, {"labels": torch.tensor([[river, -100, river]])}]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from neobert.common.pooling import pooling_config, pooling_mode
 from neobert.conversion import command as converter
 from neobert.export import check, command, folder, source
 from neobert.export.check import Agreement, Reference
+from neobert.export.graph import Graph
 from neobert.export.source import ExportArguments, Pooling, open_source
 
 
@@ -96,6 +98,29 @@ def test_a_sentence_encoder(sentence_folder):
         found.pooling.dense[0].bias, state["linear.bias"]
     )
     assert not found.config.unpad_inputs and not found.model.training
+
+
+def test_the_length_is_that_of_the_sentence_encoder(sentence_folder, tmp_path):
+    """Also where its tokenizer would take longer texts."""
+    folder = shutil.copytree(sentence_folder, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 300}))
+    assert opened(folder).max_length == 120
+
+
+def test_prompts_that_do_not_count(sentence_folder, tmp_path):
+    """A graph does not know where a prompt ends: it has no pooled output then, and the folder tells its readers."""
+    found = opened(sentence_folder)
+    left_out = replace(found, pooling=replace(found.pooling, include_prompt=False))
+    assert Graph(found).outputs == ["last_hidden_state", "sentence_embedding"] and Graph(left_out).outputs == ["last_hidden_state"]
+    assert Graph(replace(left_out, prompts={"query": ""})).outputs == ["last_hidden_state", "sentence_embedding"]
+    (tmp_path / "tokenizer").mkdir()
+    for given, counts in ((found, True), (left_out, False)):
+        place = tmp_path / str(counts)
+        place.mkdir()
+        folder._write_common(place, replace(given, tokenizer_folder=tmp_path / "tokenizer"))
+        assert json.loads((place / "1_Pooling" / "config.json").read_text())["include_prompt"] is counts
+        assert json.loads((place / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "a "
 
 
 def test_the_head_is_what_the_weights_are(hub_folder):
@@ -229,6 +254,13 @@ def test_bounds():
     with pytest.raises(UserError, match="the worst token cosine to torch is nan"):
         Agreement(float("nan"), 1.0).check("x", 0.9, 0.99)
     assert check._worst([torch.tensor([0.5, float("nan")]), torch.tensor([0.1])]) != 0.1
+
+
+def test_a_cosine_that_is_not_a_number_is_the_worst():
+    worst = check._worst([torch.tensor([0.9, float("nan")]), torch.tensor([0.8])])
+    with pytest.raises(UserError, match="the worst pooled cosine to torch is nan"):
+        Agreement(None, worst).check("fp16", 0.9, 0.7)
+    assert check._worst([torch.tensor([0.9]), torch.tensor([0.8, 0.95])]) == pytest.approx(0.8)
 
 
 def test_few_numbers_are_compared_together():

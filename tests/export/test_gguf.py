@@ -4,6 +4,7 @@ The real engine is `make test-engines`; here the file is read back by PyPI `gguf
 """
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -337,6 +338,25 @@ def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, word
     with pytest.raises(UserError) as caught:
         export(source)
     assert words in str(caught.value) and "neobert export onnx and openvino carry it" in str(caught.value)
+    assert not (source.folder.parent / "out.gguf").exists()
+
+
+def test_a_pooling_that_llama_cpp_does_not_have(make):
+    source = replace(make(), pooling=Pooling("mean", dense=torch.nn.Sequential(torch.nn.Linear(HIDDEN, 8), torch.nn.Tanh())))
+    with pytest.raises(UserError, match="no Dense layer after pooling"):
+        export(source)
+    source = replace(source, pooling=Pooling("mean", include_prompt=False), prompts={"query": "the rain ", "document": ""})
+    with pytest.raises(UserError, match="llama.cpp pools over prompts too, and this folder leaves them out"):
+        export(source)
+    assert export(replace(source, prompts={"document": ""})).exists(), "there is no prompt to leave out"
+
+
+def test_words_that_the_engine_would_cut_otherwise(make, monkeypatch):
+    source = make()
+    tokenize = gguf_engine.Engine.tokenize
+    monkeypatch.setattr(gguf_engine.Engine, "tokenize", lambda self, text: tokenize(self, text)[:-1])
+    with pytest.raises(UserError, match="llama.cpp would cut these texts into other tokens than the model's"):
+        export(source)
     assert not (source.folder.parent / "out.gguf").exists()
 
 
