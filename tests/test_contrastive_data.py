@@ -71,6 +71,19 @@ def test_the_sampler_repeats_itself_and_differs_between_epochs():
     assert first != list(sampler), "two epochs have the same order"
 
 
+def test_epochs_differ_in_their_data_sets_and_in_their_rows():
+    sizes = [40, 40]
+    several, (single, _) = mixture(sizes, alpha=0.5)[0], mixture([40], alpha=0.5)
+    drawn, rows = [], []
+    for epoch in (0, 1):
+        several.set_epoch(epoch)
+        single.set_epoch(epoch)
+        drawn.append(origins(several, sizes)[0])
+        rows.append(list(single))
+    assert drawn[0] != drawn[1], "two epochs draw the data sets in the same order"
+    assert rows[0] != rows[1], "two epochs go through a data set in the same order"
+
+
 def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
     sizes = [200, 8]
     sampler, _ = mixture(sizes, alpha=0.0)
@@ -167,6 +180,18 @@ def test_pairs_with_a_low_score_are_left_out(tmp_path):
     path = str(write_jsonl(tmp_path / "sts.jsonl", rows))
     data = load_source(PairSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
     assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
+    data = load_source(PairSource(name="sts", path=str(tmp_path), anchor="sentence1", positive="sentence2", above={"score": 4}))
+    assert data["anchor"] == ["s9", "s10"], "the same of a data set that the library loads"
+
+
+@pytest.mark.parametrize("kind", ["file", "data set of the library"])
+def test_a_sample_of_the_rows_is_drawn_by_the_seed(tmp_path, kind):
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}"} for i in range(60)])
+    source = PairSource(name="x", path=str(path if kind == "file" else tmp_path), max_rows=12)
+    samples = [load_source(source, seed)["anchor"][:] for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    for sample in samples:
+        assert len(set(sample)) == 12 and max(int(anchor[1:]) for anchor in sample) > 12, "the first rows are no random sample"
 
 
 def test_the_recipe_of_the_paper():

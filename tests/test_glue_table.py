@@ -47,6 +47,23 @@ def test_table_layout(tmp_path):
     assert other["cells"]["sst2"]["score"] == 0.85 and other["average"] is None, "An average needs all eight tasks."
 
 
+@pytest.mark.parametrize(
+    "settings, note",
+    [
+        ({"data": "folder/mine"}, "data: mine"),
+        ({"lora": {"rank": 4}}, "LoRA r=4"),
+        ({"selection": "dev"}, "selected on dev"),
+        ({"metric": "accuracy"}, "selected by accuracy"),
+        ({"max_train_samples": 7}, "7 training rows"),
+        ({"max_eval_samples": 5}, "5 dev rows"),
+    ],
+)
+def test_runs_that_do_not_compare_are_rows_of_their_own(tmp_path, settings, note):
+    fake_result(tmp_path, "rte", 1, 0.5)
+    fake_result(tmp_path, "rte", 2, 0.9, **{"learning_rate": 1e-4, **settings})
+    assert [row["name"] for row in glue_table.collect(tmp_path)] == ["mine", f"mine ({note})"]
+
+
 def test_a_broken_result_is_left_out(tmp_path, caplog):
     fake_result(tmp_path, "rte", 1, 0.5)
     for name, text in (("cut", '{"task": "rt'), ("other", "{}"), ("list", "[]")):

@@ -138,6 +138,21 @@ def test_buckets(folder, tmp_path):
     assert {row["length"] for row in bert} == {"16", "32"}, "A bucket beyond the position table was evaluated."
 
 
+def test_errors_of_a_bucket_by_hand():
+    """Means 1 and 2 with errors 0.3 and 0.4: the mean's own error is 0.5 / 2, the spread of the texts gives 0.7071 / sqrt(2)."""
+    rows = [
+        {"name": "m", "yarn": "off", "length": "16", "positions": "4", "mean_cross_entropy": mean, "standard_error": error}
+        for mean, error in (("1", "0.3"), ("2", "0.4"))
+    ]
+    (bucket,) = report.summarise(rows)
+    assert (bucket["texts"], bucket["positions"]) == (2, 8)
+    assert bucket["error_positions"] == pytest.approx(0.25) and bucket["error_texts"] == pytest.approx(0.5)
+    expected = [math.exp(value) for value in (1.5 - 1.96 * 0.5, 1.5, 1.5 + 1.96 * 0.5)]
+    assert [bucket[name] for name in ("low", "pseudo_perplexity", "high")] == pytest.approx(expected)
+    (bucket,) = report.summarise(rows[:1])
+    assert bucket["error_texts"] is None and bucket["high"] == pytest.approx(math.exp(1 + 1.96 * 0.3)), "one text has no spread"
+
+
 def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
     whole = run(folder, tmp_path / "whole", positions=4)
     real, calls = module.masked_cross_entropy, []
