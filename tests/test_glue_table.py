@@ -101,6 +101,33 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
     assert done[-1] == (2e-5, 8, 6) and len(results) == 2, "The best is the one with the best selection score."
 
 
+def _give_weights(folder):
+    for path in folder.rglob("result.json"):
+        (path.parent / "best").mkdir()
+        (path.parent / "best" / "config.json").write_text("{}")
+
+
+def test_the_mnli_run_to_start_from_is_the_best_selected_one_of_the_same_weights(tmp_path):
+    for seed, score, selected, revision in ((1, 0.9, 0.5, "ours"), (2, 0.6, 0.8, "ours"), (3, 0.7, 0.7, "ours"), (4, 0.95, 0.99, "others")):
+        fake_result(tmp_path, "mnli", seed, score, selected=selected, revision=revision)
+    arguments, _ = parse(["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)])
+    assert glue.mnli_start(arguments, "ours") is None, "a run whose weights are gone is no start"
+    _give_weights(tmp_path)
+    assert glue.mnli_start(arguments, "ours") == ("2-1e-05", tmp_path / "mine" / "mnli" / "2-1e-05" / "best")
+    assert glue.mnli_start(arguments, "third") is None
+
+
+@pytest.mark.parametrize("keep, task, left", [("best", "rte", {2}), ("none", "rte", set()), ("none", "mnli", {2}), ("all", "rte", {1, 2, 3})])
+def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep, task, left):
+    for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
+        fake_result(tmp_path, task, seed, score, selected=selected)
+    _give_weights(tmp_path)
+    arguments, _ = parse(["--task", task, "--model", "m", "--name", "mine", "--output", str(tmp_path), "--keep-models", keep])
+    glue._prune(arguments, TASKS[task])
+    assert {int(path.parent.name[0]) for path in tmp_path.rglob("best")} == left
+    assert len(glue_table.finished_runs(tmp_path)) == 3, "results stay"
+
+
 def test_the_table_says_how_each_row_was_made(tmp_path):
     """Each cell: seeds, rows, what is not glue.yaml's; each run: its command and commit, also where a row was made by several."""
     arguments, trainer = parse(["--task", "sst2", "--model", "m", "--num-train-epochs", "3", "--lora", "--lora-rank", "4"])
