@@ -34,9 +34,7 @@ def build_student(arguments, teacher, width):
     own = transformer.auto_model.config.hidden_size
     parts = [transformer, pooling]
     if own != width:
-        dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
-        torch.nn.init.orthogonal_(dense.linear.weight)
-        parts.append(dense)
+        parts.append(_projection(list(student.children())[2:], own, width))
     if any(isinstance(module, modules.Normalize) for module in teacher.children()):
         parts.append(modules.Normalize())
     student = SentenceTransformer(modules=parts, device="cpu")
@@ -46,6 +44,23 @@ def build_student(arguments, teacher, width):
         student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
     student.max_seq_length = arguments.max_length
     return student
+
+
+def _projection(trained, own, width):
+    """The linear map from the student's width to the teacher's: that of the student to start from where it has one, else a new one.
+
+    Args:
+        trained: modules after the pooling of the student to start from.
+    """
+    from sentence_transformers import models as modules
+
+    for module in trained:
+        if isinstance(module, modules.Dense) and isinstance(module.activation_function, torch.nn.Identity):
+            if module.linear.bias is None and tuple(module.linear.weight.shape) == (width, own):
+                return module
+    dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
+    torch.nn.init.orthogonal_(dense.linear.weight)
+    return dense
 
 
 def _loaded(arguments):

@@ -28,7 +28,7 @@ from neobert.common.errors import UserError
 from neobert.embeddings.distill import DistillArguments, train
 from neobert.embeddings.distill_data import SimilarLengths, TeacherVectors, TextSource, is_held_out, read_texts
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
-from neobert.embeddings.distill_student import as_shipped, build_student, take_embeddings
+from neobert.embeddings.distill_student import as_shipped, build_student, save_student, take_embeddings
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,6 +208,19 @@ def test_the_student_mirrors_the_teachers_modules(teacher):
     assert narrow.encode(["a cat"]).shape == (1, 32)
     assert as_shipped(narrow, keep_projection=True).encode(["a cat"]).shape == (1, 32)
     assert as_shipped(narrow, keep_projection=False).encode(["a cat"]).shape == (1, 16)
+
+
+def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
+    """A second run that began with a new map would have lost what the first one learned."""
+    encoder = SentenceTransformer(teacher, device="cpu")
+    first = build_student(arguments_for(teacher, model_config=NARROW), encoder, 32)
+    save_student(first, tmp_path, "float32", "float32")
+    again = build_student(arguments_for(teacher, model_config={}, init_from=str(tmp_path)), encoder, 32)
+    assert [type(module).__name__ for module in again.children()] == ["Transformer", "Pooling", "Dense", "Normalize"]
+    torch.testing.assert_close(again[2].linear.weight, first[2].linear.weight)
+    np.testing.assert_allclose(again.encode(["a cat", "two dogs"]), first.encode(["a cat", "two dogs"]), atol=1e-5)
+    wider = build_student(arguments_for(teacher, model_config={}, init_from=str(tmp_path)), encoder, 48)
+    assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
 
 
 def test_token_embeddings_come_from_the_teacher(teacher):
