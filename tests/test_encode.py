@@ -2,6 +2,7 @@
 repeating work, and the dtype that is fastest on a CPU."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
-from neobert.embeddings import encode_workers
+from neobert.embeddings import encode, encode_workers
 from neobert.embeddings.encode_parts import merge_parts
 from neobert.embeddings.packed_encoder import PackedEncoder
 
@@ -83,6 +84,22 @@ def test_batches_hold_the_token_budget_and_every_text_once(reference):
     assert sorted(np.concatenate(batches)) == list(range(8)), "every text belongs to exactly one batch"
     assert all(lengths[batch].sum() <= 100 or len(batch) == 1 for batch in batches), "a batch went over its token budget"
     assert len(batches) == 5, f"greedy packing of {lengths} by length needs 5 batches, not {len(batches)}"
+
+
+def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
+    encoder = PackedEncoder(reference, tokens_per_batch=50, dtype="float32", device="cpu")
+    monkeypatch.setattr(encoder, "_packed_pooling", None)
+    lengths = np.array([40, 10, 10, 25, 10, 40])
+    batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]
+    assert batches == [[10, 10, 10], [25], [40], [40]], "a batch of n texts costs n times its longest"
+
+
+def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
+    modules = [Transformer(str(model_folder), max_seq_length=20), Pooling(64, "mean")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
+    for given, length in ((None, 20), (16, 16), (40, 40), (1000, 64)):
+        encoder = PackedEncoder(str(tmp_path), max_length=given, dtype="float32", device="cpu")
+        assert encoder.max_length == length == len(encoder.tokenize(["word " * 200])[0])
 
 
 def test_memory_does_not_grow_with_the_corpus(model_folder, tmp_path, monkeypatch):
@@ -146,6 +163,28 @@ def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_fo
     model.save_pretrained(copy)
     with pytest.raises(UserError, match=r"was begun with other settings \(weights differ\)"):
         embed(corpus, tmp_path / "out", copy, shard_rows=16)
+
+
+CHANGES = {
+    "text_column": "id", "keep": ["n"], "format": "safetensors", "prompt_name": "query", "prompt": "q: ", "pooling": "cls", "max_length": 16,
+    "normalize": True, "dtype": "bfloat16", "output_dtype": "float16", "shard_rows": 5, "shard_characters": 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_begun_run_goes_on_with_the_same_settings_alone(corpus, model_folder, tmp_path, name):
+    def manifest(**more):
+        given = encode.EncodeArguments(source=str(corpus), output="out", model=str(model_folder), **more)
+        return encode._manifest(given, given.format)
+
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "encode.json").write_text(json.dumps(manifest()))
+    assert encode._begun(tmp_path / "parts", manifest(device="cpu", tokens_per_batch=9, patience=1)) == manifest(), "these change no vector"
+    with pytest.raises(UserError, match=rf"was begun with other settings \({name} differ\)"):
+        encode._begun(tmp_path / "parts", manifest(**{name: CHANGES[name]}))
+    os.utime(corpus, (1, 1))
+    with pytest.raises(UserError, match=r"was begun with another input \(modified differ\)"):
+        encode._begun(tmp_path / "parts", manifest())
 
 
 def test_a_loaded_encoder_is_used_as_it_is(corpus, model_folder, reference, tmp_path, monkeypatch):

@@ -117,7 +117,9 @@ def test_the_mnli_run_to_start_from_is_the_best_selected_one_of_the_same_weights
     assert glue.mnli_start(arguments, "third") is None
 
 
-@pytest.mark.parametrize("keep, task, left", [("best", "rte", {2}), ("none", "rte", set()), ("none", "mnli", {2}), ("all", "rte", {1, 2, 3})])
+@pytest.mark.parametrize(
+    "keep, task, left", [("best", "rte", {2}), ("none", "rte", set()), ("none", "mnli", {2}), ("all", "rte", {1, 2, 3})]
+)
 def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep, task, left):
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         fake_result(tmp_path, task, seed, score, selected=selected)
