@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
+from neobert.common.identity import files_digest
 from neobert.common.locks import FolderLock
 from neobert.embeddings import contrastive
 from neobert.embeddings.contrastive import ContrastiveArguments, build_loss, main
@@ -215,6 +216,30 @@ def test_two_runs_do_not_write_together(model_folder, pairs, tmp_path):
         with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on .*; wait until that run has ended"):
             main(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs))
     assert not list((tmp_path / "out").iterdir()), "something was written"
+
+
+def test_a_run_is_known_by_its_weights_texts_and_instructions(model_folder, pairs, tmp_path):
+    def recipe(*more):
+        arguments, training = contrastive.parse(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, *more))
+        return contrastive._recipe(arguments, training, arguments.sources())
+
+    first = recipe()
+    assert recipe("--overwrite") == first
+    changed = recipe("--instruction", "Find it.")
+    assert [name for name in first if first[name] != changed[name]] == ["instruction", "instructions"]
+    assert changed["instructions"] == {"pairs": "Find it."} and first["weights"] == files_digest([f"{model_folder}/model.safetensors"])
+    with open(pairs, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"anchor": "another", "positive": "one"}) + "\n")
+    changed = recipe()
+    assert [name for name in first if first[name] != changed[name]] == ["files"]
+
+
+def test_the_negatives_of_all_processes_are_asked_for(model_folder):
+    model = load_sentence_transformer(str(model_folder), max_length=32)
+    for gather in (False, True):
+        for more in ({}, {"mini_batch_size": 2}):
+            given = ContrastiveArguments(model=str(model_folder), output="o", pairs=["x"], gather_negatives=gather, **more)
+            assert build_loss(model, given).gather_across_devices is gather
 
 
 SECRET = "hf_" + "Qw3rTy" * 6

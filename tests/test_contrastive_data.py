@@ -175,6 +175,14 @@ def test_rows_become_examples_with_as_many_negatives_each():
     assert example({**row, "pos": ["  "]}, source, 3) is None, "an empty positive does not make an example"
 
 
+def test_a_row_has_no_more_negatives_than_asked_for(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)])
+    for place in (path, tmp_path):
+        data = load_source(PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2))
+        assert data.column_names == ["anchor", "positive", "negative_1", "negative_2"]
+        assert data["negative_1"][:] == ["n1"] * 3 and data["negative_2"][:] == ["n2"] * 3
+
+
 def test_pairs_with_a_low_score_are_left_out(tmp_path):
     rows = [{"sentence1": f"s{i}", "sentence2": f"t{i}", "score": i / 2} for i in range(11)]
     path = str(write_jsonl(tmp_path / "sts.jsonl", rows))
