@@ -152,3 +152,25 @@ def test_held_out_rows_are_not_trained_on(world):
     assert len(glue_run.split_heldout(100_000, 0.1, 2000)[1]) == 2000, "At most 2,000 rows are held out."
     texts = [splits["train"]["sentence"][i] for i in held_out]
     assert [tokenizer.decode(evaluation[i]["input_ids"], skip_special_tokens=True) for i in range(16)] == texts
+
+
+def test_a_quick_look_trains_on_random_rows(world):
+    splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
+    hyper = {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}
+    given = parse(["--task", "sst2", "--model", "m", "--selection", "dev", "--max-train-samples", "20", "--max-eval-samples", "7"])
+    settings = RunSettings.of(*given, TASKS["sst2"], hyper, 1, revision="")
+    tokenizer = loading.load_tokenizer(str(world / "model"))
+    train, _, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    rows = [(tokenizer.decode(row["input_ids"], skip_special_tokens=True), row["labels"]) for row in train]
+    everything = list(zip(splits["train"]["sentence"], splits["train"]["label"]))
+    assert len(rows) == 20 and set(rows) <= set(everything) and rows != everything[:20]
+    assert slices == {"validation": slice(0, 7)}
+
+
+def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
+    """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are 7.68."""
+    arguments, trainer = parse(["--task", "sst2", "--model", "m", "--num-train-epochs", "4"])
+    hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
+    settings = RunSettings.of(arguments, trainer, TASKS["sst2"], hyper, 1, revision="")
+    training, steps = glue_run.trainer_arguments(settings, trainer, tmp_path, 1000)
+    assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)
