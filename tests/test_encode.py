@@ -31,7 +31,7 @@ from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
 from neobert.embeddings import encode, encode_workers
 from neobert.embeddings.encode_parts import merge_parts
-from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -254,6 +254,15 @@ def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path
     embed(corpus, tmp_path / "out", model_folder, dtype="auto", shard_rows=16)
     assert pyarrow.parquet.read_table(path).equals(before)
     assert json.loads((tmp_path / "out" / "encode.json").read_text())["environment"]["dtype"] == "bfloat16"
+
+
+def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, monkeypatch):
+    encoder = PackedEncoder(reference, dtype="float32", device="cpu")
+    values = {7: 1.0, 8: float("inf"), 9: float("nan")}
+    monkeypatch.setattr(encoder, "_embed_packed", lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]))
+    with pytest.raises(NotFinite) as caught:
+        encoder.embed([np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))])
+    assert caught.value.index == 2, "the first of those that are not finite, in the order given"
 
 
 def test_a_vector_that_is_not_finite_is_named(corpus, tmp_path, tokenizer_dir):
