@@ -250,6 +250,7 @@ def test_instructions_go_before_the_query_and_before_both_texts_of_a_symmetric_t
     assert model.prompt(mteb.get_task("STS12").metadata, None).startswith("I: "), "a task without a prompt has its type's"
     own = PackedModel(encoder, "neobert/x", "1", {"TinyRetrieval": "Mine.", "STS": "All of them."}, "{instruction} ")
     assert own.prompt(retrieval, PromptType.query) == "Mine. " and own.prompt(sts, None) == "All of them. "
+    assert own.prompt(retrieval, PromptType.document) == "", "documents carry none of a file either"
     assert PackedModel(encoder, "neobert/x", "1", None, "{instruction}").prompt(retrieval, PromptType.query) == ""
 
 
@@ -265,7 +266,10 @@ def test_results_of_other_weights_or_settings_are_not_reused(model_folder, token
     prompted = PackedEncoder(model_folder, dtype="float32", device="cpu")
     prompted.prompts = {"query": "find: "}
     prints.add(fingerprint(prompted, given, {}))
-    assert len(prints) == 9, "two settings that change the vectors share MTEB's result cache"
+    low = PackedEncoder(model_folder, dtype="float32", device="cpu")
+    low.dtype = torch.float16  # of weights that float16 holds exactly
+    prints.add(fingerprint(low, given, {}))
+    assert len(prints) == 10, "two settings that change the vectors share MTEB's result cache"
     assert fingerprint(PackedEncoder(model_folder, dtype="float32", device="cpu"), given, {}) in prints, (
         "the same model must find its own results"
     )
