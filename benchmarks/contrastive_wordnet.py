@@ -17,7 +17,7 @@ from ..common import figures
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.commands import guarded
 from ..common.files import write_text
-from ..common.identity import weights_digest
+from ..common.identity import model_digest
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings import contrastive
 from ..embeddings.local_tasks import LOCAL_TASKS, WordNetRetrieval, wordnet_pairs
@@ -50,7 +50,7 @@ class WordNetBenchmark(Arguments):
 def scores_of(model, name, given):
     """{way: {task: score}} of one model, in float32."""
     encoder = PackedEncoder(str(model), dtype="float32", device=given.device, max_length=given.max_length)
-    output = f"{given.work}/mteb-{weights_digest(given.model)}"
+    output = f"{given.work}/mteb-{model_digest(given.model)}"
     found = {}
     for way in WAYS:
         arguments = MtebArguments(
@@ -67,7 +67,7 @@ def best_way(scores):
 
 def train_one(seed, pairs, given):
     """Trains with one seed; returns the folder and its contrastive.json."""
-    folder = Path(given.work) / f"{weights_digest(given.model)}-seed-{seed}-{given.steps}x{given.batch}-{given.learning_rate:g}"
+    folder = Path(given.work) / f"{model_digest(given.model)}-seed-{seed}-{given.steps}x{given.batch}-{given.learning_rate:g}"
     argv = ["--model", given.model, "--output", str(folder), "--pairs", str(pairs), "--instruction", PROMPT, "--seed", str(seed)]
     argv += [
         "--max-steps",
@@ -157,7 +157,7 @@ def main(argv=None):
         seconds.append(trained["training"]["seconds"])
     for other in given.others:
         name, _, folder = other.partition("=")
-        models[name] = [scores_of(folder, f"other-{weights_digest(folder)}", given)]
+        models[name] = [scores_of(folder, f"other-{model_digest(folder)}", given)]
     found = rows_of(models)
     metrics = {name: task.metadata.main_score for name, task in LOCAL_TASKS.items()}
     made = environment(dtype="float32", device=given.device)

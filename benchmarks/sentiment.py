@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from neobert.common.files import write_json, write_text
-from neobert.common.identity import weights_digest
+from neobert.common.identity import model_digest
 from neobert.common.local_text import sentiment_sentences
 from neobert.common.lora import NEOBERT_TARGETS
 from neobert.common.results import environment, markdown_table
@@ -60,7 +60,7 @@ def write_split(rows, seed, test_rows, train_rows, folder):
 
 def fine_tune(args, method, seed, data):
     """One `neobert glue` run in a new process; returns its result.json."""
-    output = Path(args.work) / f"glue-{weights_digest(args.model)}" / f"{method}-{seed}"
+    output = Path(args.work) / f"glue-{model_digest(args.model)}" / f"{method}-{seed}"
     command = [sys.executable, "-m", "neobert", "glue", "--task", "sst2", "--model", str(args.model), "--data", str(data)]
     command += ["--output", str(output), "--name", f"{method}-{seed}", "--seeds", str(seed), "--num-train-epochs", str(args.epochs)]
     command += ["--batch-size", str(args.batch_size), "--heldout-rows", str(args.heldout_rows), "--keep-models", "none"]

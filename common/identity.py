@@ -1,4 +1,4 @@
-"""Which weights a result belongs to, so that a resumed evaluation never mixes two models of one name."""
+"""Which model a result belongs to, so that a resumed evaluation never mixes two models of one name."""
 
 import hashlib
 from pathlib import Path
@@ -6,17 +6,21 @@ from pathlib import Path
 from .loading import check_model
 
 
-# A sentence encoder may keep the weights of its modules one folder down.
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin")
+# What makes the numbers of a model: weights, configuration, tokenizer. A sentence encoder keeps those of its other modules one folder down.
+_FILES = (
+    *("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin"),
+    *("config.json", "*/config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt", "*.model"),
+)
 
 
-def weights_digest(model):
-    """Twelve hex digits that change when the weights do.
+def model_digest(model):
+    """Twelve hex digits that change when the weights, the configuration or the tokenizer do.
 
     Args:
         model: folder with a model, or its name on the Hub.
     Returns:
-        of a folder: SHA-256 over its weight files; of a Hub name: the commit in the local cache; "unknown" if neither is there.
+        of a folder: SHA-256 over these files; of a Hub name: the commit in the local cache; "unknown" if neither is there.
     Raises:
         UserError: there is no model in the folder.
     """
@@ -28,7 +32,7 @@ def weights_digest(model):
         found = cached_file(model, "config.json", _raise_exceptions_for_missing_entries=False)
         parts = Path(found).parts if found else ()
         return parts[parts.index("snapshots") + 1][:12] if "snapshots" in parts else "unknown"
-    return files_digest({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    return files_digest({path for pattern in _FILES for path in folder.glob(pattern)})
 
 
 def files_digest(paths):

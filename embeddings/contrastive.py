@@ -29,7 +29,7 @@ from ..common import checkpoints
 from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
 from ..common.errors import UserError, listed, one_line
 from ..common.files import redacted, write_json
-from ..common.identity import files_digest, weights_digest
+from ..common.identity import files_digest, model_digest
 from ..common.lora import lora_config, trainable_parameters
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
 from ..common.pooling import save_for_all_versions
@@ -257,7 +257,7 @@ def _recipe(arguments, training, sources):
     """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
     recipe = number_options(training.to_dict())
     recipe |= {name: value for name, value in asdict(arguments).items() if name not in ("output", "overwrite")}
-    recipe |= {"processes": training.world_size, "weights": weights_digest(arguments.model)}
+    recipe |= {"processes": training.world_size, "model_digest": model_digest(arguments.model)}
     recipe["instructions"] = {source.name: source.instruction for source in sources}
     recipe["files"] = {source.path: files_digest([source.path]) for source in sources if source.is_local}
     return redacted(json.loads(json.dumps(recipe, default=str)))

@@ -27,7 +27,7 @@ from ..common.arguments import BLOCKS_ONLY, Arguments, option, read_arguments, t
 from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
-from ..common.identity import files_digest, weights_digest
+from ..common.identity import files_digest, model_digest
 from ..common.loading import check_model, choose_device
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
@@ -153,8 +153,8 @@ def settings_of(arguments, trainer_options, sources, others):
     settings = {name: value for name, value in asdict(arguments).items() if name not in _FREE}
     settings["trainer"] = {name: value for name, value in trainer_options.items() if not name.startswith(_FREE_TRAINER)}
     settings["teacher"] = shown(arguments.teacher)  # the weights are known by their digest, wherever they are
-    settings["teacher_weights"] = weights_digest(arguments.teacher)
-    settings["init_weights"] = weights_digest(arguments.init_from) if arguments.init_from else None
+    settings["teacher_digest"] = model_digest(arguments.teacher)
+    settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}
     return redacted(json.loads(json.dumps(settings, default=str)))
 
@@ -194,7 +194,7 @@ def teacher_vectors(arguments, texts, device):
             loaded.append(load_teacher(arguments, device))
         return loaded[0]
 
-    identity = {"teacher": weights_digest(arguments.teacher), "max_length": arguments.max_length, "dtype": arguments.teacher_dtype}
+    identity = {"teacher": model_digest(arguments.teacher), "max_length": arguments.max_length, "dtype": arguments.teacher_dtype}
     folder = Path(arguments.work) / "vectors"
     sets = {"train": texts.train, "held_out": texts.held_out, **{f"other-{name}": rows for name, rows in texts.other.items()}}
     return {name: TeacherVectors(folder / name, rows, identity, load) for name, rows in sets.items() if rows}

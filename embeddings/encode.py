@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError
 from ..common.files import redacted, remove_left_overs, write_json
-from ..common.identity import weights_digest
+from ..common.identity import model_digest
 from ..common.loading import DTYPES, choose_device, choose_dtype
 from ..common.locks import FolderLock
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
@@ -124,7 +124,7 @@ def _manifest(arguments, format):
     stats = [file.stat() for file in row_files(arguments.source)]
     source = {"name": Path(arguments.source).name, "files": len(stats), "bytes": sum(stat.st_size for stat in stats)}
     source["modified"] = max(stat.st_mtime_ns for stat in stats)
-    settings = {name: asdict(arguments)[name] for name in _FIXED} | {"format": format, "weights": weights_digest(arguments.model)}
+    settings = {name: asdict(arguments)[name] for name in _FIXED} | {"format": format, "model_digest": model_digest(arguments.model)}
     return redacted({"command": "encode", "input": source, "settings": settings})
 
 

@@ -19,7 +19,7 @@ import ray
 import torch
 from pyarrow import fs
 
-from neobert.common.identity import weights_digest
+from neobert.common.identity import model_digest
 from neobert.common.loading import DTYPES, choose_dtype
 from neobert.embeddings.packed_encoder import PackedEncoder
 
@@ -64,7 +64,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     (system, _, sources), (target, root, there) = files_of(options.source), files_of(options.output)
     settings = {name: getattr(options, name) for name in ("prompt_name", "rows", "max_length", "text_column", "dtype")}
-    settings["weights"], path = weights_digest(options.model), f"{root}/settings.json"
+    settings["model_digest"], path = model_digest(options.model), f"{root}/settings.json"
     begun = json.loads(target.open_input_file(path).read()) if target.get_file_info(path).is_file else None
     if begun is None and there or begun is not None and begun["settings"] != settings:
         parser.error(f"{options.output} holds other files, or a run with other settings; choose a new folder")

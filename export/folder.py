@@ -11,7 +11,7 @@ from torch import nn
 
 from ..common.errors import UserError
 from ..common.files import read_json, write_json, write_text
-from ..common.identity import weights_digest
+from ..common.identity import model_digest
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, read_manifest, recover
 from ..common.pooling import write_pooling, write_sentence_transformers
 from ..conversion.hub_folder import CODE_FILES, ROOT
@@ -49,7 +49,7 @@ def new_export(source, arguments, target):
         (path of the folder of the graphs, dict for what the manifest says of them).
     """
     output, said = Path(os.path.abspath(arguments.output)), {}
-    identity = {"weights": weights_digest(source.folder), "head": source.head.option}
+    identity = {"model_digest": model_digest(source.folder), "head": source.head.option}
     old = read_manifest(output, COMMAND) if output.is_dir() and any(output.iterdir()) else None
     kept = {}
     if old is not None:

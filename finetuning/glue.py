@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from ..common.errors import UserError, require
-from ..common.identity import weights_digest
+from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, load_tokenizer
 from ..common.outputs import check_folder
 from .glue_arguments import RunSettings, parse
@@ -154,7 +154,7 @@ def check(arguments, trainer, tasks):
     if arguments.lora:
         lora_config(model, **arguments.lora_settings(), modules_to_save=head_modules(model, new))
     del model
-    revision = weights_digest(arguments.model)
+    revision = model_digest(arguments.model)
     if arguments.start == "mnli" and TASKS["mnli"] not in tasks:
         for task in tasks:
             _start(arguments, task, revision)

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
 from ..common.files import write_text
-from ..common.identity import weights_digest
+from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, text_limit
 from ..common.outputs import check_folder
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
@@ -314,7 +314,7 @@ def main(argv=None):
     if tokenizer.mask_token_id is None:
         raise UserError(f"the tokenizer of {given.tokenizer or given.model} has no mask token")
     check_vocabulary(tokenizer, model, given.model)
-    revision = weights_digest(given.model) + (f" {given.tokenizer}".replace(",", ";") if given.tokenizer else "")
+    revision = model_digest(given.model) + (f" {given.tokenizer}".replace(",", ";") if given.tokenizer else "")
     check_weights(given, revision, finished, path)
     for factor in given.yarn_factors[1:]:
         if factor is not None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
-from neobert.common.identity import files_digest
+from neobert.common.identity import model_digest
 from neobert.common.locks import FolderLock
 from neobert.embeddings import contrastive
 from neobert.embeddings.contrastive import ContrastiveArguments, build_loss, main
@@ -227,7 +227,7 @@ def test_a_run_is_known_by_its_weights_texts_and_instructions(model_folder, pair
     assert recipe("--overwrite") == first
     changed = recipe("--instruction", "Find it.")
     assert [name for name in first if first[name] != changed[name]] == ["instruction", "instructions"]
-    assert changed["instructions"] == {"pairs": "Find it."} and first["weights"] == files_digest([f"{model_folder}/model.safetensors"])
+    assert changed["instructions"] == {"pairs": "Find it."} and first["model_digest"] == model_digest(model_folder)
     with open(pairs, "a", encoding="utf-8") as file:
         file.write(json.dumps({"anchor": "another", "positive": "one"}) + "\n")
     changed = recipe()
