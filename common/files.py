@@ -182,9 +182,9 @@ def remove_left_overs(folder, name=""):
 
 
 def write_text(path, text):
-    """Writes a file completely or not at all."""
+    """Writes a file completely or not at all. What is no character, as in a file's name that is not UTF-8, is written as "\\udce9"."""
     with new_file(path) as file:
-        file.write(bytes(text, "utf-8"))
+        file.write(bytes(text, "utf-8", "backslashreplace"))
 
 
 def write_json(path, data):

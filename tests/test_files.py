@@ -57,9 +57,10 @@ def test_own_output_is_replaced_and_nothing_stays_beside_it(tmp_path):
         lambda out: (out / "convert.json").unlink(),
         lambda out: (out / "convert.json").write_text("{}"),
         lambda out: (out / "convert.json").write_text('{"command": "encode", "files": {}}'),
+        lambda out: (out / "convert.json").write_text((out / "convert.json").read_text().replace('"convert"', '"encode"')),
         lambda out: os.mkfifo(out / "pipe"),
     ],
-    ids=["added", "edited", "git", "link", "no manifest", "empty manifest", "another command's", "fifo"],
+    ids=["added", "edited", "git", "link", "no manifest", "empty manifest", "another command's", "another command's files", "fifo"],
 )
 def test_anything_else_is_left_alone(tmp_path, spoil):
     output = write(tmp_path / "out", "old")
@@ -78,8 +79,13 @@ def test_working_files_are_patterns_of_whole_paths(tmp_path):
     outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
     (output / "sub").mkdir()
     (output / "sub" / "part-000001.parquet").write_text("of somebody else")
-    with pytest.raises(UserError, match="sub/part-000001.parquet"):
-        outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**"))
+    for patterns in (("part-*.parquet", "checkpoints/**"), ("part-*.parquet", "checkpoints/**", "elsewhere/part-*.parquet")):
+        with pytest.raises(UserError, match="sub/part-000001.parquet"):
+            outputs.check_replaceable(output, "encode", patterns)
+    (output / "sub" / "part-000001.parquet").unlink()
+    (output / "logs").write_text("a file of somebody else, not the folder of that name")
+    with pytest.raises(UserError, match="did not write, or that were changed since: logs;"):
+        outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**", "logs/**"))
 
 
 def test_old_output_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch):
@@ -138,6 +144,52 @@ def test_a_new_file_is_complete_or_absent(tmp_path, opened_by):
         assert path.read_bytes() == b"old" and os.listdir(path.parent) == ["out.bin"]
 
 
+def test_all_is_on_the_disk_before_it_has_its_name_and_all_may_read_it(tmp_path, monkeypatch):
+    """After a power cut a file that was renamed first may have its name and no content."""
+    synced, fsync, replace, rename = set(), os.fsync, os.replace, os.rename
+
+    def noted(handle):
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def checked(take_name):
+        def run(source, target):
+            sources = [Path(source)] if Path(source).is_file() else [path for path in Path(source).rglob("*") if path.is_file()]
+            assert sources and all(path.stat().st_ino in synced for path in sources)
+            take_name(source, target)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", checked(replace))
+    monkeypatch.setattr(os, "rename", checked(rename))
+    files.write_text(tmp_path / "a.txt", "text")
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
+    write(tmp_path / "out")
+
+
+def test_what_dead_processes_of_this_machine_left_goes(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = files.socket.gethostname()
+    stays = [
+        *("part-1.parquet", f".part-1.parquet.{here}-{os.getpid()}-abcd1234", f".part-1.parquet.another-{here}-{ended.pid}-abcd1234"),
+        *(f".notes.{here}-{ended.pid}-abcd1234", ".part-1.parquet"),
+    ]
+    for name in (*stays, f".part-2.parquet.{here}-{ended.pid}-abcd1234"):
+        (tmp_path / name).write_text("content")
+    files.remove_left_overs(tmp_path, "part-")
+    assert sorted(os.listdir(tmp_path)) == sorted(stays)
+
+
+def test_a_process_of_another_user_is_alive(monkeypatch):
+    def refuse(process, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert files.is_alive(1)
+
+
 WRITER = """
 import sys, time
 from neobert.common import files, outputs
@@ -173,13 +225,14 @@ def test_what_a_killed_process_left_goes_but_a_living_one_keeps_its_place(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed process left is still there"
 
 
-def test_killed_between_the_renames(tmp_path):
-    output = write(tmp_path / "out", "old")
+@pytest.mark.parametrize("name", ["out", "out[1]"])
+def test_killed_between_the_renames(tmp_path, name):
+    output = write(tmp_path / name, "old")
     before = digests(output)
-    (tmp_path / ".out.writing-x" / "new").mkdir(parents=True)
-    output.rename(tmp_path / ".out.writing-x" / "old")
+    (tmp_path / f".{name}.writing-x" / "new").mkdir(parents=True)
+    output.rename(tmp_path / f".{name}.writing-x" / "old")
     outputs.recover(output, "convert")
-    assert digests(output) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert digests(output) == before and [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_the_old_output_stays_where_somebody_else_took_its_name(tmp_path):
@@ -208,6 +261,34 @@ def test_another_process_was_faster(tmp_path, replace):
         output.mkdir()
         (output / "theirs.txt").write_text("fast")
     assert digests(output) == {"theirs.txt": files.sha256(output / "theirs.txt")}
+
+
+def test_another_process_made_a_file_of_that_name(tmp_path):
+    output = tmp_path / "out"
+    message = "out was written by another process meanwhile; nothing of it was replaced"
+    with pytest.raises(UserError, match=message), outputs.new_folder(output, "convert") as folder:
+        (folder / "a.txt").write_text("slow")
+        output.write_text("fast")
+    assert output.read_text() == "fast" and os.listdir(tmp_path) == ["out"]
+
+
+def test_another_process_took_the_name_between_the_renames(tmp_path, monkeypatch):
+    """Then neither its output nor the old one, which cannot come back to its place, may be lost."""
+    output, rename = write(tmp_path / "out", "old"), os.rename
+    before = digests(output)
+
+    def overtaken(source, target):
+        if Path(source).name == "new":
+            output.mkdir()
+            (output / "theirs.txt").write_text("fast")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    with pytest.raises(UserError, match="written by another process meanwhile"):
+        write(output, "new", replace=True)
+    assert os.listdir(output) == ["theirs.txt"]
+    (old,) = tmp_path.glob(".out.writing-*/old")
+    assert digests(old) == before
 
 
 def test_a_link_as_output_stays_a_link(tmp_path):
@@ -250,13 +331,14 @@ def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypa
         (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
         (lambda path: path.write_text("[1, 2"), "not valid JSON"),
         (lambda path: path.write_text("[" * 100_000), "not valid JSON"),
+        (lambda path: path.write_text("[" * 51 + "]" * 51), "not valid JSON .*nested more than 50 deep"),
         (lambda path: path.write_text("[NaN]"), "not valid JSON .*NaN is not a finite number"),
         (lambda path: path.write_text("[-1e999]"), "not valid JSON .*-1e999 is not a finite number"),
         (lambda path: path.write_text("9" * 5000), "not valid JSON"),
         (lambda path: path.write_text(" " * 1001), "more than 1,000 bytes"),
         (lambda path: path.symlink_to("/dev/zero"), "not a file, but a pipe, socket or device"),
     ],
-    ids=["absent", "pipe", "folder", "bytes", "cut", "deep", "nan", "infinite", "digits", "large", "device"],
+    ids=["absent", "pipe", "folder", "bytes", "cut", "deep", "too deep", "nan", "infinite", "digits", "large", "device"],
 )
 def test_what_cannot_be_read_is_one_sentence(tmp_path, make, message):
     make(tmp_path / "a.json")
@@ -295,6 +377,31 @@ def test_safetensors_in_pieces_equal_the_library(tmp_path):
         files.write_safetensors(tmp_path / "short", layout, lambda name: pieces(name)[:1])
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_numbers_of_a_safetensors_file_are_aligned(tmp_path, length):
+    tensors = {"x" * length: torch.ones(3)}
+    files.write_safetensors(tmp_path / "ours", {"x" * length: ("F32", (3,))}, lambda name: [tensors[name].numpy()])
+    save_file(tensors, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_digest_in_blocks_is_that_of_the_whole_file(tmp_path, monkeypatch):
+    """As Python 3.10 makes it."""
+    content = os.urandom(5 << 19)
+    (tmp_path / "a.bin").write_bytes(content)
+    monkeypatch.delattr(hashlib, "file_digest", raising=False)
+    assert files.sha256(tmp_path / "a.bin") == hashlib.sha256(content).hexdigest()
+
+
+def test_text_of_any_name_can_be_written(tmp_path):
+    """A file's name on Linux need not be UTF-8: Python has it with half surrogate pairs, and it comes into results with the command."""
+    name = os.fsdecode(b"caf\xe9-caf\xc3\xa9.jsonl")
+    files.write_json(tmp_path / "a.json", {"command": name})
+    files.write_text(tmp_path / "a.md", name)
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"command": name}
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == "caf\\udce9-caf\u00e9.jsonl"
+
+
 def test_set_aside_until_the_new_output_is_complete(tmp_path):
     output = write(tmp_path / "out", "old", command="encode")
     before = digests(output)
@@ -315,6 +422,17 @@ def test_set_aside_until_the_new_output_is_complete(tmp_path):
     assert (output / "mine.txt").exists()
 
 
+def test_a_folder_of_somebody_else_where_the_old_output_would_be_kept(tmp_path):
+    output = write(tmp_path / "out", "old", command="encode")
+    (tmp_path / "out.before-overwrite").mkdir()
+    (tmp_path / "out.before-overwrite" / "thesis.tex").write_text("mine")
+    before = digests(tmp_path)
+    for step in (outputs.set_aside, outputs.remove_set_aside):
+        with pytest.raises(UserError, match="out.before-overwrite was not written by neobert encode"):
+            step(output, "encode")
+        assert digests(tmp_path) == before
+
+
 SECRET = "s3cr3t-Value"
 
 
@@ -333,6 +451,11 @@ SECRET = "s3cr3t-Value"
         ["--password", f"-{SECRET}"],
         ["--dataset", f"https://host/data.jsonl?token={SECRET}"],
         ["--dataset", f"https://{SECRET}@host/data.jsonl"],
+        *(
+            ["--dataset", f"https://host/data.jsonl?a=1&{name}={SECRET}&b=2"]
+            for name in ("api_key", "password", "secret", "X-Amz-Signature")
+        ),
+        ["-token", SECRET],
         ["--trainer", json.dumps({"hub_token": SECRET})],
     ],
 )
@@ -344,6 +467,11 @@ def test_secrets_are_not_written(tmp_path, monkeypatch, arguments):
     files.write_json(tmp_path / "result.json", {"settings": [{arguments[0].lstrip("-").partition("=")[0]: arguments[-1]}], "steps": 3})
     text = (tmp_path / "result.json").read_text()
     assert SECRET not in text and "hf_" not in text and json.loads(text)["steps"] == 3
+
+
+def test_secrets_in_lists_are_hidden_and_options_behind_a_missing_one_are_not():
+    assert files.redacted({"addresses": ("https://me:pw@host", 3)}) == {"addresses": [f"https://{files.HIDDEN}@host", 3]}
+    assert files.redacted_arguments(["--hub_token", "--seed", "3"]) == ["--hub_token", "--seed", "3"]
 
 
 def test_classes_of_an_auto_map_are_not_secrets(tmp_path):
