@@ -30,7 +30,9 @@ from .locks import FolderLock
 
 
 MANIFEST = "complete.json"  # of a checkpoint: written after everything else, with the size and digest of every file
+# Whole names: `checkpoint-best` or `damaged-checkpoint-8-copy` is a user's own.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DAMAGED = re.compile(r"damaged-checkpoint-(\d+)(?:\.\d+)?")
 # One of these holds the optimizer's state: of Trainer, DeepSpeed, FSDP.
 _OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+/.+|global_step\d+/.*optim_states\.pt")
 
@@ -55,9 +57,8 @@ def is_main():
 
 def remove(folder):
     """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
-    for name in ("checkpoint-*", "damaged-checkpoint-*"):
-        for path in Path(folder).glob(name):
-            shutil.rmtree(path, ignore_errors=True)
+    for _, path in (*_numbered(folder, _CHECKPOINT), *_numbered(folder, _DAMAGED)):
+        shutil.rmtree(path, ignore_errors=True)
     for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -97,10 +98,15 @@ def lock_run(folder):
 # --------------------------------------------------------------------------------------------------------- which are complete
 
 
+def _numbered(folder, name):
+    """(step, folder) of the folders in `folder` that are called so."""
+    found = [(name.fullmatch(path.name), path) for path in Path(folder).glob("*checkpoint-*") if path.is_dir()]
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
 def checkpoints(folder):
     """{step: folder} of a run's checkpoints in order, complete or not."""
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in Path(folder).glob("checkpoint-*") if path.is_dir())
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    return dict(_numbered(folder, _CHECKPOINT))
 
 
 def _finished(folder):
@@ -187,8 +193,8 @@ def _forget(folder, limit, keep_every, best=None):
     """
     finished = _finished(folder)
     newest = max(finished, default=-1)
-    for path in Path(folder).glob("damaged-checkpoint-*"):
-        if int(_CHECKPOINT.search(path.name)[1]) <= newest:
+    for step, path in _numbered(folder, _DAMAGED):
+        if step <= newest:
             shutil.rmtree(path, ignore_errors=True)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,16 @@ class At(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             self.action()
+
+
+class After(At):
+    """Does something after a step, when its checkpoint is complete."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        pass
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        super().on_step_end(args, state, control, **kwargs)
 
 
 def trainer(folder, *callbacks, model=None, **options):
@@ -247,7 +258,87 @@ def test_a_command_that_is_stopped_exits_with_143(capsys):
     assert cli.guarded("neobert pretrain", other_process) == 143 and not capsys.readouterr().err
 
 
+# ------------------------------------------------------------------------------------------------------- what goes and what stays
+
+
+def made_by_hand(folder, *names, complete=True):
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "optimizer.pt").write_text(name)
+        if complete:
+            checkpoints.write_manifest(folder / name, 0)
+
+
+STRANGERS = ("checkpoint-best", "checkpoint-2-copy", "damaged-checkpoint-old", "damaged-checkpoint-2-copy", "my-checkpoint-2")
+
+
+def test_what_is_forgotten(tmp_path, monkeypatch):
+    """A folder that is half removed is never taken for a complete one, and what a user has beside the checkpoints stays."""
+    made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)), *STRANGERS)
+    made_by_hand(tmp_path, "checkpoint-12", "damaged-checkpoint-4.1", "damaged-checkpoint-10", "damaged-checkpoint-12", complete=False)
+    removed, remove = [], shutil.rmtree
+
+    def watched(path, **options):
+        removed.append(path.name)
+        assert not (path / checkpoints.MANIFEST).exists()
+        remove(path, **options)
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", watched)
+    checkpoints._forget(tmp_path, 1, 4, str(tmp_path / "checkpoint-2"))
+    assert sorted(removed) == ["checkpoint-6", "damaged-checkpoint-10", "damaged-checkpoint-4.1"]
+
+
+def test_a_finished_run_loses_its_checkpoints_and_nothing_else(tmp_path):
+    made_by_hand(tmp_path, "checkpoint-2", "damaged-checkpoint-4", "damaged-checkpoint-4.1", *STRANGERS)
+    (tmp_path / "eval").mkdir()
+    checkpoints.remove(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(STRANGERS)
+    for name in STRANGERS:
+        shutil.rmtree(tmp_path / name)
+    checkpoints.remove(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_second_damaged_checkpoint_of_one_step_stays_beside_the_first(tmp_path):
+    for content in ("first", "second"):
+        (tmp_path / "checkpoint-8").mkdir()
+        (tmp_path / "checkpoint-8" / "model.safetensors").write_text(content)
+        assert checkpoints.resume_point(tmp_path) is None
+    assert (tmp_path / "damaged-checkpoint-8" / "model.safetensors").read_text() == "first"
+    assert (tmp_path / "damaged-checkpoint-8.1" / "model.safetensors").read_text() == "second"
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "optimizer.bin", "optimizer_0/__0_0.distcp", "global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+)
+def test_the_optimizer_of_every_engine_counts_and_is_on_the_disk_before_the_manifest(tmp_path, monkeypatch, name):
+    file, synced, fsync = tmp_path / name, set(), os.fsync
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("state")
+
+    def noted(handle):
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for _ in range(2):  # a step that is saved once more
+        checkpoints.write_manifest(tmp_path, 8)
+        assert file.stat().st_ino in synced and checkpoints.damage(tmp_path) is None
+        synced.clear()
+
+
 # ----------------------------------------------------------------------------------------------------------------------- disks
+
+
+def test_no_room_costs_neither_the_best_checkpoint_nor_those_that_are_kept_for_good(tmp_path, monkeypatch):
+    made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)))
+    usage = shutil.disk_usage(tmp_path)
+    arguments = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(best_model_checkpoint=str(tmp_path / "checkpoint-2"))
+    for free, left in ((1 << 20, [2, 4, 6, 8, 10]), (10, [2, 4, 8, 10])):
+        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free))
+        checkpoints.Checkpoints(keep_every=4)._make_room(arguments, state)
+        assert list(checkpoints.checkpoints(tmp_path)) == left
 
 
 def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_path, monkeypatch):
@@ -286,6 +377,21 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypat
             checkpoints.train(trainer(tmp_path, save_total_limit=1))
     assert list(checkpoints.checkpoints(tmp_path)) == [4], "what was half written must not take room"
     checkpoints.train(trainer(tmp_path))
+
+
+def test_a_disk_that_is_full_after_a_checkpoint_costs_it_nothing(tmp_path):
+    def full():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("a cache could not be written") from error
+
+    with pytest.raises(UserError, match="goes on from checkpoint-6"):
+        checkpoints.train(trainer(tmp_path, After(6, full)))
+    assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 6]
+    seen = []
+    checkpoints.train(trainer(tmp_path), before=seen.append)
+    assert seen == [tmp_path / "checkpoint-6"]
 
 
 def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
@@ -347,6 +453,57 @@ def test_one_process_may_lock_again_after_it_released(tmp_path):
     for _ in range(2):
         with checkpoints.lock_run(tmp_path / "out"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
             locks.FolderLock(tmp_path / "out")
+
+
+def test_a_lock_stays_until_the_last_process_of_the_run_gives_it_back(tmp_path):
+    first, second = locks.FolderLock(tmp_path), locks.FolderLock(tmp_path, joins=True)
+    first.release()
+    with pytest.raises(UserError, match="is in use by"):
+        locks.FolderLock(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_file_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
+    """The run before gives the folder free between the opening of its file and the lock."""
+    flock, calls = locks.fcntl.flock, []
+
+    def late(file, how):
+        if not calls:
+            (tmp_path / locks.LOCK_FILE).unlink()
+        calls.append(how)
+        flock(file, how)
+
+    monkeypatch.setattr(locks.fcntl, "flock", late)
+    with locks.FolderLock(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        locks.FolderLock(tmp_path)
+
+
+def test_the_message_names_a_process_that_may_hold_the_lock(tmp_path):
+    file, here = tmp_path / locks.LOCK_FILE, socket.gethostname()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    file.write_text(f"1 {here}\n")  # of a run that was killed
+    with locks.FolderLock(tmp_path):
+        for lines, named in (
+            (file.read_text(), f"process {os.getpid()} on {here}"),
+            (f"{ended.pid} {here}\n{os.getpid()} {here}\n", f"process {os.getpid()} on {here}"),
+            (f"{ended.pid} {here}\n7 another-host\n", "process 7 on another-host"),
+            (f"{ended.pid} {here}\n", f"process {ended.pid} on {here}"),
+            ("\n", "another process"),
+        ):
+            file.write_text(lines)
+            with pytest.raises(UserError, match=f"is in use by {named}; wait"):
+                locks.FolderLock(tmp_path)
+
+
+def test_a_disk_that_fails_is_not_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(*given):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        locks.FolderLock(tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
