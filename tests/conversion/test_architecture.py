@@ -91,8 +91,8 @@ def _broken(state, kind):
         state["decoder.bias"][7] = -float("inf")
     elif kind == "integers":
         state[wo] = state[wo].to(torch.int8)
-    elif kind == "large":
-        state[wo][0, 0] = 1e5
+    elif kind in ("large", "large negative"):
+        state[wo][0, 0] = 1e5 if kind == "large" else -1e5
     elif kind == "no embedding":
         del state["model.encoder.weight"]
     elif kind == "no layers":
@@ -112,6 +112,7 @@ def _broken(state, kind):
         ("inf", r"NaN or infinite: decoder.bias\."),
         ("integers", r"not floating-point numbers: .*1\.wo\.weight \(torch.int8\)"),
         ("large", r"beyond the range of float16: .*1\.wo\.weight; use --dtype bfloat16"),
+        ("large negative", r"beyond the range of float16: .*1\.wo\.weight; use --dtype bfloat16"),
         ("no embedding", r"no token embedding"),
         ("no layers", r"no transformer layers"),
     ],
@@ -152,13 +153,15 @@ def test_dtypes(tmp_path, checkpoint, model, without_proof, dtype, step):
         assert error <= step, f"{name} is off by more than the rounding of {dtype}"
 
 
-def test_own_dtype_is_kept_and_mixed_ones_become_float32(tmp_path, model, tiny_config, without_proof):
+def test_own_dtype_is_kept_and_mixed_ones_become_float32(tmp_path, model, tiny_config, without_proof, capsys):
     state = {name: value.bfloat16() for name, value in model.state_dict().items()}
     convert(save(tmp_path / "a", state, **tiny_config), tmp_path / "out", "--tokenizer", "none")
     assert load_file(tmp_path / "out" / "model.safetensors")["decoder.weight"].dtype == torch.bfloat16
-    state["decoder.bias"] = state["decoder.bias"].float()
-    convert(save(tmp_path / "b", state, **tiny_config), tmp_path / "out2", "--tokenizer", "none")
-    assert {value.dtype for value in load_file(tmp_path / "out2" / "model.safetensors").values()} == {torch.float32}
+    for dtype in (torch.float32, torch.float16):
+        state["decoder.bias"] = state["decoder.bias"].to(dtype)
+        convert(save(tmp_path / f"{dtype}", state, **tiny_config), tmp_path / f"out {dtype}", "--tokenizer", "none")
+        assert {value.dtype for value in load_file(tmp_path / f"out {dtype}" / "model.safetensors").values()} == {torch.float32}
+    assert "with rounding" not in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------- what a stranger's configuration and shapes may say
@@ -243,6 +246,13 @@ def test_labels_that_can_be(tiny_config):
     given = {**tiny_config, "id2label": names, "label2id": {"x": 0, "y": 1, "z": 2}, "num_labels": 3, "problem_type": "regression"}
     config = plan(stored(state), given).config
     assert config.id2label == {0: "x", 1: "y", 2: "z"} and config.num_labels == 3 and config.problem_type == "regression"
+
+
+def test_labels_in_another_order_keep_their_numbers(tiny_config):
+    """As in a JSON file whose keys are sorted as text: 0, 1, 10, 11, 2, ..."""
+    state = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=12)).state_dict()
+    config = plan(stored(state), {**tiny_config, "id2label": {number: f"label {number}" for number in sorted(map(str, range(12)))}}).config
+    assert config.id2label == {number: f"label {number}" for number in range(12)}
 
 
 def _without_rows(state):

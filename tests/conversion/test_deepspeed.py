@@ -155,8 +155,12 @@ def _rate(data):
             lambda data: data["optimizer_state_dict"].update(partition_count=[2, 3]),
             r"partition_count is .* on rank 0 and \[2, 3\] on rank 1",
         ),
+        (
+            lambda data: setattr(data["optimizer_state_dict"]["loss_scaler"], "cur_scale", 0.5),
+            r"loss scale is 1\.0 on rank 0 and 0\.5 on rank 1",
+        ),
     ],
-    ids=["step", "learning rate", "stage", "count"],
+    ids=["step", "learning rate", "stage", "count", "loss scale"],
 )
 def test_shards_of_different_steps_or_stages(run, name, change, message):
     run = run(name).change("*rank_1*optim*", change)
@@ -183,12 +187,13 @@ def test_model_files_of_different_steps(run):
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_master_weights_of_another_run(run, name):
+@pytest.mark.parametrize("by", [0.5, "5 %"])
+def test_master_weights_of_another_run(run, name, by):
     """Shards that agree with each other, but are not those of the model file beside them."""
 
     def change(data):
-        group = data["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
-        group.data[100] += 0.5
+        group = data["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data
+        group[group[:1000].abs().argmax()] += by if by == 0.5 else 0.05 * group[:1000].abs().max()
 
     run = run(name).change("*pp_rank_0_*optim*", change)
     tensors = open_checkpoint(run).tensors
@@ -197,6 +202,68 @@ def test_master_weights_of_another_run(run, name):
     ):
         tensors["model.encoder.weight"].read()
     tensors["decoder.weight"].read()
+
+
+@needs_deepspeed
+def test_stage_3_shards_that_hold_more_than_the_parameters(run):
+    def longer(data):
+        groups = data["optimizer_state_dict"]["fp32_flat_groups"]
+        groups[1] = torch.cat([groups[1].data, torch.zeros(1)])
+
+    run = run("zero3").change("*rank_1*optim*", longer)
+    with pytest.raises(UserError, match="ZeRO 3 shards hold 39878, 39879 numbers each where 39878 belong to the parameters"):
+        open_checkpoint(run)
+
+
+@needs_deepspeed
+def test_padding_between_the_parameters(distributed, run):
+    """Some optimizers align every parameter: the padding is in the flat group behind each."""
+    run, padding = run("zero1"), 6
+    shapes = torch.load(next((run.path / "10").glob("*model_states*")), weights_only=False)["param_shapes"]
+    ranks = [f"*rank_{rank}_mp*optim*" for rank in range(2)]
+    shards = [torch.load(next((run.path / "10").glob(rank)), weights_only=False)["optimizer_state_dict"] for rank in ranks]
+    halves = []
+    for number, group in enumerate(shapes):
+        flat = torch.cat([shard["single_partition_of_fp32_groups"][number].data for shard in shards])
+        pieces = flat[: sum(shape.numel() for shape in group.values())].split([shape.numel() for shape in group.values()])
+        aligned = torch.cat([torch.cat([piece, torch.full((padding,), 9.0)]) for piece in pieces])
+        halves.append(torch.cat([aligned, torch.zeros(len(aligned) % 2)]).chunk(2))
+    paddings = [[padding] * len(group) for group in shapes]
+    for rank, pattern in enumerate(ranks):
+        groups = [half[rank].clone() for half in halves]
+        run.change(
+            pattern,
+            lambda data, groups=groups: data["optimizer_state_dict"].update(
+                single_partition_of_fp32_groups=groups, param_alignment_paddings=paddings
+            ),
+        )
+    expected = open_checkpoint(distributed / "zero1").tensors
+    assert_same(open_checkpoint(run.path), {name: stored.read() for name, stored in expected.items()})
+
+
+@needs_deepspeed
+def test_a_parameter_under_two_names_is_one_tensor(run):
+    shared = {"decoder.second": "model.encoder.weight"}
+    tensors = open_checkpoint(run("zero1").change("*model_states*", lambda data: data.update(shared_params=shared))).tensors
+    one, other = tensors["decoder.second"], tensors["model.encoder.weight"]
+    assert torch.equal(one.read(), other.read()) and one.storage == other.storage is not None
+
+
+@needs_deepspeed
+def test_two_files_of_one_rank_and_tensor_parallelism(run):
+    folder = run("zero1").path / "10"
+    for name, copy, message in (
+        (
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "holds two files of rank 1: .*keep those",
+        ),
+        ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", r"tensor parallelism \(mp_rank_01_model_states.pt\)"),
+    ):
+        shutil.copyfile(folder / name, folder / copy)
+        with pytest.raises(UserError, match=message):
+            open_checkpoint(folder)
+        (folder / copy).unlink()
 
 
 @needs_deepspeed
