@@ -193,7 +193,9 @@ def test_metadata_that_is_not_a_file(tmp_path):
 
 def test_whole_tensors_of_one_process(tmp_path):
     state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
-    dcp.save(state, checkpoint_id=str(tmp_path / "run"))
+    beside = {"optim": {"m": torch.ones(3)}, "lr_scheduler": {"rate": torch.ones(1)}, "scheduler": {"rate": torch.ones(1)}}
+    dcp.save(state | beside, checkpoint_id=str(tmp_path / "run"))
     found = open_checkpoint(tmp_path / "run").tensors
+    assert sorted(found) == ["model.encoder.weight", "model.scalar"]
     assert torch.equal(found["model.encoder.weight"].read(), state["model"]["encoder.weight"])
     assert found["model.scalar"].read().item() == 2

@@ -37,7 +37,12 @@ def test_old_torch_format_without_zip(tmp_path, model):
 
 
 def test_computed_tables_of_old_code_are_not_weights(tmp_path, model):
-    torch.save({**model.state_dict(), "model.freqs_cis": torch.zeros(4, dtype=torch.complex64)}, tmp_path / "state_dict.pt")
+    computed = {
+        "model.freqs_cis": torch.zeros(4, dtype=torch.complex64),
+        "model.rope.inv_freq": torch.zeros(4),
+        "position_ids": torch.arange(4),
+    }
+    torch.save({**model.state_dict(), **computed}, tmp_path / "state_dict.pt")
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
 

@@ -19,6 +19,7 @@ import torch
 from conversion_helpers import package_environment
 
 from neobert.common.errors import UserError
+from neobert.conversion import torch_files
 from neobert.conversion.locate import open_checkpoint
 from neobert.conversion.safe_pickle import LIMIT, StandIn, stand_ins, unpickle
 from neobert.conversion.torch_files import load_torch_file, torch_tensors
@@ -133,6 +134,28 @@ def _repack(path, change):
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in records.items():
             archive.writestr(name, content)
+
+
+def test_the_old_form_of_a_machine_with_another_order_of_bytes_is_refused(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "a.pt").read_bytes()
+    (found,) = re.finditer(rb"little_endianq.[\x88\x89]", content)
+    (tmp_path / "a.pt").write_bytes(content[: found.end() - 1] + bytes([content[found.end() - 1] ^ 1]) + content[found.end() :])
+    with pytest.raises(UserError, match="written on a machine with another order of bytes"):
+        torch_tensors(tmp_path / "a.pt")
+
+
+def test_a_tensor_that_ends_one_number_behind_its_storage_is_refused():
+    storage = torch_files._Typed(torch_files._Storage("a.pt", b"", 12), torch.float32)
+    assert torch_files._tensor(storage, torch.float32, 0, (3,), (1,)).shape == (3,)
+    for offset, stride in ((1, 1), (0, 2)):
+        with pytest.raises(ValueError, match="in a storage of 12 bytes"):
+            torch_files._tensor(storage, torch.float32, offset, (3,) if offset else (2, 2), (stride,) if offset else (stride, 1))
+
+
+def test_settings_below_the_name_of_a_model_are_not_its_weights(tmp_path):
+    torch.save({"model": {"hidden_size": 64}, "state_dict": {"a": torch.ones(2)}}, tmp_path / "a.pt")
+    assert list(torch_tensors(tmp_path / "a.pt")) == ["a"]
 
 
 def test_packed_anew_with_compression_is_refused(tmp_path):

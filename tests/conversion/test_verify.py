@@ -9,12 +9,32 @@ import re
 import pytest
 import torch
 from conversion_helpers import convert, save
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.conversion import command
+from neobert.conversion import command, verify
+from neobert.conversion.architecture import plan
+from neobert.conversion.stored import StoredTensor
 from neobert.conversion.verify import streamed_forward
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x * float("nan"), lambda x: x[..., :-1], lambda x: x + 1e-3], ids=["NaN", "shorter", "other"])
+def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, monkeypatch, spoil):
+    state = model.state_dict()
+    conversion = plan({n: StoredTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in state.items()}, tiny_config)
+    logits = model(**verify.random_inputs(conversion)).logits.detach()
+
+    def fresh(script, folder, auto_class, given, answered, scratch, what):
+        save_file({"logits": answer(logits).contiguous()}, answered)
+
+    monkeypatch.setattr(verify, "run_fresh", fresh)
+    expected = verify.source_outputs(conversion, rounded=True)
+    answer = torch.clone
+    assert torch.allclose(verify.verify(tmp_path, conversion, expected, tmp_path), expected, atol=1e-5)
+    answer = spoil
+    with pytest.raises(UserError, match="outputs differ from the source's by .*, so it was not kept"):
+        verify.verify(tmp_path, conversion, expected, tmp_path)
 
 
 @pytest.mark.parametrize("head, auto", [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")])
