@@ -2,6 +2,7 @@
 fails, is stopped or finds the disk full leaves behind (nothing).
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -127,19 +128,22 @@ def test_failed_replacement_keeps_the_old_folder(tmp_path, checkpoint, monkeypat
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_no_space(tmp_path, checkpoint, monkeypatch, without_proof):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    with pytest.raises(UserError, match=r"no space: 0.01 GB are needed at .* but 0.00 GB are free"):
-        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+def test_no_space(tmp_path, checkpoint, model, monkeypatch, without_proof):
+    usage, weights = shutil.disk_usage(tmp_path), 4 * sum(value.numel() for value in model.state_dict().values())
+    for free in (1_000_000, 10_000_000 + weights - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        with pytest.raises(UserError, match=r"no space: 0.01 GB are needed at .* but 0.0[01] GB are free"):
+            convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     monkeypatch.undo()
 
-    def full(*args):
-        raise OSError(28, "No space left on device")
+    for code in (errno.ENOSPC, errno.EDQUOT):
 
-    monkeypatch.setattr(hub_folder, "write_safetensors", full)
-    with pytest.raises(UserError, match="no space left at"):
-        convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
+        def full(*args, code=code):
+            raise OSError(code, "No space left on device")
+
+        monkeypatch.setattr(hub_folder, "write_safetensors", full)
+        with pytest.raises(UserError, match="no space left at"):
+            convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
