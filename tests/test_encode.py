@@ -161,7 +161,7 @@ def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_fo
     model = NeoBERTModel.from_pretrained(copy)
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(copy)
-    with pytest.raises(UserError, match=r"was begun with other settings \(weights differ\)"):
+    with pytest.raises(UserError, match=r"was begun with other settings \(model_digest differ\)"):
         embed(corpus, tmp_path / "out", copy, shard_rows=16)
 
 
