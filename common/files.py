@@ -22,7 +22,7 @@ _SECRET_NAMES = {"token", "key", "apikey", "password", "passwd", "secret", "cred
 # What gives itself away under any name: tokens of the Hub, and passwords in addresses.
 _SECRET_VALUES = re.compile(
     r"\bhf_[A-Za-z0-9]{24,}\b|(?<=://)[^/\s@]+(?=@)|(?<=token=)[^&\s]+|(?<=key=)[^&\s]+|(?<=password=)[^&\s]+|(?<=secret=)[^&\s]+"
-    r"|(?<=signature=)[^&\s]+",
+    r"|(?<=signature=)[^&\s]+|(?<=[?&]sig=)[^&\s]+",
     re.IGNORECASE,
 )
 

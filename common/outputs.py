@@ -8,13 +8,14 @@ import contextlib
 import errno
 import fnmatch
 import glob
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from .errors import UserError, listed
-from .files import TEXT_LIMIT, read_json, sha256, write_json
+from .files import TEXT_LIMIT, read_json, redacted, sha256, write_text
 
 
 try:
@@ -62,8 +63,10 @@ def write_manifest(folder, command, content=None):
         command: name of the command.
         content: more to keep in the manifest.
     """
-    files = {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_json(folder / f"{command}.json", {"command": command, **(content or {}), "files": files})
+    files = {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    # A digest is no secret, though the file be called token.json.
+    manifest = {"command": command, **redacted(content or {}), "files": files}
+    write_text(folder / f"{command}.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder, command):

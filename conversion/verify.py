@@ -63,8 +63,10 @@ def streamed_forward(model, read, inputs):
 
 def _compared(outputs, conversion, inputs):
     """One vector of all outputs; of per-token ones at real tokens only."""
-    mask = inputs["attention_mask"].bool() if conversion.head.per_token else ...
-    return torch.cat([outputs[name].float()[mask].flatten() for name in sorted(outputs)])
+    mask = inputs["attention_mask"].bool()
+    found = [outputs[name].float() for name in sorted(outputs)]
+    real = [x[mask] if conversion.head.per_token and x.shape[:2] == mask.shape else x for x in found]
+    return torch.cat([x.flatten() for x in real])
 
 
 def source_outputs(conversion, rounded):

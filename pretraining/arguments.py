@@ -119,7 +119,7 @@ class RunArguments(Arguments):
     optimizer: str | None = option(None, "muon in place of Trainer's optim", choices=OPTIMIZERS)
     keep_every: int = option(0, "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none", least=0)
     peak_tflops: float | None = option(None, "the device's peak, for mfu; default: a measured matrix product", above=0)
-    attn_implementation: str | None = option(None, "attention implementation while training; eager is fastest on the CPU with short texts")
+    attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training")
     raw_checkpoint: str | None = option(
         None, "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype", choices=("float32", "bfloat16", "float16")

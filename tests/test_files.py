@@ -88,6 +88,13 @@ def test_working_files_are_patterns_of_whole_paths(tmp_path):
         outputs.check_replaceable(output, "encode", ("part-*.parquet", "checkpoints/**", "logs/**"))
 
 
+def test_a_file_named_as_secrets_are_is_replaced_too(tmp_path):
+    (tmp_path / "token.json").write_text("{}")
+    outputs.write_manifest(tmp_path, "encode", {"hub_token": "s3cr3t"})
+    outputs.check_replaceable(tmp_path, "encode")
+    assert "s3cr3t" not in (tmp_path / "encode.json").read_text()
+
+
 def test_old_output_comes_back_when_the_last_rename_fails(tmp_path, monkeypatch):
     output = write(tmp_path / "out", "old")
     before, rename = digests(tmp_path), os.rename
@@ -453,7 +460,7 @@ SECRET = "s3cr3t-Value"
         ["--dataset", f"https://{SECRET}@host/data.jsonl"],
         *(
             ["--dataset", f"https://host/data.jsonl?a=1&{name}={SECRET}&b=2"]
-            for name in ("api_key", "password", "secret", "X-Amz-Signature")
+            for name in ("api_key", "password", "secret", "X-Amz-Signature", "sig")
         ),
         ["-token", SECRET],
         ["--trainer", json.dumps({"hub_token": SECRET})],
