@@ -60,7 +60,7 @@ def run(name, arguments, teacher, texts, vectors, given):
         optimizer.step()
         optimizer.zero_grad()
         rates.append(int(features["attention_mask"].sum()) / (time.process_time() - started))
-        losses.append(float(loss))
+        losses.append(loss.item())
     tail = losses[-given.steps // 5 :]
     print(f"{name}: {statistics.median(rates[given.steps // 2 :]):,.0f} tokens/CPU-s, loss {statistics.mean(tail):.3f}", flush=True)
     return {"rates": rates[given.steps // 2 :], "losses": losses, "loss": statistics.mean(tail)}

@@ -155,6 +155,7 @@ def test_published_rows_average_as_the_paper_says():
 def test_tables_mark_what_is_published():
     scores = {task.metadata.name: 50.0 for task in choose_tasks(["MTEB(eng, v1)"])}
     types = {task.metadata.name: task.metadata.type for task in choose_tasks(["MTEB(eng, v1)"])}
+    scores["beyond the 56"], types["beyond the 56"] = 0.0, "STS"
     text = table4({"ours": {"scores": scores, "types": types, "averages": averages(scores, types)}})
     assert "| model | source | Class | Clust | PairClass | Rerank | Retr | STS | Summ | avg (56) |" in text
     assert "| NeoBERT-4096 | published | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 | 51.3 |" in text
