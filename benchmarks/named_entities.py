@@ -9,7 +9,6 @@ examples/named_entities.py. Articles of the tagged text go to its test set by th
 import hashlib
 import importlib.util
 import json
-import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import ROOT
 from ..common.local_text import gcide_entries, wordnet_entries
-from ..common.results import environment, markdown_table, write_result
+from ..common.results import environment, markdown_table, mean_and_deviation, write_result
 from ..pretraining import pretrain
 from ..pretraining.ablation_data import some, train_tokenizer
 
@@ -113,11 +112,9 @@ def page(given, scores, counts):
     rows = []
     for name, found in scores.items():
         cells = [f"{100 * found[seed]:.1f}" for seed in given.seeds]
-        spread = f" ± {100 * statistics.stdev(found.values()):.1f}" if len(found) > 1 else ""
-        rows.append([name, f"{100 * statistics.mean(found.values()):.1f}{spread}", *cells])
+        rows.append([name, mean_and_deviation([100 * score for score in found.values()]), *cells])
     gains = [100 * (scores["cased"][seed] - scores["uncased"][seed]) for seed in given.seeds]
-    spread = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
-    rows.append(["cased over uncased", f"{statistics.mean(gains):+.1f}{spread}", *(f"{gain:+.1f}" for gain in gains)])
+    rows.append(["cased over uncased", mean_and_deviation(gains, "+.1f"), *(f"{gain:+.1f}" for gain in gains)])
     return (
         f"Entity F1 (seqeval, exact spans and types) in percent, {Path(given.text).name}: {counts['train']:,} sentences to train on, "
         f"{counts['test']:,} of other articles to test. The model has {given.layers} layers of {given.hidden} and a WordPiece vocabulary of "

@@ -17,17 +17,18 @@ import torch
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.commands import guarded
 from ..common.errors import UserError
-from ..common.results import environment, markdown_table, write_result
+from ..common.files import read_json
+from ..common.results import environment, markdown_table, mean_and_deviation, write_result
 from ..pretraining import pretrain
 from .measuring import in_a_process, quartiles, ratio
 
 
-_BEST = {"attn_implementation": "eager", "compile": "true"}
+_COMPILED = {"attn_implementation": "eager", "compile": "true"}
 SETTINGS = {
     "float32": {},
-    "float32, eager attention, compiled blocks": _BEST,
+    "float32, eager attention, compiled blocks": _COMPILED,
     "bfloat16": {"bf16": "true"},
-    "bfloat16, eager attention, compiled blocks": {"bf16": "true", **_BEST},
+    "bfloat16, eager attention, compiled blocks": {"bf16": "true", **_COMPILED},
 }
 LOGGED = 10  # steps between two logged rates
 
@@ -75,7 +76,7 @@ def train(options, threads):
     return {
         "rates": [record["tokens_per_second"] for record in records[1:]],
         "loss": statistics.mean(record["loss"] for record in records[-max(1, len(records) // 5) :]),
-        "heldout_loss": json.loads((run.output / "result.json").read_text())["eval_loss"],
+        "heldout_loss": read_json(run.output / "result.json")["eval_loss"],
     }
 
 
@@ -87,10 +88,8 @@ def page(found):
         # The same steps of the same seed: neighbours in time, on the same texts.
         faster = ratio([1 / rate for seed in runs for rate in first[seed]["rates"]], [1 / rate for rate in rates])
         cells = [f"{statistics.median(rates):,.0f}", "{:,.0f} to {:,.0f}".format(*quartiles(rates)), f"{faster['ratio']:.2f}"]
-        for name in ("loss", "heldout_loss"):
-            values = [run[name] for run in runs.values()]
-            cells.append(f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""))
-        rows.append([setting, *cells])
+        losses = (mean_and_deviation([run[name] for run in runs.values()], ".3f") for name in ("loss", "heldout_loss"))
+        rows.append([setting, *cells, *losses])
     return markdown_table(["setting", "real tokens/s", "quartiles", "times as fast", "training loss", "held-out loss"], rows)
 
 

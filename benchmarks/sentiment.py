@@ -28,7 +28,7 @@ from neobert.common.files import write_json, write_text
 from neobert.common.identity import model_digest
 from neobert.common.local_text import sentiment_sentences
 from neobert.common.lora import NEOBERT_TARGETS
-from neobert.common.results import environment, markdown_table
+from neobert.common.results import environment, markdown_table, mean_and_deviation
 
 
 METHODS = {
@@ -192,8 +192,7 @@ def write_results(results, args, environment_of_runs):
         values = [scale * run[key] for run in runs if key in run]
         if not values:
             return None
-        text = f"{np.mean(values):,.{digits}f}"
-        return text + (f" ± {np.std(values, ddof=1):,.{digits}f}" if len(values) > 1 and digits else "")
+        return mean_and_deviation(values, f",.{digits}f") if digits else f"{np.mean(values):,.0f}"
 
     output = Path(args.output)
     settings = {key: getattr(args, key) for key in vars(args) if key not in ("output", "work", "archive", "minilm")}

@@ -187,9 +187,14 @@ def write_text(path, text):
         file.write(bytes(text, "utf-8", "backslashreplace"))
 
 
+def json_text(data):
+    """The one form of JSON files here: indented, characters as they are."""
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
 def write_json(path, data):
-    """Writes `data` as indented JSON, completely or not at all, without secrets (`redacted`)."""
-    write_text(path, json.dumps(redacted(data), indent=1, ensure_ascii=False) + "\n")
+    """Writes `data` as `json_text`, completely or not at all, without secrets (`redacted`)."""
+    write_text(path, json_text(redacted(data)))
 
 
 # What safetensors calls a dtype: bytes of one number.

@@ -8,14 +8,13 @@ import contextlib
 import errno
 import fnmatch
 import glob
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from .errors import UserError, listed
-from .files import TEXT_LIMIT, read_json, redacted, sha256, write_text
+from .files import TEXT_LIMIT, json_text, read_json, redacted, sha256, write_text
 
 
 try:
@@ -65,8 +64,7 @@ def write_manifest(folder, command, content=None):
     """
     files = {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     # A digest is no secret, though the file be called token.json.
-    manifest = {"command": command, **redacted(content or {}), "files": files}
-    write_text(folder / f"{command}.json", json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / f"{command}.json", json_text({"command": command, **redacted(content or {}), "files": files}))
 
 
 def read_manifest(folder, command):

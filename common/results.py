@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,12 @@ def _version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def mean_and_deviation(values, form=".1f"):
+    """ "mean ± standard deviation" (of a sample), both in `form`; the mean alone of a single value."""
+    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{deviation}"
 
 
 def markdown_table(header, rows):

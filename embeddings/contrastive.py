@@ -254,7 +254,7 @@ def merge_lora(model, adapter_folder, arguments):
 
 
 def _recipe(arguments, training, sources):
-    """The settings that a run is known by, with digests of the weights that it starts from and of its local files."""
+    """The settings that a run is known by, with digests of the model that it starts from and of its local files."""
     recipe = number_options(training.to_dict())
     recipe |= {name: value for name, value in asdict(arguments).items() if name not in ("output", "overwrite")}
     recipe |= {"processes": training.world_size, "model_digest": model_digest(arguments.model)}

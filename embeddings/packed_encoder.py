@@ -218,10 +218,11 @@ class PackedEncoder:
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
-        output, leading = torch.empty(len(tokens), self.width, device=self.device), self._prompt_length(prompt)
+        output = torch.empty(len(tokens), self.width, device=self.device)
+        prompt_length = 0 if self.packs else self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch, leading)
+            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch, prompt_length)
             output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))

@@ -8,37 +8,24 @@ from neobert.common.errors import UserError
 from neobert.common.identity import files_digest, model_digest
 
 
+NUMBERS = (
+    *("config.json", "modules.json", "tokenizer.json", "vocab.txt", "model.safetensors"),
+    *("1_Pooling/config.json", "2_Dense/model.safetensors"),
+)
+OTHERS = ("README.md", "log.jsonl")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A sentence encoder's folder, its files without sense."""
-    names = (
-        "config.json",
-        "modules.json",
-        "tokenizer.json",
-        "vocab.txt",
-        "model.safetensors",
-        "1_Pooling/config.json",
-        "2_Dense/model.safetensors",
-    )
-    for name in (*names, "README.md", "log.jsonl"):
+    for name in (*NUMBERS, *OTHERS):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"of": name}))
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "modules.json",
-        "tokenizer.json",
-        "vocab.txt",
-        "model.safetensors",
-        "1_Pooling/config.json",
-        "2_Dense/model.safetensors",
-    ],
-)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_whatever_changes_the_numbers_changes_the_digest(folder, name):
     before = model_digest(folder)
     assert model_digest(str(folder)) == before and len(before) == 12
@@ -49,7 +36,7 @@ def test_whatever_changes_the_numbers_changes_the_digest(folder, name):
         assert model_digest(folder) != before
 
 
-@pytest.mark.parametrize("name", ["README.md", "log.jsonl"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_card_and_the_log_do_not(folder, name):
     before = model_digest(folder)
     (folder / name).write_text("other")

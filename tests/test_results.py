@@ -5,7 +5,16 @@ import json
 import pytest
 
 from neobert.common import figures, results
-from neobert.common.results import environment, environment_line, hardware, markdown_table, processor_units, shown, write_result
+from neobert.common.results import (
+    environment,
+    environment_line,
+    hardware,
+    markdown_table,
+    mean_and_deviation,
+    processor_units,
+    shown,
+    write_result,
+)
 
 
 XEON = """processor\t: 0
@@ -158,3 +167,10 @@ def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
 )
 def test_a_result_does_not_tell_whose_machine_it_is_from(argument, expected):
     assert shown(argument) == expected
+
+
+def test_mean_and_deviation_are_those_of_a_sample():
+    """Of 1, 2, 6: mean 3, variance (4 + 1 + 9) / 2 = 7."""
+    assert mean_and_deviation([1, 2, 6], ".2f") == "3.00 ± 2.65"
+    assert mean_and_deviation([1000, 2000], "+,.0f") == "+1,500 ± 707"
+    assert mean_and_deviation([0.25]) == "0.2"
