@@ -22,6 +22,7 @@ from mteb.types import PromptType
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
+from ..common.identity import model_digest
 from ..common.loading import DTYPES, choose_device
 from ..common.outputs import check_folder
 from ..common.results import environment
@@ -151,15 +152,10 @@ class PackedModel(AbsEncoder):
 
 
 def fingerprint(encoder, arguments, instructions):
-    """40 hex digits that change with the weights and with every setting that changes vectors."""
-    digest = hashlib.sha1()
-    for name, tensor in sorted(encoder.sentence_transformer.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    settings = [str(encoder.dtype), encoder.max_length, encoder.prompts, arguments.pooling, instructions, arguments.instruction_template]
-    settings += [arguments.tokenizer] if arguments.tokenizer else []  # in place of the model's own
-    digest.update(json.dumps(settings).encode())
-    return digest.hexdigest()
+    """40 hex digits that change with the model's files and with every setting that changes vectors."""
+    settings = [model_digest(arguments.model), arguments.tokenizer, str(encoder.dtype), encoder.max_length, encoder.prompts]
+    settings += [arguments.pooling, instructions, arguments.instruction_template]
+    return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
 
 
 def _earlier(folder, name, revision):

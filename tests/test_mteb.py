@@ -2,7 +2,9 @@
 side, results that are not computed twice and not reused for other weights, the published rows, and the local tasks."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -213,9 +215,9 @@ def test_a_name_belongs_to_one_model_and_keeps_its_tasks(model_folder, tiny_task
     assert both["scores"]["TinySTS"] == first["scores"]["TinySTS"] and len(both["scores"]) == 2, "a second run dropped the first one's task"
     table = (out / "table.md").read_text()
     assert "| tiny | measured, 2 other tasks |" in table and "| BERT base | published, 56 tasks |" in table
-    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), dtype="float32", device="cpu")
+    other = small_model(tmp_path / "other", tokenizer_dir, seed=2)
     with pytest.raises(UserError, match="tiny.json holds the scores of other weights or settings .* another --name"):
-        evaluate(other, arguments(model_folder, out, ["TinySTS"]), show_progress_bar=False)
+        evaluate(PackedEncoder(other, dtype="float32", device="cpu"), arguments(other, out, ["TinySTS"]), show_progress_bar=False)
     # kill -9 while MTEB writes a result
     path = next((out / "cache").rglob("TinySTS.json"))
     path.write_text(path.read_text()[:40])
@@ -258,8 +260,13 @@ def test_instructions_go_before_the_query_and_before_both_texts_of_a_symmetric_t
 def test_results_of_other_weights_or_settings_are_not_reused(model_folder, tokenizer_dir, tmp_path):
     given = arguments(model_folder, tmp_path, ["local"])
     encoder = PackedEncoder(model_folder, dtype="float32", device="cpu")
-    other = PackedEncoder(small_model(tmp_path / "other", tokenizer_dir, seed=2), dtype="float32", device="cpu")
-    prints = {fingerprint(encoder, given, {}), fingerprint(other, given, {}), fingerprint(encoder, given, None)}
+    prints = {fingerprint(encoder, given, {}), fingerprint(encoder, given, None)}
+    for seed in (1, 2):  # 1: a copy of the same model
+        prints.add(fingerprint(encoder, replace(given, model=str(small_model(tmp_path / f"seed{seed}", tokenizer_dir, seed=seed))), {}))
+    changed = Path(shutil.copytree(model_folder, tmp_path / "changed"))
+    config = json.loads((changed / "tokenizer_config.json").read_text()) | {"model_max_length": 77}
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    prints.add(fingerprint(encoder, replace(given, model=str(changed)), {}))
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", max_length=16), given, {}))
     prints.add(fingerprint(PackedEncoder(model_folder, device="cpu", dtype="bfloat16"), given, {}))
     for more in ({"pooling": "cls"}, {"tokenizer": str(tokenizer_dir)}, {"instruction_template": "{instruction} "}):
@@ -270,7 +277,7 @@ def test_results_of_other_weights_or_settings_are_not_reused(model_folder, token
     low = PackedEncoder(model_folder, dtype="float32", device="cpu")
     low.dtype = torch.float16  # of weights that float16 holds exactly
     prints.add(fingerprint(low, given, {}))
-    assert len(prints) == 10, "two settings that change the vectors share MTEB's result cache"
+    assert len(prints) == 11, "two settings that change the vectors share MTEB's result cache"
     assert fingerprint(PackedEncoder(model_folder, dtype="float32", device="cpu"), given, {}) in prints, (
         "the same model must find its own results"
     )
