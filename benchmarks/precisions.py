@@ -188,7 +188,8 @@ def summarise(found, texts):
     rows = []
     for name, rounds in found.items():
         engine = ENGINES[name]
-        row = {"engine": name, "name": engine.name, "precision": engine.precision, "kind": engine.kind, "how": engine.how}
+        group = "ours" if name.startswith("torch") else "engine" if engine.same_weights else "model"
+        row = {"engine": name, "name": engine.name, "precision": engine.precision, "kind": engine.kind, "group": group, "how": engine.how}
         if "error" in rounds[0]:
             rows.append({**row, "error": rounds[0]["error"]})
             continue
@@ -209,12 +210,12 @@ def summarise(found, texts):
     return rows
 
 
-def best(rows, kind, ours, set_name, threads):
-    """(engine, corrected tokens a second) of the fastest row of a kind that is or is not ours, or None."""
+def best(rows, kind, group, set_name, threads):
+    """(name, corrected tokens a second) of the fastest row of a kind among "ours", every other "engine" or "model"; or None."""
     found = [
         (row["name"] + " " + row["precision"], speed["corrected"])
         for row in rows
-        if row["kind"] == kind and row["engine"].startswith("torch") == ours
+        if (row["kind"], row["group"]) == (kind, group)
         for speed in row.get("speeds", ())
         if (speed["set"], speed["threads"]) == (set_name, threads)
     ]
@@ -241,18 +242,20 @@ def page(rows, given, texts):
     ratios = []
     for kind in ("fp32", "16 bit", "int8"):
         for name, threads in columns:
-            ours, other = (best(rows, kind, own, name, threads) for own in (True, False))
-            if ours and other:
-                ratios.append([kind, name, threads, ours[0], other[0], f"{ours[1] / other[1]:.2f}"])
+            ours, *others = (best(rows, kind, group, name, threads) for group in ("ours", "engine", "model"))
+            if ours and any(others):
+                cells = [[other[0], f"{ours[1] / other[1]:.2f}"] if other else ["", ""] for other in others]
+                ratios.append([kind, name, threads, ours[0], *cells[0], *cells[1]])
     counts = ", ".join(f"{name}: {len(ids)} texts, {sum(map(len, ids)):,} tokens" for name, ids in texts.items())
     parts = [
         f"Real tokens a second, median over {given.repeats} passes in each of {given.rounds} process{'es' if given.rounds > 1 else ''}. {counts}. "
         f"Model: {given.files}. Cosine: the worst of a mean-pooled text to torch in float32. Memory: peak beyond the process without a model, "
         "loading and trying batch sizes included.",
         markdown_table(["engine", "precision", *header, "worst cosine", "memory MiB", "disk MiB"], lines),
-        "## Ours over the next engine, in the same class of precision",
-        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass.",
-        markdown_table(["class", "set", "threads", "ours", "next", "times as fast"], ratios),
+        "## Ours over the fastest other engine and the fastest other model, in the same class of precision",
+        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass. An engine runs the same weights; a model has as "
+        "many layers, of fewer operations in ModernBERT (5.0 million weights a layer; NeoBERT and BERT 7.1).",
+        markdown_table(["class", "set", "threads", "ours", "engine", "times as fast", "model", "times as fast"], ratios),
         "## Spread and settings",
         markdown_table(["engine", "precision", *(f"{name}, quartiles" for name in header), "batch sizes chosen", "how"], spread),
     ]

@@ -60,12 +60,24 @@ def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
     assert all(speed["batches"] == [None] for speed in rows["torch-fp32"]["speeds"])
 
 
-def test_ours_is_compared_with_the_next_engine_of_its_class(result):
+def test_ours_is_compared_with_the_next_model_of_its_class(result):
     rows, page = result
     for at, threads in enumerate((1, 2)):
         ours, other = (rows[name]["speeds"][at]["corrected"] for name in ("torch-fp32", "st-bert-fp32"))
-        assert f"| fp32 | short | {threads} | torch fp32 | sentence-transformers, BERT base fp32 | {ours / other:.2f} |" in page
+        assert f"| fp32 | short | {threads} | torch fp32 |  |  | sentence-transformers, BERT base fp32 | {ours / other:.2f} |" in page
     assert "| 16 bit | short |" not in page, "there is no other engine of 16 bit"
+
+
+def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
+    speeds = {"torch-fp32": 30.0, "torch-compiled": 20.0, "onnx-fp32": 15.0, "openvino-fp32": 12.0, "st-bert-fp32": 40.0}
+    groups = dict(zip(speeds, ("ours", "ours", "engine", "engine", "model")))
+    rows = [
+        {"name": name, "precision": "", "kind": "fp32", "group": groups[name], "speeds": [{"set": "128", "threads": 1, "corrected": speed}]}
+        for name, speed in speeds.items()
+    ]
+    found = [precisions.best(rows, "fp32", group, "128", 1) for group in ("ours", "engine", "model")]
+    assert found == [("torch-fp32 ", 30.0), ("onnx-fp32 ", 15.0), ("st-bert-fp32 ", 40.0)]
+    assert precisions.best(rows, "fp32", "ours", "128", 2) is None and precisions.best(rows, "int8", "ours", "128", 1) is None
 
 
 def test_the_worst_cosine():
