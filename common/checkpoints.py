@@ -27,6 +27,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from .errors import Stopped, UserError, one_line, printable
 from .files import sha256, write_json
 from .locks import FolderLock
+from .memory import keep_freed_memory
 
 
 MANIFEST = "complete.json"  # of a checkpoint: written after everything else, with the size and digest of every file
@@ -335,6 +336,8 @@ def train(trainer, keep_every=0, before=None):
     """
     folder = Path(trainer.args.output_dir)
     checkpoint = resume_point(folder)
+    if trainer.args.device.type == "cpu":
+        keep_freed_memory()
     if before is not None and checkpoint is not None:
         before(checkpoint)
     callback = Checkpoints(keep_every)

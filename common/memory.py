@@ -1,4 +1,4 @@
-"""Peak memory of a stretch of work, for everything that publishes such a figure."""
+"""Memory of the process: its peak over a stretch of work, for everything that publishes such a figure, and what malloc does with freed memory."""
 
 import ctypes
 import gc
@@ -63,6 +63,20 @@ class PeakMemory:
     def growth(self):
         """Highest memory beyond that at the start."""
         return None if self.before is None or self.peak is None else max(self.peak - self.before, 0)
+
+
+def keep_freed_memory():
+    """From here on malloc keeps what this process frees, for its next tensors.
+
+    By default glibc gives large blocks back to the system, which must clear each page when it is used again: in training on the CPU, where a step
+    frees all that it kept for the backward pass, this took an eighth of the time. Nothing happens with another C library.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped by itself
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap stays
+    except (OSError, AttributeError, TypeError):
+        pass
 
 
 def mebibytes(count):

@@ -1,12 +1,16 @@
 """Pins the peak memory that results publish: what is held at the start is not growth, what is freed before the end still counts, and where the
-system tells nothing there is no figure."""
+system tells nothing there is no figure. And that training on the CPU keeps freed memory."""
 
 import pathlib
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from neobert.common import memory
+from neobert.common import checkpoints, memory
 from neobert.common.memory import PeakMemory, mebibytes
 
 
@@ -60,3 +64,37 @@ def test_where_the_system_tells_nothing(monkeypatch):
         pass
     assert peak.growth is None, "no figure is better than a wrong one"
     assert mebibytes(peak.growth) is None and mebibytes(3 * MIB + 1) == 3
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_freed_memory_is_used_again_without_new_pages():
+    script = """if True:
+        import resource, torch
+        from neobert.common.memory import keep_freed_memory
+
+        def pages():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(4):
+                torch.ones(40 * 2**20, dtype=torch.uint8)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        pages()
+        usual = pages()
+        keep_freed_memory()
+        pages()
+        print(usual, pages())
+    """
+    usual, kept = map(int, subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
+    assert usual > 20 * kept, f"{kept} pages were made anew for 4 x 40 MiB; {usual} without the setting"
+
+
+@pytest.mark.parametrize("device, times", [("cpu", 1), ("cuda", 0)])
+def test_training_on_the_cpu_keeps_freed_memory(device, times, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(checkpoints, "keep_freed_memory", lambda: called.append(1))
+    arguments = SimpleNamespace(output_dir=str(tmp_path), device=torch.device(device))
+    state = SimpleNamespace(global_step=0, max_steps=1)
+    same = lambda *given, **named: None  # noqa: E731
+    trainer = SimpleNamespace(args=arguments, state=state, add_callback=same, remove_callback=same, train=same)
+    checkpoints.train(trainer)
+    assert len(called) == times

@@ -210,6 +210,29 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     assert seen[-1] == shape, "a hook must see the batch in one piece"
 
 
+@pytest.mark.parametrize("case", ("short", "long", "without gradients", "float32", "bfloat16 weights"))
+def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, monkeypatch):
+    """The backward of torch's CPU kernel is several times slower in 16 bits there."""
+    kernel, seen = modeling.F.scaled_dot_product_attention, set()
+
+    def recorded(query, key, value, **kwargs):
+        seen.add((query.dtype, key.dtype, value.dtype, torch.is_autocast_enabled("cpu")))
+        return kernel(query, key, value, **kwargs)
+
+    monkeypatch.setattr(modeling.F, "scaled_dot_product_attention", recorded)
+    model = make_model(NeoBERTModel, max_position_embeddings=1024)
+    ids, mask = random_batch([700, 20] if case == "long" else [200, 20])
+    autocast = case in ("short", "long", "without gradients")
+    model = model.to(torch.bfloat16) if case == "bfloat16 weights" else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(case != "without gradients"):
+        hidden = model(ids, attention_mask=mask).last_hidden_state
+    wide = case not in ("long", "without gradients")
+    assert seen == {(torch.float32 if wide else torch.bfloat16,) * 3 + (not wide,)}, "autocast would make them 16 bits again"
+    if hidden.requires_grad:
+        hidden.float().sum().backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
 @torch.no_grad()
 def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
     """On the CPU without gradients q and k are rotated in place, unless somebody may hold them."""

@@ -53,7 +53,7 @@ MUTANTS = {
         (("rows = _at_least_float32(rows)\n            result", "rows = rows\n            result"),),
         ("settings",),
     ),
-    "RMSNorm without its weight, without gradients": ((("rsqrt_()).mul_(self.weight)", "rsqrt_())"),), ("packing",)),
+    "RMSNorm without its weight, without gradients": ((("rsqrt_()).mul_(weight)", "rsqrt_())"),), ("packing",)),
     "no residual around attention": ((("hidden = hidden + self.dropout(attended)", "hidden = self.dropout(attended)"),), CORE),
     "no dropout after attention": ((("hidden = hidden + self.dropout(attended)", "hidden = hidden + attended"),), ("settings",)),
     "no dropout after the feed-forward": (
