@@ -15,6 +15,7 @@ import torch
 from neobert.common.arguments import read_arguments
 from neobert.common.blocks import compile_blocks
 from neobert.common.files import write_json, write_text
+from neobert.common.memory import keep_freed_memory
 from neobert.common.results import environment, markdown_table
 from neobert.embeddings.distill import TRAINER, DistillArguments, load_teacher
 from neobert.embeddings.distill_data import read_texts
@@ -25,13 +26,13 @@ from neobert.embeddings.distill_student import build_student
 # name: (autocast dtype or None, attention implementation, compiled blocks, frozen embeddings)
 VARIANTS = {
     "float32": (None, "sdpa", False, False),
-    "float32, eager attention, compiled": (None, "eager", True, False),
+    "float32, compiled": (None, "sdpa", True, False),
     "bfloat16": (torch.bfloat16, "sdpa", False, False),
-    "bfloat16, eager attention": (torch.bfloat16, "eager", False, False),
+    "bfloat16, compiled": (torch.bfloat16, "sdpa", True, False),
     "bfloat16, eager attention, compiled": (torch.bfloat16, "eager", True, False),
-    "float32, eager attention, compiled, frozen embeddings": (None, "eager", True, True),
-    "bfloat16, eager attention, compiled, frozen embeddings": (torch.bfloat16, "eager", True, True),
-    "float16, eager attention, compiled, frozen embeddings": (torch.float16, "eager", True, True),
+    "float32, compiled, frozen embeddings": (None, "sdpa", True, True),
+    "bfloat16, compiled, frozen embeddings": (torch.bfloat16, "sdpa", True, True),
+    "float16, compiled, frozen embeddings": (torch.float16, "sdpa", True, True),
 }
 
 
@@ -77,6 +78,7 @@ def main():
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the command does
     arguments, _ = read_arguments((DistillArguments,), [given.teacher, given.recipe], trainer=TRAINER)
     sources, others = arguments.sources()
     texts = read_texts(sources, others, arguments.held_out_percent, 10).train
