@@ -52,7 +52,8 @@ class Engine:
         kind: "fp32", "16 bit" or "int8": what it is compared with.
         how: the setting, in words.
         open: function of (files, threads) -> session: a function of a list of lists of token ids, special tokens included, that returns float
-            vectors (texts, D). A session with an attribute `batch` takes that many texts at once; its best value is found by trying.
+            vectors (texts, D). A session with an attribute `batch` takes that many texts at once; its best value is found by trying. Torch's own
+            threads are set by the caller.
         size: function of files -> bytes of the model on disk.
         same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
     """
@@ -92,7 +93,6 @@ def torch_engine(precision, compiled=False):
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
     def open_session(files, threads):
-        torch.set_num_threads(threads)
         model = _neobert(files, dtype)
         return Packed(compile_blocks(model) if compiled else model)
 
@@ -108,7 +108,6 @@ def torch_int8_engine(name, how, quantise, compiled=False):
     """NeoBERT packed, its linear layers quantised by `quantise(model)`, which returns the model."""
 
     def open_session(files, threads):
-        torch.set_num_threads(threads)
         model = quantise(_neobert(files, torch.float32))
         return Packed(compile_blocks(model) if compiled else model)
 
@@ -328,7 +327,6 @@ def sentence_transformers_engine(name, folder, precision):
 
     def open_session(files, threads):
         require("eval", "sentence_transformers")
-        torch.set_num_threads(threads)
         return SentenceTransformers(files.find([folder], made_by), precision)
 
     how = "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights of the same depth"

@@ -136,6 +136,7 @@ def measure(name, folder, texts, threads, repeats):
     with PeakMemory("cpu") as memory:
         extra = 0
         for count in threads:
+            torch.set_num_threads(count)  # also of the matrix product beside engines that do not use torch
             session = engine.open(files, count)
             for set_name, given in texts.items():
                 if set_name not in sizes:

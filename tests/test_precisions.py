@@ -5,8 +5,10 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 
 from neobert.benchmarks import measuring, precisions
+from neobert.benchmarks.engines import Engine
 from neobert.common.errors import UserError
 
 
@@ -78,6 +80,19 @@ def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
     found = [precisions.best(rows, "fp32", group, "128", 1) for group in ("ours", "engine", "model")]
     assert found == [("torch-fp32 ", 30.0), ("onnx-fp32 ", 15.0), ("st-bert-fp32 ", 40.0)]
     assert precisions.best(rows, "fp32", "ours", "128", 2) is None and precisions.best(rows, "int8", "ours", "128", 1) is None
+
+
+def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeypatch):
+    """Or the ratios to an engine outside of torch would be those of other numbers of threads."""
+    before = torch.get_num_threads()
+    engine = Engine("x", "fp32", "fp32", "", lambda files, threads: lambda texts: np.ones((len(texts), 2)), lambda files: 0)
+    monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
+    monkeypatch.setattr(precisions, "MatrixProduct", lambda *given: lambda seconds: float(torch.get_num_threads()))
+    try:
+        runs = precisions.measure("x", tmp_path, {"short": [[1]]}, [1, 2], 1)["runs"]
+    finally:
+        torch.set_num_threads(before)
+    assert [(run["threads"], run["rates"]) for run in runs] == [(1, [1.0]), (2, [2.0])]
 
 
 def test_the_worst_cosine():
