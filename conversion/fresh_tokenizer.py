@@ -34,11 +34,12 @@ def write(tokenizer, target, max_length):
     backend.no_truncation()
     backend.no_padding()
     (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    words = sorted((number, word) for word, number in backend.get_vocab(with_added_tokens=False).items())
     is_bert = isinstance(tokenizer, BertTokenizerFast) and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"
+    # A line of vocab.txt has its number as id.
+    is_bert = is_bert and [number for number, _ in words] == list(range(len(words)))
     if is_bert:
-        vocabulary = backend.get_vocab(with_added_tokens=False)
-        lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.get))
-        (target / "vocab.txt").write_text(lines, encoding="utf-8")
+        (target / "vocab.txt").write_text("".join(f"{word}\n" for _, word in words), encoding="utf-8")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, (str, AddedToken))}
     own = tokenizer.model_max_length
     settings = {name: tokenizer.init_kwargs[name] for name in SETTINGS if name in tokenizer.init_kwargs}

@@ -237,9 +237,13 @@ class PackedEncoder:
             return self.embed(self.tokenize(texts, prompt), bar.update, prompt)
 
     def _embed_packed(self, batch):
-        packed = pack(batch, self.device)
-        hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state
-        bounds = packed["cu_seq_lens_q"]
+        total = sum(map(len, batch))
+        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches get a sequence that nobody reads.
+        rounds = self.device.type == "cpu" and self.dtype != torch.float32 and total >= 1024
+        filler = [np.zeros(-total % 64, np.int32)] if rounds and total % 64 else []
+        packed = pack([*batch, *filler], self.device)
+        hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
+        bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
         pooled = hidden[0, bounds[:-1].long()] if self._packed_pooling == "cls" else mean_of_sequences(hidden, bounds)
         features = {"sentence_embedding": pooled}
         for module in self._rest:

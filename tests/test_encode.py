@@ -86,6 +86,21 @@ def test_batches_hold_the_token_budget_and_every_text_once(reference):
     assert len(batches) == 5, f"greedy packing of {lengths} by length needs 5 batches, not {len(batches)}"
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_batches_in_16_bits_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
+    """oneDNN builds its kernels anew for each. What is added changes no vector."""
+    encoder = PackedEncoder(str(model_folder), pooling=pooling, dtype=dtype, device="cpu")
+    tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
+    alone = np.concatenate([encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)])
+    model, forward = encoder.sentence_transformer[0].auto_model, NeoBERTModel.forward
+    monkeypatch.setattr(type(model), "forward", lambda self, **given: seen.append(given["input_ids"].shape[1]) or forward(self, **given))
+    found = encoder.embed(tokens)
+    encoder.embed(tokens[:5])
+    assert seen == ([1152, 93] if dtype == "bfloat16" else [1116, 93])
+    np.testing.assert_allclose(found, alone, atol=(1e-5 if dtype == "float32" else 2e-2) * np.abs(alone).max(), rtol=0)
+
+
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
     encoder = PackedEncoder(reference, tokens_per_batch=50, dtype="float32", device="cpu")
     monkeypatch.setattr(encoder, "_packed_pooling", None)

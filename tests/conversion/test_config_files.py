@@ -17,6 +17,12 @@ def test_hydra_configuration(run):
     assert NeoBERTConfig(num_attention_heads=4, **fields).max_position_embeddings == 128
 
 
+def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenizer(tmp_path):
+    sections = "hidden_size: 16\nmax_length: 64\nmodel: {hidden_size: 32, norm_eps: null}\ntokenizer: {max_length: 128, vocab_size: 9, hidden_size: 8}"
+    (tmp_path / "config.yaml").write_text(f"norm_eps: 0.1\n{sections}\n")
+    assert read_config(tmp_path / "config.yaml") == {"hidden_size": 32, "norm_eps": 0.1, "max_length": 64, "vocab_size": 9}
+
+
 def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
     assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64, "a file outside of the run was read"

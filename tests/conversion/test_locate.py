@@ -117,6 +117,15 @@ def test_steps(run):
         find_step(run, "2")
 
 
+def test_a_step_in_the_folder_of_a_step(run):
+    """The folder of a step is that step; with --step, a step inside of it comes first."""
+    folder = run / "model_checkpoints" / "9"
+    for inner, number in (("global_step9", 90), ("global_step3", 30)):
+        (folder / inner).mkdir()
+        torch.save({"encoder.weight": torch.full((1,), float(number))}, folder / inner / "state_dict.pt")
+    assert value(folder) == 9 and value(folder, "3") == 30 and value(folder, "9") == 90
+
+
 def test_a_pointer_to_the_folder_above_is_not_followed(run):
     torch.save({"encoder.weight": torch.full((1,), -1.0)}, run / "state_dict.pt")
     for name in ("..", ".", "../..", "9/../../..", "/etc", "a\0b", ""):

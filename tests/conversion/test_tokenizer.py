@@ -121,6 +121,19 @@ def test_parts_of_a_tokenizer_are_enough(small, write, in_this_process, files):
     assert ids == [2, 23, 5, 6, 3], "not what BERT's tokenizer makes of it"
 
 
+def test_ids_with_gaps_stay(small, write, in_this_process):
+    """A vocab.txt counts lines, so that it would give the tokens above a gap other ids; rows are as many as the highest id asks for."""
+    backend = json.loads((small / "tokenizer.json").read_text())
+    backend["model"]["vocab"]["nest"] = 30
+    (small / "tokenizer.json").write_text(json.dumps(backend))
+    (small / "vocab.txt").unlink()
+    target = write(small, rows=31)
+    assert AutoTokenizer.from_pretrained(target)("nest a").input_ids == AutoTokenizer.from_pretrained(small)("nest a").input_ids
+    assert AutoTokenizer.from_pretrained(target).convert_tokens_to_ids("nest") == 30 and not (target / "vocab.txt").exists()
+    with pytest.raises(UserError, match="has 31 tokens"):
+        write(small, rows=24)
+
+
 def test_a_tokenizer_of_another_kind(tmp_path, write, in_this_process):
     """Byte-level BPE with a vocabulary of 300 tokens: neither vocab.txt nor BERT's class."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
