@@ -51,6 +51,9 @@ def pretended_gpu():
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, answer=answer, **others: answer))
+        # As in a build of torch without CUDA: one with it would ask the driver.
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", lambda: False))
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *given, **others: None))
         stack.enter_context(mock.patch.object(torch.cuda, "max_memory_reserved", lambda *given: next(peak) + 2**20))
         stack.enter_context(mock.patch.object(torch, "autocast", lambda device, *others, **more: autocast("cpu", *others, **more)))
         only_cpu = SimpleNamespace(CPU=activity.CPU, CUDA=activity.CPU)
