@@ -16,6 +16,7 @@ import torch
 
 from ..common.blocks import compile_blocks
 from ..common.errors import UserError, require
+from ..common.packing import mean_of_sequences, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
@@ -77,15 +78,9 @@ class Packed:
         self.model = model
 
     def __call__(self, texts):
-        lengths = torch.tensor([len(ids) for ids in texts])
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
-        longest = int(lengths.max())
-        packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-        ids = torch.tensor([token for text in texts for token in text])[None]
-        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+        packed = pack(texts)
         with torch.inference_mode():
-            hidden = self.model(input_ids=ids, position_ids=positions, **packing)[0][0].float()
-            return torch.stack([part.mean(0) for part in hidden.split(lengths.tolist())]).numpy()
+            return mean_of_sequences(self.model(**packed)[0].float(), packed["cu_seq_lens_q"]).numpy()
 
 
 def torch_engine(precision, compiled=False):

@@ -35,9 +35,8 @@ def write(tokenizer, target, max_length):
     backend.no_padding()
     (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     words = sorted((number, word) for word, number in backend.get_vocab(with_added_tokens=False).items())
-    is_bert = isinstance(tokenizer, BertTokenizerFast) and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"
-    # A line of vocab.txt has its number as id.
-    is_bert = is_bert and [number for number, _ in words] == list(range(len(words)))
+    in_lines = [number for number, _ in words] == list(range(len(words)))  # vocab.txt has a token's id as the number of its line
+    is_bert = isinstance(tokenizer, BertTokenizerFast) and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer" and in_lines
     if is_bert:
         (target / "vocab.txt").write_text("".join(f"{word}\n" for _, word in words), encoding="utf-8")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, (str, AddedToken))}
