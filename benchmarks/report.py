@@ -132,7 +132,7 @@ def sections():
         ),
         Section(
             "Corpus encoding",
-            ("encode",),
+            ("encode/", "encode."),
             "`neobert encode` against what it replaces: speed, vectors, memory.",
             "python -m neobert.benchmarks.encode --model MODEL",
         ),

@@ -199,7 +199,7 @@ def training_arguments(output_dir, given, fixed, base=None):
 # What Trainer's options begin with that touch neither the numbers nor the order of the data: a continued run may change them.
 _FREE = (
     "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
-    "trackio_", "push_to_hub", "hub_", "dataloader_", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
+    "trackio_", "push_to_hub", "hub_", "dataloader_num", "dataloader_pin", "dataloader_persistent", "dataloader_prefetch", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
     "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_", "per_device_eval_batch_size",
 )  # fmt: skip
 
@@ -297,6 +297,8 @@ def _print_help(prog, description, fields, trainer):
         parts = [described.metadata.get("help", "")] if described.metadata.get("help") else []
         for bound, limit in described.metadata.get("bounds", {}).items():
             parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
+        if default is MISSING and not described.metadata.get("positional"):
+            parts.append("required")
         shown = "" if default in (MISSING, None) else f" (default: {default})"
         print(f"  {_spelled(name, fields)}\n      {'; '.join(parts)}{shown}")
     if trainer is not None:

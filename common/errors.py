@@ -1,6 +1,9 @@
 """Bad input is one sentence for the user: the exception that carries it, and what makes strangers' text fit into it."""
 
 import importlib.util
+from importlib.metadata import version
+
+from packaging.version import Version
 
 
 LONGEST = 4000
@@ -47,14 +50,19 @@ def listed(names, limit=20):
 
 
 def require(extra, *modules):
-    """Checks that `modules` can be imported.
+    """Checks that `modules` can be imported, in a version that will do.
 
     Args:
         extra: the extra of setup.cfg that brings them, "train" or "eval" for example.
-        modules: top-level module names.
+        modules: top-level module names; as "name>=1.2" where an older version lacks what is used.
     Raises:
         ImportError: one sentence with the missing modules and the pip line that brings them, for a clone of the repository.
     """
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    wanted = dict(name.partition(">=")[::2] for name in modules)
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install -e '.[{extra}]' in the repository's folder")
+    old = [name for name, least in wanted.items() if least and Version(version(name)) < Version(least)]
+    if old:
+        told = ", ".join(f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old)
+        raise ImportError(f"this needs {told}: pip install --upgrade {' '.join(name.replace('_', '-') for name in old)}")

@@ -2,17 +2,15 @@
 
 import json
 import re
-import shutil
 
 import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, printable
 from ..common.files import write_safetensors
-from ..common.loading import ROOT
+from ..common.loading import copy_code
 
 
-CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
 # As safetensors names them.
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -60,8 +58,7 @@ def write_config(folder, conversion):
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = str(conversion.dtype).removeprefix("torch.")
     conversion.config.to_json_file(folder / "config.json")
-    for name in CODE_FILES:
-        shutil.copyfile(ROOT / name, folder / name)
+    copy_code(folder)
 
 
 def usage_lines(name, head, has_tokenizer, sentence_transformers):

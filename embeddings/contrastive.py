@@ -18,7 +18,7 @@ from pathlib import Path
 from ..common.errors import require
 
 
-require("eval", "sentence_transformers", "datasets", "accelerate")
+require("eval", "sentence_transformers>=6", "datasets", "accelerate")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments

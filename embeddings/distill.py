@@ -16,14 +16,14 @@ from pathlib import Path
 from ..common.errors import require
 
 
-require("eval", "sentence_transformers", "datasets", "accelerate", "scipy")
+require("eval", "sentence_transformers>=6", "datasets", "accelerate", "scipy")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import set_seed
 
 from ..common import checkpoints
-from ..common.arguments import BLOCKS_ONLY, Arguments, option, read_arguments, training_arguments
+from ..common.arguments import BLOCKS_ONLY, Arguments, number_options, option, read_arguments, training_arguments
 from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
@@ -58,9 +58,8 @@ TRAINER = {
     "seed": 0,
 }
 FIGURES = "figures.json"
-# Options that a continued run may change: they touch neither the numbers nor the order of the data.
+# Options that a continued run may change: they touch neither the numbers nor the order of the data. An evaluation only measures here.
 _FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
-_FREE_TRAINER = ("logging_", "log_", "save_", "eval_", "disable_tqdm", "report_to", "run_name", "dataloader_num", "push_to_hub", "hub_")
 
 
 @dataclass
@@ -69,15 +68,16 @@ class DistillArguments(Arguments):
 
     teacher: str = option(help="sentence encoder to learn from: a folder or a Hub name", positional=True)
     texts: list[str | dict] = option(
-        default_factory=list, help="files of texts: .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license"
+        default_factory=list,
+        help="required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license",
     )
     other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
-    output: str | None = option(None, "folder of the student")
+    output: str | None = option(None, "required: folder of the student")
     work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
     overwrite: bool = option(False, "train anew, also where output holds a student of this command")
     model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
     init_from: str | None = option(None, "a NeoBERT to start from: a folder or a Hub name")
-    trust_remote_code: bool = option(False, "run the own code of the teacher's or the student's repository")
+    trust_remote_code: bool = option(False, "run the Python code that the teacher or the student brings")
     embeddings_from_teacher: bool = option(False, "start from the teacher's token embeddings, by PCA where the student is narrower")
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)
@@ -94,7 +94,7 @@ class DistillArguments(Arguments):
     embedding_dtype: str = option("float32", "of the saved token embeddings", choices=tuple(STORAGE_DTYPES))
     held_out_percent: float = option(1.0, "of the texts, by hash, to measure with", above=0, most=50)
     held_out_texts: int = option(2000, "at most so many of them", least=3)
-    attn_implementation: str | None = option(None, "attention implementation while training; eager is fastest on the CPU")
+    attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training")
     device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
     title: str | None = option(None, "heading of the card; by default the name of the output folder")
@@ -151,7 +151,7 @@ def check(arguments):
 def settings_of(arguments, trainer_options, sources, others):
     """What a run is known by: its settings, with digests of its texts and of the weights it starts from."""
     settings = {name: value for name, value in asdict(arguments).items() if name not in _FREE}
-    settings["trainer"] = {name: value for name, value in trainer_options.items() if not name.startswith(_FREE_TRAINER)}
+    settings["trainer"] = {name: value for name, value in number_options(trainer_options).items() if not name.startswith("eval_")}
     settings["teacher"] = shown(arguments.teacher)  # the weights are known by their digest, wherever they are
     settings["teacher_digest"] = model_digest(arguments.teacher)
     settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None

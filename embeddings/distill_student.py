@@ -1,7 +1,5 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes of a small file."""
 
-import json
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from ..common.errors import UserError
 from ..common.files import write_json
-from ..common.pooling import write_pooling
+from ..common.loading import copy_code
+from ..common.pooling import save_for_all_versions
 from .packed_encoder import load_sentence_transformer
 
 
@@ -132,10 +131,8 @@ def save_student(student, folder, dtype, embedding_dtype):
     The config asks for float32, which is what the weights are loaded as where nothing else is asked for.
     """
     folder = Path(folder)
-    model = student[0].auto_model
-    student.save_pretrained(str(folder), create_model_card=False)
-    _use_old_names(folder, student, model.config.hidden_size)
-    _add_code(folder)
+    save_for_all_versions(student, folder)
+    copy_code(folder)
     path = folder / "model.safetensors"
     weights = {
         name: tensor.to(STORAGE_DTYPES[embedding_dtype if name.endswith("encoder.weight") else dtype])
@@ -143,21 +140,3 @@ def save_student(student, folder, dtype, embedding_dtype):
     }
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)
-
-
-def _use_old_names(folder, student, width):
-    """Names of modules, and keys of the pooling and the length, that old and new versions of sentence-transformers read."""
-    write_pooling(folder, width, student[1].pooling_mode if isinstance(student[1].pooling_mode, str) else "mean")
-    rows = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-    for row in rows:
-        row["type"] = f"sentence_transformers.models.{row['type'].rpartition('.')[2]}"
-    write_json(folder / "modules.json", rows)
-    path = folder / "sentence_bert_config.json"
-    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "max_seq_length": student.max_seq_length, "do_lower_case": False})
-
-
-def _add_code(folder):
-    from ..common.loading import ROOT
-
-    for name in ("modeling_neobert.py", "configuration_neobert.py"):
-        shutil.copyfile(ROOT / name, folder / name)

@@ -12,9 +12,9 @@ from torch import nn
 from ..common.errors import UserError
 from ..common.files import read_json, write_json, write_text
 from ..common.identity import model_digest
+from ..common.loading import copy_code
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, read_manifest, recover
 from ..common.pooling import write_pooling, write_sentence_transformers
-from ..conversion.hub_folder import CODE_FILES, ROOT
 from .card import card
 
 
@@ -91,8 +91,7 @@ def _js_settings(targets):
 
 def _write_common(folder, source):
     """Code of the model, tokenizer, and the files of sentence-transformers."""
-    for name in CODE_FILES:
-        shutil.copyfile(ROOT / name, folder / name)
+    copy_code(folder)
     shutil.copytree(source.tokenizer_folder, folder, dirs_exist_ok=True)
     pooling = source.pooling
     if pooling is None:

@@ -202,7 +202,8 @@ def test_training_arguments(tmp_path, monkeypatch):
 
 def test_what_a_continued_run_may_change():
     free = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none", "dataloader_num_workers": 3, "push_to_hub": True}
-    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3, "bf16": True, "max_grad_norm": 1.0}
+    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3, "bf16": True, "max_grad_norm": 1.0,
+               "dataloader_drop_last": True}  # fmt: skip
     assert number_options({**free, **numbers}) == numbers
 
 
@@ -298,3 +299,6 @@ def test_a_missing_extra_names_the_pip_line():
     require("train", "json")
     with pytest.raises(ImportError, match=r"nonexistent_module.*pip install -e '\.\[train\]' in the repository's folder"):
         require("train", "json", "nonexistent_module")
+    require("train", "numpy>=1.0")
+    with pytest.raises(ImportError, match=r"this needs numpy 99 or newer \([0-9.]+ is installed\): pip install --upgrade numpy$"):
+        require("train", "numpy>=99")

@@ -215,6 +215,8 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     encoder = SentenceTransformer(teacher, device="cpu")
     first = build_student(arguments_for(teacher, model_config=NARROW), encoder, 32)
     save_student(first, tmp_path, "float32", "float32")
+    settings = json.loads((tmp_path / "sentence_bert_config.json").read_text())
+    assert settings == {"max_seq_length": 32, "do_lower_case": False}, "versions before 6 refuse keys that they do not know"
     again = build_student(arguments_for(teacher, model_config={}, init_from=str(tmp_path)), encoder, 32)
     assert [type(module).__name__ for module in again.children()] == ["Transformer", "Pooling", "Dense", "Normalize"]
     torch.testing.assert_close(again[2].linear.weight, first[2].linear.weight)

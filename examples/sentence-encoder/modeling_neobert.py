@@ -488,7 +488,8 @@ class _PooledHeadModel(_TaskHeadModel):
             sums = (hidden * mask[..., None]).sum(dim=1, dtype=torch.float32)
             return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         firsts = mask.to(torch.int32).argmax(dim=-1)
-        return hidden[torch.arange(hidden.shape[0], device=hidden.device), firsts]
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return hidden[rows, firsts].masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
 
 
 @torch.no_grad()

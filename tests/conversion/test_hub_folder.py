@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.conversion import hub_folder
+from neobert.common.loading import CODE_FILES
 from neobert.conversion.heads import HEADS
 from neobert.conversion.hub_folder import size_in_bytes, usage_lines
 
@@ -29,7 +29,7 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
         *("modules.json", "1_Pooling", "sentence_bert_config.json", "convert.json"),
     }
-    for name in hub_folder.CODE_FILES:
+    for name in CODE_FILES:
         assert (output / name).read_bytes() == (ROOT / name).read_bytes(), f"{name} is not the code of the checkout"
     config = json.loads((output / "config.json").read_text())
     assert config["auto_map"] == NeoBERTConfig().to_dict()["auto_map"] and len(config["auto_map"]) == 7
