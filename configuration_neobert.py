@@ -293,12 +293,14 @@ class NeoBERTConfig(PretrainedConfig):
     __hash__ = None
 
     def to_dict(self):
-        """Serialised form: the complete auto_map and the published class names, whichever head is being saved."""
+        """Serialised form: the complete auto_map, where a user's own classes stay, and the published class names, whichever head is saved."""
         output = super().to_dict()
         output.pop("_trained_length", None)
         if output.get("architectures"):
             output["architectures"] = list(dict.fromkeys(x for name in output["architectures"] for x in ARCHITECTURES.get(name, [name])))
-        output["auto_map"] = dict(AUTO_MAP)
+        ours = {name.rpartition(".")[2] for name in AUTO_MAP.values()} | set(sum(ARCHITECTURES.values(), []))
+        given = output.get("auto_map") or {}
+        output["auto_map"] = {**AUTO_MAP, **{key: name for key, name in given.items() if str(name).rpartition(".")[2] not in ours}}
         return output
 
 

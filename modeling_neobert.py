@@ -12,12 +12,14 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
 from transformers import modeling_outputs
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -116,7 +118,7 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         # The rows of qkv.weight are interleaved per head: (H, 3, K).
         query_key, value = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1)).split((2, 1), dim=-2)
         if position_embeddings is not None:
-            in_place = _on_cpu_without_gradients(hidden) and not _hooks(self.qkv)
+            in_place = _on_cpu_without_gradients(hidden) and type(self.qkv) is nn.Linear and not _hooks(self.qkv)
             query_key = apply_rotary_pos_emb(query_key, position_embeddings, in_place)
         query, key, value = (states.transpose(1, 2) for states in (*query_key.unbind(-2), value.squeeze(-2)))
         dropout = self.config.attention_dropout if self.training else 0.0
@@ -162,6 +164,13 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         else:  # norms, and what a user's subclass holds
             super()._init_weights(module)
 
+    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+        """As in the library, with the code files that `auto_map` names."""
+        if is_main_process and not Path(save_directory).is_file():
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            custom_object_save(NeoBERTPreTrainedModel, save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
     def get_input_embeddings(self):
         return getattr(self, self.base_model_prefix, self).encoder
 
@@ -183,12 +192,18 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         return f"{implementation} on {device.type} in {str(dtype).removeprefix('torch.')}: {words}.{off}"
 
     def _is_observed(self):
-        """Whether a hook looks at tensors inside of the model. Such a model runs on dense batches, so that the hook sees the batch axis."""
-        hook = None if _is_tracing() else next((hook for hook in _hooks(self) if not _is_machinery(hook)), None)
-        if hook is not None and self.config.unpad_inputs:
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            logger.warning_once(f"Padded batches are not packed while modules of the model have hooks ({name}): these see dense batches.")
-        return hook is not None
+        """Whether a hook, a patched forward or a replaced block sees tensors inside of the model. It then runs on dense batches."""
+        if _is_tracing():
+            return False
+        blocks = (block for model in self.modules() if isinstance(model, NeoBERTModel) for block in model.transformer_encoder)
+        found = [hook for hook in _hooks(self) if hook is not self.__dict__.get("forward")]
+        found += [type(block) for block in blocks if type(block) is not NeoBERTBlock]
+        name = next((getattr(x, "__qualname__", type(x).__name__) for x in found if not _is_machinery(x)), None)
+        if name is not None and self.config.unpad_inputs:
+            logger.warning_once(
+                f"Padded batches are not packed while {name} is a hook or a replacement inside of the model: it sees dense batches."
+            )
+        return name is not None
 
 
 @dataclass
@@ -255,7 +270,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         may_pack = not output_attentions and (keep_packed or not self._is_observed())
         packing, mask = self._read_layout(tokens, attention_mask, position_ids, implementation, may_pack, kwargs)
         longest = self._longest(tokens.shape[1], mask, packing)
-        hidden, positions = self._embed(tokens, mask, position_ids, packing)
+        hidden, positions = self._embed(tokens, attention_mask, position_ids, packing)
         mask = mask if packing is None else None
 
         compiled = any(getattr(block, "_compiled_call_impl", None) is not None for block in self.transformer_encoder)
@@ -290,7 +305,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if not _is_tracing() and 0 in tokens.shape[:2]:
             raise ValueError(f"A batch must hold at least one text of one token, but {tuple(tokens.shape[:2])} was given.")
         if width is None and _values_are_free(tokens):
-            _check_range("input_ids", tokens, self.encoder.weight.shape[0], "; is it this model's tokenizer?")
+            weight = getattr(self.encoder, "weight", None)  # a user's own module may have none
+            if torch.is_tensor(weight):
+                _check_range("input_ids", tokens, weight.shape[0], "; is it this model's tokenizer?")
         return tokens
 
     def _read_layout(self, tokens, attention_mask, position_ids, implementation, may_pack, kwargs):
@@ -301,13 +318,14 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         may_pack = may_pack and self.config.unpad_inputs
         if mask is not None and mask.dim() == 2 and not _is_tracing() and _has_values(mask):
             lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
-            kernel, _ = attention_kernel(self.config, implementation, tokens.device, self.encoder.weight.dtype, self.training)
+            dtype = getattr(getattr(self.encoder, "weight", None), "dtype", None) or self.dtype
+            kernel, _ = attention_kernel(self.config, implementation, tokens.device, dtype, self.training)
             mask = None if sum(lengths) == mask.numel() else mask
             if mask is not None and any(lengths) and may_pack and kernel in _PACKS:
                 packing = Packing.of_mask(mask, lengths)
         return packing, mask
 
-    def _embed(self, tokens, mask, position_ids, packing):
+    def _embed(self, tokens, attention_mask, position_ids, packing):
         """Embeddings and positions: (B, L, D) and (1 or B, L), or (1, T, D) and (1, T) of a packed batch.
 
         Positions count from 0, or for learned ones (ablation M0) from 1 over real tokens with 0 at padding.
@@ -321,8 +339,10 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 _check_range("Learned position_ids", positions, self.config.max_position_embeddings)
             positions = positions + learned
         elif learned:
-            real = mask if mask is not None and mask.dim() == 2 else torch.ones(shape, dtype=torch.bool, device=tokens.device)
-            if mask is None and not tokens.is_floating_point() and self.config.pad_token_id is not None:
+            real = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+            if attention_mask is not None and attention_mask.dim() == 2:
+                real = attention_mask != 0
+            elif not tokens.is_floating_point() and self.config.pad_token_id is not None:
                 real = tokens != self.config.pad_token_id
             positions = real.cumsum(dim=-1) * real
         else:
@@ -421,13 +441,15 @@ class NeoBERTForMaskedLM(_HeadModel):
         hidden, packing = outputs.last_hidden_state, outputs.packing
         if labels is None:
             return None, _unpacked(self.decoder(hidden), packing)
-        labels = _token_labels(labels, shape, self.config.vocab_size, packing, attention_mask)
+        labels, items = _token_labels(labels, shape, self.config.vocab_size, packing, attention_mask, num_items_in_batch)
         if not self.config.sparse_prediction or _is_tracing():
             logits = self.decoder(hidden)
-            return _cross_entropy(logits, labels, num_items_in_batch), _unpacked(logits, packing)
+            return _cross_entropy(logits, labels, items), _unpacked(logits, packing)
         rows = (labels.flatten() != -100).nonzero().squeeze(-1)
+        if packing is not None and packing.index is not None:  # in the caller's order
+            rows = rows[packing.index[rows].argsort()]
         logits = self.decoder(hidden.flatten(0, 1)[rows])
-        return _cross_entropy(logits, labels.flatten()[rows], num_items_in_batch), logits
+        return _cross_entropy(logits, labels.flatten()[rows], items), logits
 
 
 class _TaskHeadModel(_HeadModel):
@@ -436,7 +458,8 @@ class _TaskHeadModel(_HeadModel):
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         else:
             super()._init_weights(module)
 
@@ -454,7 +477,7 @@ class _PooledHeadModel(_TaskHeadModel):
     def _init_weights(self, module):
         """`dense` is the same draw in every process: PEFT saves the classifier with an adapter and takes the rest from the base model."""
         super()._init_weights(module)
-        if module is self.dense:
+        if module is getattr(self, "dense", None):
             _draw_alike(module.weight, self.config.classifier_init_range)
 
     def classify(self, outputs, attention_mask):
@@ -591,8 +614,8 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
     def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
-            labels = _token_labels(labels, shape, self.num_labels, outputs.packing, attention_mask)
-            loss = _cross_entropy(logits, labels, num_items_in_batch)
+            labels, items = _token_labels(labels, shape, self.num_labels, outputs.packing, attention_mask, num_items_in_batch)
+            loss = _cross_entropy(logits, labels, items)
         return loss, _unpacked(logits, outputs.packing)
 
 
@@ -662,12 +685,20 @@ def _cross_entropy(logits, labels, num_items_in_batch=None):
     return _mean(total, (labels != -100).sum(), num_items_in_batch)
 
 
-def _token_labels(labels, shape, classes, packing, attention_mask):
-    """Checked labels of tokens, -100 at padding: (B, L), or (1, T) where the hidden states are packed."""
-    labels = _check_labels("labels", labels, shape, classes)
+def _token_labels(labels, shape, classes, packing, attention_mask, num_items_in_batch):
+    """Checked labels of tokens, -100 at padding: (B, L), or (1, T) where the hidden states are packed; and what their loss is divided by.
+
+    Trainer counts labels at padding into `num_items_in_batch`: their share of this batch is taken off.
+    """
+    given = _check_labels("labels", labels, shape, classes)
     if packing is not None:
-        return packing.pack(labels)
-    return labels if attention_mask is None or attention_mask.dim() != 2 else labels.masked_fill(attention_mask == 0, -100)
+        labels = packing.pack(given)
+    else:
+        dense = attention_mask is None or attention_mask.dim() != 2
+        labels = given if dense else given.masked_fill(attention_mask == 0, -100)
+    if num_items_in_batch is None or labels is given:
+        return labels, num_items_in_batch
+    return labels, num_items_in_batch * ((labels != -100).sum() / (given != -100).sum().clamp(min=1))
 
 
 def _unpacked(logits, packing):
@@ -711,7 +742,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def _hooks(*modules):
-    """What sees or changes the tensors inside of modules: hooks of all modules, their own, accelerate's, and compiled forwards."""
+    """What sees or changes the tensors inside of modules: hooks of all modules, their own, accelerate's, and patched or compiled forwards."""
     found = [hook for name in _HOOKS for hook in getattr(nn.modules.module, f"_global{name}").values()]
     for module in modules:
         for inner in module.modules():
@@ -719,14 +750,17 @@ def _hooks(*modules):
             for name in _HOOKS:
                 found.extend(state[name].values())
             found.extend(state[name] for name in ("_hf_hook", "_compiled_call_impl") if state.get(name) is not None)
+            patched = state.get("forward")
+            if patched is not None and getattr(patched, "__func__", None) is not type(inner).forward:  # accelerate puts the original back
+                found.append(patched)
     return found
 
 
 def _is_machinery(hook):
-    """Whether a hook belongs to the machinery of training and loading, which does not mind the layout of a batch."""
+    """Whether a hook, or the class of a block, belongs to the machinery of training and loading, which does not mind the layout of a batch."""
     while isinstance(hook, partial):
         hook = hook.func
-    home = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel")
+    home = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel", "neobert.conversion.")
     return (getattr(hook, "__module__", None) or "").startswith(home) or getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
@@ -1261,9 +1295,4 @@ def _flex_on_cpu(module, query, key, value, attention_mask, dropout=0.0, scaling
 # Names of the published code, which old auto_maps and other tools use.
 NeoBERT, NeoBERTLMHead = NeoBERTModel, NeoBERTForMaskedLM
 __all__ = ["NeoBERT", "NeoBERTLMHead", "NeoBERTPreTrainedModel"]
-
-for _auto_class, _reference in AUTO_MAP.items():
-    _class = globals().get(_reference.rpartition(".")[2])
-    if _auto_class != "AutoConfig":
-        _class.register_for_auto_class(_auto_class)
-        __all__ += [_class.__name__]
+__all__ += [name.removeprefix("modeling_neobert.") for name in AUTO_MAP.values() if name.startswith("modeling_neobert.")]

@@ -14,9 +14,8 @@ import torch
 
 from neobert.common.arguments import read_arguments
 from neobert.common.blocks import compile_blocks
-from neobert.common.files import write_json, write_text
 from neobert.common.memory import keep_freed_memory
-from neobert.common.results import environment, markdown_table
+from neobert.common.results import environment, markdown_table, write_result
 from neobert.embeddings.distill import TRAINER, DistillArguments, load_teacher
 from neobert.embeddings.distill_data import read_texts
 from neobert.embeddings.distill_loss import DistillLoss
@@ -87,8 +86,6 @@ def main():
     vectors = torch.from_numpy(encoder.embed(encoder.tokenize(texts)))
     found = {name: run(name, arguments, encoder.sentence_transformer, texts, vectors, given) for name in VARIANTS}
     env = environment(dtype="as named")
-    output = Path(given.output)
-    write_json(output / "precision.json", {"kind": "distill-precision", "variants": found, "environment": env})
     rows = []
     for name, result in found.items():
         rate = statistics.median(result["rates"])
@@ -98,10 +95,9 @@ def main():
         f"Training of the student of {given.recipe} on one CPU thread: {given.steps} steps of {given.batch} real texts, the same ones and the same "
         f"first weights for all; rates over the second half, loss as mean of the last fifth.\n\n"
         + markdown_table(["precision", "tokens/CPU-s", "over the steps", "loss"], rows)
-        + f"\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, torch {torch.__version__}.\n"
     )
-    write_text(output / "precision.md", text)
-    print(text)
+    data = {"kind": "distill-precision", "variants": found}
+    print(write_result(Path(given.output) / "precision", "Precisions of distillation", env, data, text))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ import statistics
 import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common.errors import one_line
-from neobert.common.files import write_json, write_text
-from neobert.common.results import environment, markdown_table
+from neobert.common.results import environment, markdown_table, write_result
 
 
 def torch_dynamic(model, batch):
@@ -132,7 +130,8 @@ def main():
     model.config._attn_implementation, model.config.return_dict = "sdpa", False
     model.eval()
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
-    batch = make_batch(draw_lengths(arguments.set, arguments.batch), "cpu")
+    texts = make_batch(draw_lengths(arguments.set, arguments.batch), "cpu")
+    batch = (texts.input_ids, texts.attention_mask)
     runs, failed, embeddings, seconds = {}, {}, {}, {}
     with torch.no_grad():
         for name in ["fp32", *(n for n in arguments.methods if n != "fp32")]:
@@ -160,13 +159,8 @@ def main():
             rows.append({**row, "cosine": cosine, "seconds": seconds[name]})
             table.append([name, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", f"{cosine:.4f}", ""])
     env = environment(clock=arguments.clock, capability=torch.backends.cpu.get_cpu_capability(), model=arguments.model or "random weights")
-    text = f"# int8 on the CPU\n\n`{env['command']}`, commit {env['commit']}, {env['date']}, {env['hardware']}, {env['capability']}, "
-    text += f"{env['threads']} threads, {arguments.clock} time, {env['model']}, "
-    text += ", ".join(f"{name} {version}" for name, version in env["versions"].items()) + ".\n\n"
-    text += markdown_table(["method", "times as fast as fp32", "range over repeats", "lowest cosine", "error"], table)
-    write_json(Path(arguments.output).with_suffix(".json"), {"environment": env, "rows": rows})
-    write_text(Path(arguments.output).with_suffix(".md"), text)
-    print(text)
+    text = markdown_table(["method", "times as fast as fp32", "range over repeats", "lowest cosine", "error"], table)
+    print(write_result(arguments.output, "int8 on the CPU", env, {"rows": rows}, text))
 
 
 if __name__ == "__main__":

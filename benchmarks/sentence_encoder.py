@@ -11,9 +11,9 @@ import statistics
 import time
 from pathlib import Path
 
-from neobert.common.files import write_json, write_text
+from neobert.common import figures
 from neobert.common.local_text import sentiment_sentences
-from neobert.common.results import environment, markdown_table
+from neobert.common.results import environment, markdown_table, write_result
 from neobert.embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
 
 
@@ -70,31 +70,26 @@ def speed_table(rows):
     return markdown_table(["texts", "dtype", "model", "sentences/s", "sentences/CPU-s", "times the teacher", "over the rounds"], cells)
 
 
-def curve(figures):
+def curve(training):
     """Agreement over the steps of a run and of those before it."""
     points, before = [], 0
-    for run in [*figures.get("earlier", ()), figures]:
+    for run in [*training.get("earlier", ()), training]:
         points += [{**entry, "step": before + entry["step"]} for entry in run["agreement"]]
         before += run["steps"]
     return points
 
 
-def plot(figures, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for axis, key, title in zip(axes, ("spearman", "cosine"), ("Spearman of pair similarities", "mean cosine to the teacher's vector")):
-        for name in (name.removesuffix(f"_{key}") for name in figures["agreement"][-1] if name.endswith(f"_{key}")):
-            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in curve(figures)]
-            axis.plot(*zip(*points), label=name.replace("_", " "))
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+def plot(training, path, env):
+    """Agreement with the teacher over the steps, a line a kind of text."""
+    figure, axes = figures.subplots(xlabel="step", columns=2, size=(10, 3.8))
+    for panel, key, title in zip(axes, ("spearman", "cosine"), ("Spearman of pair similarities", "mean cosine to the teacher's vector")):
+        names = [name.removesuffix(f"_{key}") for name in training["agreement"][-1] if name.endswith(f"_{key}")]
+        for number, name in enumerate(names):
+            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in curve(training)]
+            figures.line(panel, *zip(*points), name.replace("_", " "), number, marker="")
+        panel.set_title(title)
+    axes[0].legend()
+    return figures.save(figure, path, env)
 
 
 def main():
@@ -114,7 +109,7 @@ def main():
     }
     scores = {name: task_scores(model) for name, model in models.items()}
     rows = speeds(models, given.dtypes, given.rounds, given.sentences)
-    figures = json.loads((Path(given.model) / "figures.json").read_text())
+    training = json.loads((Path(given.model) / "figures.json").read_text())
     sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     megabytes = {
         name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6
@@ -122,18 +117,6 @@ def main():
     }
     env = environment(dtype=", ".join(given.dtypes))
     output = Path(given.output)
-    write_json(
-        output / "distill.json",
-        {
-            "kind": "distill",
-            "scores": scores,
-            "speed": rows,
-            "parameters": sizes,
-            "megabytes": megabytes,
-            "training": figures,
-            "environment": env,
-        },
-    )
     cells = []
     for task in LOCAL_TASKS:
         share = scores["student"][task] / scores["teacher"][task]
@@ -146,12 +129,10 @@ def main():
                 "yes" if share >= LEAST_SHARE else "no",
             ]
         )
-    last = figures["agreement"][-1]
+    last = training["agreement"][-1]
     names = [name.removesuffix("_spearman") for name in last if name.endswith("_spearman")]
     agreed = [[name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"] for name in names]
-    text = f"""# The bundled sentence encoder beside its teacher
-
-{sizes["student"] / 1e6:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {sizes["teacher"] / 1e6:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
+    text = f"""{sizes["student"] / 1e6:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {sizes["teacher"] / 1e6:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
 
 {markdown_table(["task", "teacher", "student", "share", f"at least {LEAST_SHARE}"], cells)}
 Agreement with the teacher at the end of training, on texts that were not trained on (`held out`: the same sources; the others: kinds of text
@@ -162,12 +143,10 @@ that are not in the training texts):
 
 Sentences per second in `SentenceTransformer.encode`, batches of 64, {given.rounds} rounds in turns, medians:
 
-{speed_table(rows)}
-`{env["command"]}`, commit {env["commit"]}, {env["date"]}, {env["hardware"]}, {env["threads"]} threads.
-"""
-    write_text(output / "distill.md", text)
-    plot(figures, output / "distill.png")
-    print(text)
+{speed_table(rows)}"""
+    data = {"kind": "distill", "scores": scores, "speed": rows, "parameters": sizes, "megabytes": megabytes, "training": training}
+    print(write_result(output / "distill", "The bundled sentence encoder beside its teacher", env, data, text))
+    plot(training, output / "distill.png", env)
 
 
 if __name__ == "__main__":

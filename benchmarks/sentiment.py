@@ -24,11 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from neobert.common.files import write_json, write_text
+from neobert.common import figures
+from neobert.common.files import write_text
 from neobert.common.identity import model_digest
 from neobert.common.local_text import sentiment_sentences
 from neobert.common.lora import NEOBERT_TARGETS
-from neobert.common.results import environment, markdown_table, mean_and_deviation
+from neobert.common.results import environment, markdown_table, mean_and_deviation, write_result
 
 
 METHODS = {
@@ -143,20 +144,18 @@ def find_minilm(given):
     return str(Path(spec.origin).parent / "model") if spec else None
 
 
-def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", width_ratios=(2, 1, 1, 1))
-    for i, runs in enumerate(results.values()):
+def plot(results, path, environment_of_runs):
+    """Test accuracies of every method, and what each fine-tuning costs; the bar around a mean is the standard deviation."""
+    figure, axes = figures.subplots(columns=4, size=(14, 3.8), width_ratios=(2, 1, 1, 1))
+    for i, (method, runs) in enumerate(results.items()):
         values = [100 * run["accuracy"] for run in runs]
-        deviation = np.std(values, ddof=1) if len(values) > 1 else 0.0
-        axes[0].errorbar(i, np.mean(values), yerr=deviation, fmt="D", markersize=8, capsize=6, color=f"C{i}")
+        mean, deviation = np.mean(values), np.std(values, ddof=1) if len(values) > 1 else 0.0
+        spread = [(mean - deviation, mean + deviation)]
+        own = {"color": figures.OWN if method in FINE_TUNED else figures.GREY, "marker": "D", "markersize": 8, "capsize": 6}
+        figures.line(axes[0], [i], [mean], None, i, spread=spread, **own)
         axes[0].plot([i + 0.12] * len(values), values, "k.", markersize=4)
-        axes[0].annotate(f"{np.mean(values):.1f}", (i, np.mean(values)), (-10, 0), textcoords="offset points", ha="right", va="center")
-    axes[0].axhline(50, color="grey", linewidth=0.8, linestyle=":")
+        axes[0].annotate(f"{mean:.1f}", (i, mean), (-10, 0), textcoords="offset points", ha="right", va="center")
+    axes[0].axhline(50, color=figures.GREY, linewidth=0.8, linestyle=":")
     axes[0].set_xlim(-0.6, len(results) - 0.4)
     axes[0].set_xticks(
         range(len(results)),
@@ -168,25 +167,19 @@ def plot(results, path):
     axes[0].set(title="test accuracy, %", ylabel="diamond: mean, line: standard deviation,\npoints: seeds, dotted: chance")
     axes[0].yaxis.label.set_size(7)
     tuned = [method for method in FINE_TUNED if method in results]
-    for ax, key, title in zip(
+    labels = [METHODS[method].removeprefix("NeoBERT, ").replace(" with ", "\nwith\n") for method in tuned]
+    for panel, key, title in zip(
         axes[1:],
         ("trained_parameters", "training_memory_mib", "cpu_seconds"),
         ("trained parameters", "memory added by training, MiB", "CPU seconds of a run"),
     ):
-        for i, method in enumerate(tuned):
-            mean = float(np.mean([run[key] for run in results[method]]))
-            ax.bar(i, mean, color=f"C{i}", alpha=0.75)
-            ax.text(i, mean, f"{mean:,.0f}", ha="center", va="bottom", fontsize=9)
-        ax.set_xticks(range(len(tuned)), [METHODS[method].removeprefix("NeoBERT, ").replace(" with ", "\nwith\n") for method in tuned])
-        ax.set_title(title, fontsize=10)
-        ax.margins(y=0.15)
-        ax.ticklabel_format(axis="y", style="plain")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        figures.bars(panel, labels, [float(np.mean([run[key] for run in results[method]])) for method in tuned], digits=0)
+        panel.set_title(title)
+    return figures.save(figure, path, environment_of_runs)
 
 
 def write_results(results, args, environment_of_runs):
-    """JSON, markdown table and plot."""
+    """JSON, page and plot; returns the page."""
 
     def spread(runs, key, scale=1.0, digits=1):
         values = [scale * run[key] for run in runs if key in run]
@@ -196,8 +189,7 @@ def write_results(results, args, environment_of_runs):
 
     output = Path(args.output)
     settings = {key: getattr(args, key) for key in vars(args) if key not in ("output", "work", "archive", "minilm")}
-    data = {"kind": "sentiment", "settings": settings, "results": results, "environment": environment_of_runs}
-    write_json(output / "sentiment.json", data)
+    data = {"kind": "sentiment", "settings": settings, "results": results}
     header = ["method", "test accuracy, %", "trained parameters", "memory added by training, MiB", "CPU seconds"]
     keys = (("trained_parameters", 0), ("training_memory_mib", 0), ("cpu_seconds", 1))
     rows = [
@@ -217,11 +209,12 @@ def write_results(results, args, environment_of_runs):
         f"Mean ± standard deviation over {len(args.seeds)} seeds, each with its own train and test set ({next(iter(results.values()))[0]['train_rows']:,} "
         f"training sentences with those held out, {args.test_rows:,} test sentences); epochs {args.epochs:g}, batch {args.batch_size}, learning rate "
         f"{args.learning_rate:g} (full) and {args.lora_learning_rate:g} (LoRA, rank {args.lora_rank}), {args.pooling} pooling; the checkpoint is chosen "
-        "on held-out training rows. Written by benchmarks/sentiment.py; sentiment.json holds every run and the environment.\n\n"
-        + " ".join(limits)
+        "on held-out training rows. sentiment.json holds every run.\n\n" + " ".join(limits)
     )
-    write_text(output / "sentiment.md", f"{markdown_table(header, rows)}\n{note}\n")
-    plot(results, output / "sentiment.png")
+    text = f"{markdown_table(header, rows)}\n{note}"
+    page = write_result(output / "sentiment", "Sentiment of movie reviews", environment_of_runs, data, text)
+    plot(results, output / "sentiment.png", environment_of_runs)
+    return page
 
 
 def main(argv=None):
@@ -270,8 +263,7 @@ def main(argv=None):
                 found = regression(features, train, test, seed)
             results.setdefault(method, []).append({"seed": seed, "train_rows": len(train), **found})
             print(f"{METHODS[method]}, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
-    write_results(results, args, environment(dtype="float32"))
-    print((Path(args.output) / "sentiment.md").read_text())
+    print(write_results(results, args, environment(dtype="float32")))
 
 
 if __name__ == "__main__":

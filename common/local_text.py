@@ -35,10 +35,11 @@ SENTIMENT_SETS = {
     "nyt": "nytEditorialSnippets_GroundTruth.txt",
     "tweets": "tweets_GroundTruth.txt",
 }
+HELD_OUT_PERCENT = 2.0  # of the rows of a source, for training and for the local tasks alike
 _PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 
-def is_held_out(key, percent=2.0):
+def is_held_out(key, percent=HELD_OUT_PERCENT):
     """Whether a row belongs to the held-out part: a fixed function of its key (SHA-1), whatever the order or the machine."""
     digest = hashlib.sha1(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
@@ -194,7 +195,7 @@ SOURCES = {"wordnet": wordnet_entries, "wordnet-sentences": wordnet_sentences, "
 SOURCES.update({f"sentiment-{name}": (lambda name=name: sentiment_sentences(name)) for name in SENTIMENT_SETS})
 
 
-def write_split(rows, folder, percent=2.0):
+def write_split(rows, folder, percent=HELD_OUT_PERCENT):
     """Writes train.jsonl and heldout.jsonl, each completely or not at all.
 
     Returns:
@@ -224,7 +225,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m neobert.common.local_text", description=__doc__.splitlines()[0])
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, help="folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--heldout-percent", type=float, default=2.0)
+    parser.add_argument("--heldout-percent", type=float, default=HELD_OUT_PERCENT)
     parser.add_argument("--long-words", type=int, help="also long.jsonl: neighbouring held-out rows joined to texts of so many words")
     arguments = parser.parse_args(argv)
     try:

@@ -5,7 +5,7 @@ from torch import nn
 from .errors import UserError, require
 
 
-# All linear layers of a block: Q, K and V are in one matrix, and so do the SwiGLU's two inputs.
+# All linear layers of a block: Q, K and V are in one matrix, and so are the SwiGLU's two inputs.
 NEOBERT_TARGETS = ("qkv", "wo", "w12", "w3")
 # Feed-forward of ablation M0 (hidden_act "gelu").
 NEOBERT_GELU_TARGETS = ("qkv", "wo", "ffn.0", "ffn.2")

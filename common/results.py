@@ -74,7 +74,7 @@ def environment_line(environment):
 
 
 def write_result(output, title, environment, data, text):
-    """Writes OUTPUT.json and OUTPUT.md, the one form of every result: the figures, and the page that a person reads.
+    """Writes OUTPUT.json and OUTPUT.md, the common form of results: the figures, and the page that a person reads.
 
     Args:
         output: path without its ending.

@@ -154,8 +154,8 @@ def _check_rope(given):
                 raise UserError(f"{field} should map names to numbers, but has {name!r:.80}: {value!r:.80}.")
 
 
-# Other spellings under which a configuration may already say it.
 _LONGEST = 2**24  # tokens of a text
+# Other spellings under which a configuration may already say it.
 _SAME = {"norm_type": ("rms_norm",), "position_embedding_type": ("rope",), "max_position_embeddings": ("max_length",)}
 
 

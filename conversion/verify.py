@@ -51,7 +51,7 @@ def streamed_forward(model, read, inputs):
             empty(module)
             return output
 
-        module.forward = run  # not hooks, with which the model would not pack
+        module.forward = run  # `_is_machinery` of the model knows it: the model packs
 
     for name, module in model.named_modules():
         if module._parameters:

@@ -16,7 +16,7 @@
 
 Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a heading or a short phrase. far/ gets text of kinds
 that are not in train/: tweets, editorials, movie reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
-(`local_tasks.HELD_OUT_PERCENT`) are in neither, wherever they come from.
+(`local_text.HELD_OUT_PERCENT`) are in neither, wherever they come from.
 """
 
 import argparse
@@ -38,7 +38,6 @@ from ..common.files import write_text
 from ..common.local_text import gcide_entries, is_held_out, read_synsets, sentiment_sentences, split_gloss
 
 
-HELD_OUT_PERCENT = 2.0  # of WordNet's synsets, as `local_tasks` has it
 MOST_WORDS = 90
 # Of the texts of the large sources, by hash, so that no kind of text outweighs the others.
 SHARES = {"gcide": 0.45, "manuals": 0.6}
@@ -264,7 +263,7 @@ def pieces(paragraph):
 
 def wordnet_texts():
     for part, offset, words, _, _, gloss in read_synsets("/usr/share/wordnet"):
-        if is_held_out(f"{part}-{offset}", HELD_OUT_PERCENT):
+        if is_held_out(f"{part}-{offset}"):
             continue
         definition, examples = split_gloss(gloss)
         words = list(dict.fromkeys(words))
@@ -315,7 +314,7 @@ def held_out_definitions():
     """Normal forms of the definitions that the local tasks ask about, and of their parts."""
     forms = set()
     for part, offset, _, _, _, gloss in read_synsets("/usr/share/wordnet"):
-        if is_held_out(f"{part}-{offset}", HELD_OUT_PERCENT):
+        if is_held_out(f"{part}-{offset}"):
             definition = split_gloss(gloss)[0]
             forms |= {normal(text) for text in (definition, *definition.split(";")) if len(normal(text).split()) > 3}
     return forms

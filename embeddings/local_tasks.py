@@ -7,7 +7,7 @@
 | WordNetSimilarity | two noun definitions against the path similarity of their synsets, 1 / (1 + edges) (Rada et al. 1989) | Spearman |
 
 They are made by MTEB's own task classes, so they run wherever its tasks do. The choice of rows is a function of their ids (SHA-1). Queries
-come from the synsets that `training.local_text` keeps out of training; `wordnet_pairs` gives the pairs of all others.
+come from the synsets that `common.local_text` keeps out of training; `wordnet_pairs` gives the pairs of all others.
 """
 
 import functools
@@ -26,7 +26,6 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from ..common.local_text import WORDNET, is_held_out, parse_synset, read_synsets, sentiment_sentences, split_gloss
 
 
-HELD_OUT_PERCENT = 2.0
 _WORDNET_HOME = "https://wordnet.princeton.edu/"
 
 
@@ -73,7 +72,7 @@ def wordnet_definitions(folder=WORDNET):
 def wordnet_pairs(folder=WORDNET):
     """Training pairs `{"anchor": definition, "positive": word}`, one a word, of the synsets that are not held out."""
     for identifier, words, definition in wordnet_definitions(folder):
-        if not is_held_out(identifier, HELD_OUT_PERCENT):
+        if not is_held_out(identifier):
             for word in words:
                 yield {"anchor": definition, "positive": word}
 
@@ -93,7 +92,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
     def load_data(self, **kwargs):
         if self.data_loaded:
             return
-        held_out = [row for row in wordnet_definitions() if is_held_out(row[0], HELD_OUT_PERCENT)]
+        held_out = [row for row in wordnet_definitions() if is_held_out(row[0])]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
         held_out = sorted(held_out, key=lambda row: _order(row[0]))[: self.queries]
         self.dataset = {
@@ -205,7 +204,7 @@ def similarity_pairs(count, held_out=True):
         for parent in hypernyms:
             children.setdefault(parent, []).append(offset)
     everything = sorted(nodes, key=_order)
-    chosen = [offset for offset in everything if nodes[offset][0] and is_held_out(f"noun-{offset}", HELD_OUT_PERCENT) == held_out]
+    chosen = [offset for offset in everything if nodes[offset][0] and is_held_out(f"noun-{offset}") == held_out]
     chosen = chosen[:count]
     pairs = []
     for number, offset in enumerate(chosen):

@@ -3,6 +3,7 @@ inner modules (Opacus, NEFTune, Captum, PEFT's mixed batches) sees the batch axi
 """
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,7 +183,38 @@ def _on_all_blocks(model, seen):
     return nn.modules.module.register_module_forward_hook(note)
 
 
+def _patch(block, seen):
+    forward = block.forward
+
+    def patched(hidden, *args, **kwargs):
+        seen.append(hidden.shape)
+        return forward(hidden, *args, **kwargs)
+
+    block.forward = patched
+    return SimpleNamespace(remove=lambda: delattr(block, "forward"))
+
+
+class Steered(nn.Module):
+    """What steering libraries put in a block's place."""
+
+    def __init__(self, block, seen):
+        super().__init__()
+        self.block, self.seen = block, seen
+
+    def forward(self, hidden, *args, **kwargs):
+        self.seen.append(hidden.shape)
+        return self.block(hidden, *args, **kwargs)
+
+
+def _replace(blocks, seen):
+    block = blocks[1]
+    blocks[1] = Steered(block, seen)
+    return SimpleNamespace(remove=lambda: blocks.__setitem__(1, block))
+
+
 HOOKS = {
+    "a patched block": lambda m, seen: _patch(m.transformer_encoder[1], seen),
+    "a replaced block": lambda m, seen: _replace(m.transformer_encoder, seen),
     "a hook on all modules": _on_all_blocks,
     "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(lambda module, args, out: seen.append(out.shape)),
     "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(lambda module, args, out: seen.append(out.shape)),

@@ -81,7 +81,65 @@ def test_the_padding_position_has_no_gradient():
     assert rows[0] == 0 and (rows[1:10] > 0).all()
 
 
+@torch.no_grad()
+def test_a_layer_that_records_its_output_keeps_it():
+    """RoPE turns queries and keys in place on the CPU, and the feed-forward runs in pieces, only where nobody looks."""
+    model, ids, seen = make_model(NeoBERTModel), random_batch([1100])[0], []
+    for block in model.transformer_encoder:
+        for layer in (block.qkv, block.ffn.w12):
+
+            def note(x, forward=layer.forward):
+                seen.append((output := forward(x), output.clone()))
+                return output
+
+            layer.forward = note
+    model(ids)
+    assert len(seen) == 6, "a layer ran in pieces"
+    assert all(torch.equal(output, kept) for output, kept in seen)
+
+
+@torch.no_grad()
+def test_input_embeddings_of_a_users_own_class():
+    class SoftPrompt(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            return self.inner(ids)
+
+    model, (ids, mask) = make_model(NeoBERTModel), random_batch([9, 5])
+    expected = model(ids, attention_mask=mask)[0]
+    model.set_input_embeddings(SoftPrompt(model.get_input_embeddings()))
+    assert_same(model(ids, attention_mask=mask)[0], expected, 1e-6, "wrapped embeddings")
+
+
+def test_a_users_layer_without_bias_is_initialised():
+    class Own(NeoBERTForSequenceClassification):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.dense
+            self.extra = nn.Linear(config.hidden_size, 3, bias=False)
+            self.post_init()
+
+    model = Own(NeoBERTConfig(**FIELDS))
+    model.model.transformer_encoder[0].apply(model._init_weights)
+    assert 0 < model.extra.weight.std() < 0.04
+
+
 # -------------------------------------------------------------------------------------------- learned positions, 4-D masks
+
+
+@torch.no_grad()
+def test_what_counts_as_padding_for_learned_positions():
+    """The 2-D mask where there is one, else the padding token, whatever the other texts of the batch."""
+    model = make_model(NeoBERTModel, **LEARNED)
+    ids = torch.tensor([[5, 0, 7, 8], [5, 6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    assert_same(model(ids[:1], attention_mask=mask[:1])[0][0], model(ids, attention_mask=mask)[0][0], 1e-5, "[PAD] in a text")
+    left, mask = torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]])
+    dense = model(left, attention_mask=mask[:, None, None].bool())[0]
+    assert_same(dense[0, 2:], model(left, attention_mask=mask)[0][0, 2:], 1e-5, "a mask of four dimensions")
 
 
 @torch.no_grad()

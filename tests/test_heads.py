@@ -90,6 +90,8 @@ def test_sparse_prediction_gives_the_same_loss_and_gradients():
     everything, masked = make_model(NeoBERTForMaskedLM), make_model(NeoBERTForMaskedLM, sparse_prediction=True)
     batch = mlm_batch()
     seen = []
+    first, second = everything(**batch), masked(**batch)
+    close(second.logits, first.logits[batch["labels"] != -100], "logits of labelled tokens, in the order of the rows")
     masked.decoder.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
     first, second = everything(**batch), masked(**batch)
     assert seen == [5], f"The decoder ran on {seen} tokens in place of the 5 labelled ones."
@@ -103,6 +105,19 @@ def test_sparse_prediction_gives_the_same_loss_and_gradients():
     labels = batch.pop("labels")
     assert masked(**batch).logits.shape == (2, 14, 200), "Without labels there are logits for every token."
     close(masked(**batch, labels=labels, num_items_in_batch=9).loss, first.loss * 5 / 9)
+
+
+@pytest.mark.parametrize("head", (NeoBERTForMaskedLM, NeoBERTForTokenClassification))
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_labels_at_padding_do_not_dilute_the_loss(head, unpad_inputs):
+    """Trainer counts every label but -100 into num_items_in_batch, those at padding too."""
+    model = make_model(head, num_labels=3, unpad_inputs=unpad_inputs)
+    ids, mask = random_batch([14, 6])
+    labels = torch.randint(0, 3, ids.shape)
+    expected = model(ids, attention_mask=mask, labels=labels).loss
+    close(expected, model(ids, attention_mask=mask, labels=labels.masked_fill(mask == 0, -100)).loss)
+    for items in (28, torch.tensor(28)):
+        close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=items).loss, expected)
 
 
 def test_losses_are_taken_in_float32():

@@ -18,6 +18,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import neobert
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel, modeling_neobert
@@ -194,6 +195,31 @@ def test_a_fine_tuned_remote_head_travels(tmp_path, remote):
     assert config["architectures"] == ["NeoBERTForSequenceClassification"] and config["auto_map"] == AUTO_MAP
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned", **remote)
     assert again.num_labels == 4 and torch.equal(outputs(again), outputs(model))
+
+
+class Unregistered(NeoBERTForSequenceClassification):
+    """A user's subclass."""
+
+
+def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
+    make_model(Unregistered).save_pretrained(tmp_path)
+    assert {*CODE, "config.json", "model.safetensors"} == {path.name for path in tmp_path.iterdir()}
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path, **remote)).__name__ == "NeoBERTForSequenceClassification"
+
+
+def test_a_users_remote_class_survives_a_save(tmp_path, remote):
+    """As `AutoModel...from_pretrained` does without this package: it takes the class of the folder and registers it."""
+    make_model(NeoBERTForSequenceClassification).save_pretrained(tmp_path / "first")
+    code = "from .modeling_neobert import NeoBERTForSequenceClassification\n\n\nclass Mine(NeoBERTForSequenceClassification):\n    pass\n"
+    (tmp_path / "first" / "mine.py").write_text(code)
+    for source, target in (("first", "second"), ("second", "third")):
+        mine = get_class_from_dynamic_module("mine.Mine", str(tmp_path / source))
+        mine.register_for_auto_class("AutoModelForSequenceClassification")
+        mine.from_pretrained(tmp_path / source).save_pretrained(tmp_path / target)
+        auto_map = json.loads((tmp_path / target / "config.json").read_text())["auto_map"]
+        assert auto_map == {**AUTO_MAP, "AutoModelForSequenceClassification": "mine.Mine"}
+        assert {*CODE, "mine.py"} < {path.name for path in (tmp_path / target).iterdir()}
 
 
 def test_the_auto_classes_know_neobert(tmp_path):
