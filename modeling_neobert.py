@@ -195,7 +195,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         """Whether a hook, a patched forward or a replaced block sees tensors inside of the model. It then runs on dense batches."""
         if _is_tracing():
             return False
-        blocks = (block for model in self.modules() if isinstance(model, NeoBERTModel) for block in model.transformer_encoder)
+        blocks = getattr(getattr(self, self.base_model_prefix, self), "transformer_encoder", ())
         found = [hook for hook in _hooks(self) if hook is not self.__dict__.get("forward")]
         found += [type(block) for block in blocks if type(block) is not NeoBERTBlock]
         name = next((getattr(x, "__qualname__", type(x).__name__) for x in found if not _is_machinery(x)), None)
@@ -748,11 +748,12 @@ def _hooks(*modules):
         for inner in module.modules():
             state = inner.__dict__
             for name in _HOOKS:
-                found.extend(state[name].values())
-            found.extend(state[name] for name in ("_hf_hook", "_compiled_call_impl") if state.get(name) is not None)
-            patched = state.get("forward")
-            if patched is not None and getattr(patched, "__func__", None) is not type(inner).forward:  # accelerate puts the original back
-                found.append(patched)
+                if state[name]:
+                    found.extend(state[name].values())
+            for name in ("forward", "_hf_hook", "_compiled_call_impl"):
+                hook = state.get(name)
+                if hook is not None and getattr(hook, "__func__", None) is not type(inner).forward:  # accelerate puts the original back
+                    found.append(hook)
     return found
 
 
