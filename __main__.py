@@ -50,14 +50,15 @@ def _leave_process_group():
 def main(argv=None):
     """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
+    if not argv:
+        print(usage(), file=sys.stderr)
+        return 2
+    if argv[0] in ("-h", "--help", "help"):
+        return guarded("neobert", lambda: print(usage()))
     if argv[0] in ("-V", "--version"):
         from . import __version__
 
-        print(f"neobert {__version__}")
-        return 0
+        return guarded("neobert", lambda: print(f"neobert {__version__}"))
     command, *arguments = argv
     if command not in COMMANDS:
         close = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1)

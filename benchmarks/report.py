@@ -178,7 +178,7 @@ def collect(folder):
     """`Result`s below `folder`, by name, pending ones last: every .md, but for READMEs, caches, reports, and pages below a folder that has one."""
     folder = Path(folder)
     pages = [path for path in sorted(folder.rglob("*.md")) if not re.fullmatch(r"readme|report.*", path.stem.lower())]
-    pages = [path for path in pages if "cache" not in path.relative_to(folder).parts]
+    pages = [path for path in pages if "cache" not in path.relative_to(folder).parts and not is_report(path)]
     # A folder with a page is summed up by it: what is in folders below (runs) is not a result of its own.
     summed = {path.parent for path in pages} - {folder}
     pages = [path for path in pages if summed.isdisjoint(path.parent.parents)]
@@ -191,6 +191,12 @@ def collect(folder):
         environment = {} if not found or f"`{found.get('command')}`" in text else found
         results.append(Result(_name(path, folder), str(path.relative_to(folder)), text, environment, images))
     return sorted(results, key=lambda result: result.pending)
+
+
+def is_report(path):
+    """Whether this command wrote a page: below its heading it begins as `LEAD` does."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text.partition("\n\n")[2].startswith(LEAD.partition(". ")[0])
 
 
 def _owner(image, pages, folder):
@@ -273,6 +279,8 @@ def main(argv=None):
     if output.suffix != ".md":
         raise UserError(f"output must end in .md, but {output} was given")
     check_folder(output.parent, "output")
+    if output.exists() and not (output.is_file() and is_report(output)):
+        raise UserError(f"{output} was not made by neobert report, so it is not replaced; move it, or give another --output")
     found = collect(folder)
     if not found:
         raise UserError(f"{folder} holds no results (.md files)")

@@ -2,16 +2,16 @@
 
 import csv
 import io
-import json
 from pathlib import Path
 
 from ..common.errors import UserError
 from ..common.files import write_text
-from ..common.outputs import check_folder
+from ..common.outputs import check_folder, check_result_files, earlier_result
 from ..common.results import markdown_table, write_result
 from .measuring import ratio
 
 
+_FILES = ("throughput.json", "throughput.csv", "throughput.md", "fixed.png", "fill.png")
 _COLUMNS = ("set", "model", "implementation", "batch", "longest", "fill", "tokens_per_second", "quartiles", "share_of_gemm",
             "peak_memory_mib", "error")  # fmt: skip
 NOTE = (
@@ -92,19 +92,17 @@ def load_done(output, settings, resume):
     """Rows that an earlier run left in the folder `output`, for `resume`; without it there must be none.
 
     Raises:
-        UserError: `output` is a file, or holds results that this run would replace, or that were measured with other settings.
+        UserError: `output` is a file, or holds results or other files that this run would replace, or was measured with other settings.
     """
     check_folder(output, "output")
     path = Path(output) / "throughput.json"
-    if not path.is_file():
+    data = earlier_result(path, "settings", "rows")
+    check_result_files(output, "throughput", data, *_FILES)
+    if data is None:
         return []
     if not resume:
         raise UserError(f"{path} holds results already; add to them with --resume, or give another --output")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        before, rows = data["settings"], data["rows"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a result of neobert throughput; give another --output") from None
+    before, rows = data["settings"], data["rows"]
     changed = [name for name, value in settings.items() if before.get(name) != value]
     if changed:
         was = ", ".join(f"{name}={before.get(name)}" for name in changed)

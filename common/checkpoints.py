@@ -56,15 +56,6 @@ def is_main():
     return not _distributed() or distributed.get_rank() == 0
 
 
-def remove(folder):
-    """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
-    for _, path in (*_numbered(folder, _CHECKPOINT), *_numbered(folder, _DAMAGED)):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
-        with contextlib.suppress(OSError):
-            path.rmdir()
-
-
 def highest(value):
     """The largest of an integer over all processes; all of them must call it."""
     if not _distributed():
@@ -204,6 +195,15 @@ def _forget(folder, limit, keep_every, best=None):
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove(folder):
+    """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
+    for _, path in (*_numbered(folder, _CHECKPOINT), *_numbered(folder, _DAMAGED)):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
 # ------------------------------------------------------------------------------------------------------------------ training
 
 
@@ -315,7 +315,7 @@ def is_disk_full(error):
                 "os error 122",
                 "PytorchStreamWriter failed writing",
             )
-        ):
+        ) or re.search(r"\d requested and \d+ written", str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -23,6 +23,10 @@ def _in_words(error):
         return reason if error.filename is None else f"{error.filename}: {reason}"
     if isinstance(error, ImportError):
         return one_line(error, LONGEST)
+    from .checkpoints import is_disk_full  # imports torch
+
+    if is_disk_full(error):
+        return "no space is left on the disk"
     return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
 
 

@@ -8,13 +8,14 @@ import contextlib
 import errno
 import fnmatch
 import glob
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from .errors import UserError, listed
-from .files import TEXT_LIMIT, json_text, read_json, redacted, sha256, write_text
+from .files import TEXT_LIMIT, json_text, read_json, read_text, redacted, sha256, write_text
 
 
 try:
@@ -31,6 +32,29 @@ def check_folder(path, name):
     for place in (Path(path), *Path(path).parents):
         if place.exists() and not place.is_dir():
             raise UserError(f"{name} must be a folder or a new name, but {place} is a file")
+
+
+def earlier_result(path, *keys):
+    """The JSON object in a result file, where it has all of `keys`; None for any other file, or none."""
+    try:
+        data = json.loads(read_text(path, 16 * TEXT_LIMIT))
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) and set(keys) <= data.keys() else None
+
+
+def check_result_files(folder, command, earlier, *names):
+    """Raises UserError when `command` would replace a file that it did not write.
+
+    Args:
+        folder: may not be there yet.
+        command: name of the command.
+        earlier: its earlier results in `folder`; without them no file of these names may be there.
+        names: of the files that the command writes into `folder`.
+    """
+    for path in (Path(folder) / name for name in names):
+        if not earlier and os.path.lexists(path):
+            raise UserError(f"{path} was not made by neobert {command}, so it is not replaced; move it, or choose another folder")
 
 
 def _is_same(path, other):

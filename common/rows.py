@@ -233,7 +233,7 @@ def _table(path, columns, start):
                 if reader.line_num >= start.number:
                     yield Place(path, reader.line_num), row
         except csv.Error as error:
-            raise UserError(f"{path}, line {reader.line_num} is broken ({error}); are its quotes closed?") from error
+            raise UserError(f"{path}, line {reader.line_num + 1} is broken ({error}); are its quotes closed?") from error
 
 
 def _table_row(place, row):

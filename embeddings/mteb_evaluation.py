@@ -24,12 +24,12 @@ from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.identity import model_digest
 from ..common.loading import DTYPES, choose_device
-from ..common.outputs import check_folder
+from ..common.outputs import check_folder, check_result_files
 from ..common.results import environment
 from .instructions import TEMPLATE, check_template
 from .instructions import read_instructions as read_file
 from .local_tasks import LOCAL_TASKS
-from .mteb_tables import PAPER_BENCHMARK, averages, task_table, write_tables
+from .mteb_tables import PAPER_BENCHMARK, averages, read_run, read_runs, task_table, write_tables
 from .packed_encoder import POOLINGS, TOKENS_HELP, PackedEncoder
 
 
@@ -158,17 +158,22 @@ def fingerprint(encoder, arguments, instructions):
     return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
 
 
+def _check_output(arguments):
+    """Raises UserError when the output is no folder, or has files that the command would replace and did not write."""
+    folder, name = arguments.output, f"{arguments.row}.json"
+    check_folder(folder, "output")
+    check_result_files(folder, "mteb", read_run(Path(folder) / name), name)
+    check_result_files(folder, "mteb", read_runs(folder), "table.md")
+
+
 def _earlier(folder, name, revision):
     """The result that `folder` holds under this name, {} where there is none.
 
     Raises:
         UserError: it belongs to other weights or settings.
     """
-    try:
-        run = json.loads((folder / f"{name}.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    if run.get("fingerprint") != revision:
+    run = read_run(folder / f"{name}.json") or {}
+    if run and run.get("fingerprint") != revision:
         raise UserError(
             f"{folder / name}.json holds the scores of other weights or settings ({run.get('model')}); give this model another --name, "
             "or choose another --output"
@@ -200,7 +205,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
     tasks = choose_tasks(arguments.tasks)
     texts = read_instructions(arguments.instructions, tasks)
     name, folder = arguments.row, Path(arguments.output)
-    check_folder(folder, "output")
+    _check_output(arguments)
     revision = fingerprint(encoder, arguments, texts)
     earlier = _earlier(folder, name, revision)
     model = PackedModel(encoder, f"neobert/{name}", revision, texts, arguments.instruction_template)
@@ -253,7 +258,7 @@ def _earlier_dtype(arguments):
 def main(argv=None):
     """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
     (arguments,) = read_arguments([MtebArguments], argv or [], "neobert mteb", __doc__)
-    check_folder(arguments.output, "output")
+    _check_output(arguments)
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
     dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype
     encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)

@@ -8,12 +8,14 @@ import mteb
 import numpy as np
 
 from ..common.files import write_text
+from ..common.outputs import earlier_result
 from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
 from ..common.results import markdown_table
 from .instructions import TEMPLATE
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"
+_RESULT = ("name", "scores", "types", "averages", "instructions", "max_length", "environment")
 
 
 def averages(scores, types):
@@ -106,13 +108,19 @@ def is_paper_benchmark(run):
     return _paper_tasks() <= set(run["scores"])
 
 
+def read_run(path):
+    """The result of `neobert mteb` in a JSON file; None for any other file, or none."""
+    return earlier_result(path, *_RESULT)
+
+
+def read_runs(folder):
+    """{name: result} of every result in `folder`; other files do not count."""
+    return {run["name"]: run for path in sorted(Path(folder).glob("*.json")) if (run := read_run(path))}
+
+
 def write_tables(folder):
     """Writes table.md from every result in `folder`."""
-    runs = {}
-    for path in sorted(Path(folder).glob("*.json")):
-        run = json.loads(path.read_text())
-        if "scores" in run and "averages" in run:
-            runs[run["name"]] = run
+    runs = read_runs(folder)
     complete = {name: run for name, run in runs.items() if is_paper_benchmark(run)}
     rest = {name: run for name, run in runs.items() if name not in complete}
     parts = []

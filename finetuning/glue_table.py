@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from ..common.files import write_json, write_text
+from ..common.outputs import check_result_files, earlier_result
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import environment, markdown_table
 from .glue_arguments import RunSettings, parse
@@ -30,7 +31,12 @@ def read_result(path):
 
 
 def finished_runs(output):
-    """[(folder, result)] of all finished runs under `output`; a file that is not a result is reported and left out."""
+    """[(folder, result)] of all finished runs under `output`; a file that is not a result is reported and left out.
+
+    Raises:
+        UserError: `output` has a table that is not of this command, which `write_tables` would replace.
+    """
+    check_result_files(output, "glue", earlier_result(Path(output) / "table.json", "header", "measured"), "table.json", "table.md")
     return [(path.parent, result) for path in sorted(Path(output).glob("*/*/*/result.json")) if (result := read_result(path))]
 
 
@@ -173,6 +179,6 @@ def write_tables(output):
     origins = "\n".join(line for row in measured for line in _origins(row))
     about = "The protocol is recipes/glue.yaml; its value is in brackets. A command has its task and seed before it."
     text = f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{note}\n"
-    write_text(Path(output) / "table.md", text + (f"\n## The measured rows\n\n{about}\n\n{origins}\n" if origins else ""))
     data = {"kind": "glue", "header": header, "rows": rows, "measured": measured, "note": note, "environment": environment()}
     write_json(Path(output) / "table.json", data)
+    write_text(Path(output) / "table.md", text + (f"\n## The measured rows\n\n{about}\n\n{origins}\n" if origins else ""))

@@ -83,8 +83,9 @@ def write_report(output, rows, ladder, env):
         *("steps", "tokens", "CPU seconds"),
     ]
     text += markdown_table(header, [_line(rung, values) for rung, values in table.items()])
+    page = write_result(output, "The ablation ladder at a small scale", env, {**ladder, "runs": rows}, text)
     draw(table, seeds, ladder["probe_majority"], output.with_name(f"{output.name}.png"), env)
-    return write_result(output, "The ablation ladder at a small scale", env, {**ladder, "runs": rows}, text)
+    return page
 
 
 def draw(table, seeds, baseline, path, env):

@@ -24,7 +24,7 @@ from ..common.arguments import Arguments, option, read_arguments  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
 from ..common.files import write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
-from ..common.outputs import check_folder  # noqa: E402
+from ..common.outputs import check_folder, check_result_files, earlier_result  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from ..common.rows import read_rows  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
@@ -131,8 +131,9 @@ def _check_same_ladder(arguments, todo):
     texts = {name: getattr(arguments, name) for name in COLUMNS}
     texts = {name: [Path(value).name, Path(value).stat().st_size] if value else None for name, value in texts.items()}
     now = {"scale": dataclasses.asdict(arguments.sizes), "texts": texts}
-    for path, given in ((folder / "ladder.json", "--work"), (report, "--output")):
-        before = json.loads(path.read_text()) if path.is_file() else {}
+    for path, given, pages in ((folder / "ladder.json", "--work", ()), (report, "--output", (f"{report.stem}.md", f"{report.stem}.png"))):
+        before = earlier_result(path, "scale") or {}
+        check_result_files(path.parent, "ablations", before, path.name, *pages)
         for group, values in now.items():
             for name, value in values.items():
                 if before.get(group, values).get(name) != value:

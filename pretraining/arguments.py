@@ -195,9 +195,15 @@ def make_training_arguments(run, batch, given):
         given["gradient_accumulation_steps"] = accumulation
     if given.get("gradient_accumulation_steps", 1) < 1:
         raise UserError(f"gradient_accumulation_steps must be at least 1, but {given['gradient_accumulation_steps']} was given")
-    if given.get("fp16") and (given.get("use_cpu") or not torch.accelerator.is_available()):
+    accelerated = torch.accelerator.is_available()
+    if given.get("fp16") and (given.get("use_cpu") or not accelerated):
         raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
-    given.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    if given.get("bf16") and not (given.get("use_cpu") or accelerated):
+        raise UserError(
+            "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in it; leave it out, or give use_cpu"
+        )
+    given.setdefault("dataloader_pin_memory", accelerated)
+    given.setdefault("use_cpu", not accelerated)  # else torchrun's processes do not know of each other
     training = training_arguments(run.output, given, _FIXED)
     if training.n_gpu > 1:
         raise UserError(f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch or torchrun")

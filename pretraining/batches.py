@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..common.errors import UserError
+from ..common.packing import pack
 from .plans import CHUNK, ByRows, ByTexts, ByTokens
 
 
@@ -79,11 +80,11 @@ def _parts(mixture):
     try:
         pairs = dict(mixture if mixture is not None else {0: 1.0}).items()
         shares = {int(least): float(share) for least, share in pairs}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(
             f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: 0.4}}, but {mixture!r} was given"
         ) from None
-    if not shares or min(shares.values()) <= 0 or abs(sum(shares.values()) - 1) > 1e-6:
+    if not (min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6):  # NaN is neither
         raise UserError(f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given")
     return tuple(shares.items())
 
@@ -231,33 +232,13 @@ def masked_batch(texts, spec, special, masking, number, progress):
         progress: share of the run that came before it, for a mask schedule.
     """
     if spec.layout == "packed":
-        batch = pack(texts)
+        batch = pack(sorted(texts, key=len))
     elif spec.layout == "padded":
         batch = pad(texts, special.pad)
     else:
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.length))}
     batch["input_ids"], batch["labels"] = masking(batch["input_ids"], generator_for(spec.seed, number), progress)
     return batch
-
-
-def pack(texts):
-    """Texts side by side with their boundaries, as transformers' variable-length kwargs; shortest first.
-
-    Args:
-        texts: list of int64 arrays.
-    Returns:
-        dict: input_ids (1, T), cu_seq_lens_q/k (N + 1,) int32, max_length_q/k.
-    """
-    texts = sorted(texts, key=len)
-    bounds = torch.tensor([0, *np.cumsum([len(text) for text in texts])], dtype=torch.int32)
-    longest = len(texts[-1])
-    return {
-        "input_ids": torch.from_numpy(np.concatenate(texts))[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
 
 
 def pad(texts, pad_token_id):

@@ -1,6 +1,5 @@
 """The model that a run trains: freshly initialised, or from the weights of another run."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -9,20 +8,14 @@ from transformers.utils import logging
 
 from ..common.checkpoints import newest_complete
 from ..common.errors import UserError, one_line
+from ..common.files import read_json
+from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
 
 
 logger = logging.get_logger(__name__)
 
-# Names that NeoBERTConfig also understands, and the fields that they set.
-_ALIASES = {
-    "dropout": ("attention_dropout", "hidden_dropout"),
-    "dropout_prob": ("attention_dropout", "hidden_dropout"),
-    "rope": ("position_embedding_type",),
-    "rms_norm": ("norm_type",),
-    "max_length": ("max_position_embeddings",),
-}
 # What weights are made for.
 _SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "hidden_act", "norm_type"),
@@ -42,10 +35,7 @@ def make_model(model_config, init_from, tokenizer, seed):
         UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's, weights of another architecture.
     """
     given = dict(model_config or {})
-    known = set(NeoBERTConfig().to_dict()) | {"rope_theta", "rope_scaling", *_ALIASES}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UserError(f"model_config has an unknown field {unknown[0]!r}; NeoBERTConfig lists the fields")
+    check_model_fields(given, "model_config")
     given.setdefault("sparse_prediction", True)
     if init_from is not None:
         return _load(weights_folder(init_from), init_from, given, tokenizer)
@@ -58,14 +48,7 @@ def make_model(model_config, init_from, tokenizer, seed):
 
 
 def _load(source, name, given, tokenizer):
-    try:
-        values = json.loads((Path(source) / "config.json").read_text()) if Path(source).is_dir() else None
-        model_type = values["model_type"] if values else NeoBERTConfig.get_config_dict(source)[0].get("model_type")
-    except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"init_from {name} holds no model (config.json with model_type): {one_line(error, 120)}") from error
-    if model_type != "neobert":
-        raise UserError(f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed")
-    config = NeoBERTConfig.from_pretrained(source)
+    config = _config_of(source, name)
     _override(config, given, name)
     _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     try:
@@ -78,6 +61,20 @@ def _load(source, name, given, tokenizer):
     return model
 
 
+def _config_of(source, name):
+    try:
+        values = read_json(Path(source) / "config.json") if Path(source).is_dir() else NeoBERTConfig.get_config_dict(source)[0]
+        model_type = values["model_type"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"init_from {name} holds no model (config.json with model_type): {one_line(error)}") from error
+    if model_type != "neobert":
+        raise UserError(f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed")
+    try:
+        return NeoBERTConfig.from_pretrained(source)
+    except Exception as error:  # the library has no one kind for values that it cannot read
+        raise UserError(f"init_from {name}: its config.json cannot be loaded ({one_line(error)})") from error
+
+
 def _checked_config(values):
     try:
         return NeoBERTConfig(**values)
@@ -87,12 +84,12 @@ def _checked_config(values):
 
 def _override(config, given, source):
     """Sets the fields of `config` that `given` names, under whichever name; UserError for one that the weights of `source` fix."""
-    named = {target for name in given for target in _ALIASES.get(name, (name,))}
+    named = {target for name in given for target in ALIASES.get(name, (name,))}
     kept = {name: getattr(config, name) for name in (*_SHAPE, "max_position_embeddings") if name not in named}
     wanted = _checked_config({**kept, **given})
     # RoPE first: YaRN takes the length that the weights were trained at from the configuration as it is.
     for name in sorted(given, key=lambda name: not name.startswith("rope_")):
-        for target in _ALIASES.get(name, (name,)):
+        for target in ALIASES.get(name, (name,)):
             value = given[name] if target.startswith("rope_") else getattr(wanted, target, given[name])
             if target in _SHAPE and getattr(config, target) != value:
                 raise UserError(f"init_from {source} has {target}={getattr(config, target)!r}, but model_config asks for {value!r}")

@@ -17,9 +17,10 @@ from datasets import Dataset, Features, Sequence, Value, concatenate_datasets, l
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 from tqdm import tqdm
 
-from ..common.errors import UserError
-from ..common.files import redacted, write_json
-from ..common.locks import FolderLock
+from ..common.errors import UserError, one_line
+from ..common.files import read_json, redacted, remove_left_overs, write_json
+from ..common.locks import LOCK_FILE, FolderLock
+from ..common.outputs import check_folder
 from .sources import UNDECODABLE, load_rows, source_key
 
 
@@ -107,18 +108,24 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     Returns:
         the contents of prepared.json.
     Raises:
-        UserError: `out` holds another source's set, another process prepares it, or no row has text.
+        UserError: `out` holds another source's set or other files, another process prepares it, or no row has text.
     """
     out, key = Path(out), redacted(_key(sources, tokenizer))
+    check_folder(out, "prepared")
+    remove_left_overs(out)
     begun = out / "source.json"
-    if begun.is_file():
-        other = json.loads(begun.read_text())
+    if begun.exists():
+        other = _read_own(begun, _KEY)
         different = [name for name in key if other.get(name) != key[name]]
         if different:
             name = different[0]
             raise UserError(f"{out} was prepared with another {name} ({other.get(name)}, now {key[name]}); choose another --prepared")
-    if (out / "prepared.json").is_file():
-        return json.loads((out / "prepared.json").read_text())
+    elif out.exists():
+        others = sorted({path.name for path in out.iterdir()} - {LOCK_FILE})
+        if others:
+            raise UserError(f"{out} holds {others[0]}, but no set that neobert pretrain prepared (source.json); choose another --prepared")
+    if (out / "prepared.json").exists():
+        return _read_own(out / "prepared.json", _SUMMARY)
     rows, kind = load_rows(sources)
     name = key["dataset"]
     if not len(rows):
@@ -140,6 +147,19 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
         summary = {**key, "shards": shards, **totals}
         write_json(out / "prepared.json", summary)
     return summary
+
+
+# What the files of a prepared set hold at least.
+_KEY = {"dataset", "tokenizer", "vocab_size"}
+_SUMMARY = _KEY | {"shards", "rows", "kept", "empty", "broken", "tokens"}
+
+
+def _read_own(path, names):
+    """The content of a JSON file of a prepared set; UserError for a file of another program."""
+    data = read_json(path)
+    if not (isinstance(data, dict) and names <= data.keys()):
+        raise UserError(f"{path} was not written by neobert pretrain; give another folder")
+    return data
 
 
 def _shard(out, number, shards):
@@ -211,19 +231,22 @@ def load_prepared(folder, tokenizer):
     Returns:
         `TokenisedTexts`, memory-mapped, and the contents of prepared.json.
     Raises:
-        UserError: it is not complete, or was made with another tokenizer.
+        UserError: it is not complete or damaged, or was made with another tokenizer.
     """
     folder = Path(folder)
     if not (folder / "prepared.json").is_file():
         raise UserError(f"{folder} is not a complete prepared set; finish it with: neobert pretrain RECIPE.yaml --prepare")
-    summary = json.loads((folder / "prepared.json").read_text())
+    summary = _read_own(folder / "prepared.json", _SUMMARY)
     if summary["tokenizer"] != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"{folder} was tokenised with another tokenizer ({summary['vocab_size']} tokens; this one has {len(tokenizer)}); prepare it again"
         )
-    shards = [_shard(folder, number, summary["shards"]) for number in range(summary["shards"])]
-    rows = concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()])
-    return TokenisedTexts(rows, np.load(folder / "lengths.npy", mmap_mode="r")), summary
+    try:
+        shards = [_shard(folder, number, summary["shards"]) for number in range(summary["shards"])]
+        rows = concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()])
+        return TokenisedTexts(rows, np.load(folder / "lengths.npy", mmap_mode="r")), summary
+    except Exception as error:  # OSError, EOFError, pyarrow's own, ... for one cause
+        raise UserError(f"the prepared set {folder} cannot be read ({one_line(error)}); prepare it again in another folder") from error
 
 
 def tokenise_texts(texts, tokenizer):

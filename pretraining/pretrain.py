@@ -23,10 +23,10 @@ from transformers import TrainingArguments  # noqa: E402
 from ..common.arguments import read_arguments  # noqa: E402
 from ..common.blocks import compile_blocks  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
-from ..common.errors import UserError  # noqa: E402
-from ..common.files import read_json, redacted, write_json  # noqa: E402
+from ..common.errors import UserError, one_line  # noqa: E402
+from ..common.files import read_json, redacted, remove_left_overs, write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
-from ..common.outputs import check_apart  # noqa: E402
+from ..common.outputs import check_apart, check_folder  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from .arguments import GROUPS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments, make_training_arguments  # noqa: E402
 from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
@@ -80,6 +80,12 @@ class Run:
     def prepared(self):
         """Where the tokenised sets are."""
         return Path(self.data.prepared) if self.data.prepared else self.output / "prepared"
+
+    @property
+    def sources(self):
+        """{"train": tuple of `Source`, and "heldout" where there is such text}."""
+        heldout = self.data.heldout_sources
+        return {"train": self.data.sources, **({} if heldout is None else {"heldout": heldout})}
 
     @property
     def spec(self):
@@ -202,6 +208,12 @@ def _begun_with(run):
     return recipe if isinstance(recipe, dict) and recipe.get("command") == "pretrain" else None
 
 
+def _inputs(run):
+    """Local paths of the text, of a folder itself, since a later run reads what is in it by then. A prepared set may be in the output."""
+    found = [(source.name, *local) for sources in run.sources.values() for source in sources if (local := source.local)]
+    return [path for name, kind, files in found if kind != "prepared" for path in ([name] if os.path.isdir(name) else files)]
+
+
 def _check(run, tokenizer, model):
     """Raises UserError for options that do not go together."""
     training, batch = run.training, run.batch
@@ -228,11 +240,8 @@ def _check(run, tokenizer, model):
                 "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under deepspeed_config, as recipes/accelerate/zero3.yaml does"
             )
     output = run.output
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output {output} is a file; give a folder")
-    sources = [*run.data.sources, *(run.data.heldout_sources or ())]
-    texts = [path for source in sources if source.local and source.local[0] != "prepared" for path in source.local[1]]
-    check_apart(output, *texts, *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]))
+    check_folder(output, "output")
+    check_apart(output, *_inputs(run), *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]))
     # What is there under a name that a run writes must be this program's.
     others = sorted(path.name for name in _WRITTEN for path in output.glob(name))
     if others and _begun_with(run) is None:
@@ -290,14 +299,16 @@ def execute(run):
     tokenizer = load_tokenizer(run.model.tokenizer, padding=False)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
+    inputs = _inputs(run)
+    for name in run.sources:
+        check_apart(run.prepared / name, *inputs)
     if run.data.prepare:
-        for name, sources in (("train", run.data.sources), ("heldout", run.data.heldout_sources)):
-            if sources is not None:
-                prepared_tokens(run, name, sources, tokenizer)
+        for name, sources in run.sources.items():
+            prepared_tokens(run, name, sources, tokenizer)
         return {}
     model = make_model(run.model.model_config, run.model.init_from, tokenizer, training.seed)
     if run.run.attn_implementation:
-        model.set_attn_implementation(run.run.attn_implementation)
+        _set_attention(model, run.run.attn_implementation)
     if run.run.compile:
         compile_blocks(model)
     moments = _moments(run)
@@ -322,6 +333,7 @@ def execute(run):
         heldout = make_batches(heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout)
     with lock_run(run.output):
         if training.process_index == 0:
+            remove_left_overs(run.output)
             write_json(run.output / "recipe.json", values)
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")  # TF32
@@ -337,6 +349,13 @@ def execute(run):
         started = time.process_time()
         train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None)
         return _finish(run, trainer, tokens, tokenizer, time.process_time() - started)
+
+
+def _set_attention(model, implementation):
+    try:
+        model.set_attn_implementation(implementation)
+    except Exception as error:  # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the Hub
+        raise UserError(f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})") from error
 
 
 def _finish(run, trainer, tokens, tokenizer, cpu_seconds):

@@ -28,10 +28,11 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
-from ..common.files import write_text
+from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, text_limit
-from ..common.outputs import check_folder
+from ..common.locks import FolderLock
+from ..common.outputs import check_folder, check_result_files
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
 from .pseudo_perplexity_texts import make_units
 
@@ -49,8 +50,9 @@ class PseudoPerplexityArguments(Arguments):
     name: str | None = option(None, "name in the plot; default: last part of --model")
     tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
     lengths: list[int] = option(
-        help="length buckets, in tokens", default_factory=lambda: [128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192], least=1
-    )
+        help="length buckets, in tokens", default_factory=lambda: [128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192], least=1,
+        most=2**31 - 1,
+    )  # fmt: skip
     bucketing: str = option(
         "cut", "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up",
         choices=("cut", "own"),
@@ -79,9 +81,13 @@ class PseudoPerplexityArguments(Arguments):
 
 
 def _count(text):
-    if not text.isdigit() or int(text) < 1:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
         raise UserError(f"positions must be a whole number of at least 1, or exact, but {text!r} was given")
-    return int(text)
+    return count
 
 
 def _factor(text):
@@ -215,29 +221,28 @@ def _set_yarn(config, factor, given):
 # --------------------------------------------------------------------------------------------------------------- evaluation
 
 
-def read_finished(path):
-    """Rows of the CSV so far; a last line that was not written to its end is dropped from the file.
+def read_finished(path, repair=False):
+    """Rows of the CSV so far, without a last line that was not written to its end.
 
+    Args:
+        repair: whether that line goes from the file as well: only a run that holds the folder's lock knows that nobody is writing it.
     Raises:
         UserError: the file is of another kind.
     """
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_text(path, whole)
-    rows = list(csv.DictReader(io.StringIO(whole)))
-    if whole and whole.split("\n", 1)[0] != ",".join(FIELDS):
+    text = read_text(path, 256 * TEXT_LIMIT) if path.exists() else ""
+    if text and text.splitlines()[0] != ",".join(FIELDS):
         raise UserError(f"{path} is not a pseudo-perplexity CSV of this version; move it away or choose another --output")
-    return rows
+    whole = text[: text.rfind("\n") + 1]
+    if repair and whole != text:
+        write_text(path, whole)
+    return list(csv.DictReader(io.StringIO(whole, newline="")))
 
 
 def _append(path, row):
     if not path.is_file() or not path.stat().st_size:
         write_text(path, ",".join(FIELDS) + "\n")
-    with open(path, "a") as file:
-        file.write(",".join(str(row[name]) for name in FIELDS) + "\n")
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
 
 
 def check_weights(given, revision, rows, path):
@@ -309,6 +314,7 @@ def main(argv=None):
     check_folder(given.output, "output")
     path = Path(given.output) / "pseudo_perplexity.csv"
     finished = read_finished(path)
+    check_result_files(given.output, "pseudo-perplexity", finished, *(f"{path.stem}{ending}" for ending in (".json", ".md", ".png")))
     model = load_model(given, given.yarn_factors[0])
     tokenizer = load_tokenizer(given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code)
     if tokenizer.mask_token_id is None:
@@ -321,8 +327,11 @@ def main(argv=None):
             _set_yarn(AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code), factor, given)
     units, texts = make_units(given, tokenizer, None if _rotary(model.config) else text_limit(model, tokenizer))
     planned = plan(given, tokenizer, units, revision)
-    for i, factor in enumerate(given.yarn_factors):
-        model = model if i == 0 else load_model(given, factor)
-        evaluate(given, model, tokenizer, planned, factor, path, finished)
-    print(write_summary(given.output, comparable_rows(given, read_finished(path), planned, texts), given.title))
+    with FolderLock(given.output):
+        finished = read_finished(path, repair=True)
+        check_weights(given, revision, finished, path)
+        for i, factor in enumerate(given.yarn_factors):
+            model = model if i == 0 else load_model(given, factor)
+            evaluate(given, model, tokenizer, planned, factor, path, finished)
+        print(write_summary(given.output, comparable_rows(given, read_finished(path), planned, texts), given.title))
     return 0

@@ -24,7 +24,7 @@ def read_texts(given):
     texts, broken, columns = 0, 0, {}
     for row in _rows(given):
         value = row.get(given.column) if isinstance(row, dict) else None
-        if isinstance(value, str) and value.strip():
+        if _is_text(value):
             texts += 1
             yield value
             continue
@@ -35,6 +35,14 @@ def read_texts(given):
         raise UserError(f"{given.text} has no row with text in the column {given.column!r}{found}")
     if broken:
         logger.warning("%s: %d of %d rows are broken or empty and were skipped", given.text, broken, texts + broken)
+
+
+def _is_text(value):
+    """Whether a value is text that is not blank and not broken: no tokenizer takes half a surrogate pair."""
+    try:
+        return isinstance(value, str) and bool(value.strip().encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _rows(given):

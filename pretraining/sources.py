@@ -4,6 +4,7 @@ import codecs
 import glob
 import hashlib
 import json
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -46,19 +47,20 @@ class Source:
 
 
 def parse_sources(dataset, subset=None, split="train", column="content"):
-    """The sources of a recipe's `dataset`: a name or a list; "name:subset@revision, other name" is a list too.
+    """The sources of a recipe's `dataset`: a name or a list; "name:subset@revision, other name" is a list too, unless it is a file's name.
 
     Raises:
         UserError: there is no name.
     """
     given = [dataset] if isinstance(dataset, str) else list(dataset)
-    names = [name.strip() for entry in given for name in str(entry).split(",") if name.strip()]
+    parts = [[entry] if os.path.exists(entry) else entry.split(",") for entry in map(str, given)]
+    names = [name.strip() for entry in parts for name in entry if name.strip()]
     if not names:
         raise UserError("dataset is empty; give a Hub name or a path")
     found = []
     for name in names:
         own = revision = None
-        if not Path(name).exists():
+        if not os.path.exists(name):
             name, _, revision = name.partition("@")
             name, _, own = name.partition(":")
         found.append(Source(name, own or subset, revision or None, split, column))

@@ -1,6 +1,7 @@
 """Pins the ladder's recipes to the paper's Table 2: what each rung changes and nothing else; and the small-scale ladder's machinery."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -231,12 +232,29 @@ def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monk
         path.write_text(json.dumps({"rung": name, "seed": seed, **figures}))
     arguments = ["--scale", "tiny", "--work", "work", "--output", "results"]
     arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
+    for name in ("write_result", "draw"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ablation_report, name, Mock(side_effect=KeyboardInterrupt))
+            assert cli.main(["ablations", *arguments, "--rungs", "m0", "--seeds", "1"]) == 130, "the next run replaces what is half written"
     for more in (["--rungs", "m0,m6", "--seeds", "1"], ["--rungs", "m6", "--seeds", "2"]):
         assert cli.main(["ablations", *arguments, *more]) == 0
         runs = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())["runs"]
         assert [(row["rung"], row["seed"]) for row in runs] == [("m0", 0), ("m6", 0), ("m6", 1)]
         text = (tmp_path / "results" / "ablations_tiny.md").read_text()
         assert "| M0 |" in text and "| M6 |" in text and "over 1 to 2 seeds" in text
+
+
+def test_files_of_others_are_not_replaced(corpora, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--scale", "tiny", "--work", "work", "--output", "results", *(f"--{name}={path}" for name, path in corpora.items())]
+    for name in ("results/ablations_tiny.json", "results/ablations_tiny.md", "results/ablations_tiny.png", "work/ladder.json"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("[]")
+        assert cli.main(["ablations", *arguments]) == 2
+        assert f"{name} was not made by neobert ablations" in capsys.readouterr().err and path.read_text() == "[]"
+        path.unlink()
+    assert not list((tmp_path / "work").iterdir()), "nothing may be written before the output is known to be good"
 
 
 def test_a_method_at_equal_seconds_gets_the_steps_that_take_as_long(corpora, tmp_path, monkeypatch):

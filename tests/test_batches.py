@@ -151,7 +151,10 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
         ({"length": 2}, "max_length must be at least 3"),
         ({"layout": "padded", "tokens": None, "texts": 0}, "at least 1"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
+        ({"mixture": {0: float("nan")}}, "above 0 and sum to 1"),
+        ({"mixture": {}}, "above 0 and sum to 1"),
         ({"mixture": [1, 2]}, "must map"),
+        ({"mixture": {float("inf"): 1.0}}, "must map"),
     ],
 )
 def test_impossible_batches_are_named(settings, words):

@@ -31,6 +31,8 @@ def run(error, monkeypatch=None, debug=None):
         (ImportError("this needs\n  x"), "this needs x", 2),
         (PermissionError(errno.EACCES, "Permission denied", "run/a.pt"), "run/a.pt: Permission denied", 2),
         (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk", 2),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "no space is left on the disk", 2),
+        (OSError("976704 requested and 629168 written"), "no space is left on the disk", 2),
         (MemoryError(), "there is not enough memory", 2),
         (KeyError("x"), "unexpected KeyError: 'x'; NEOBERT_DEBUG=1 shows where", 2),
         (RecursionError("too deep"), "unexpected RecursionError: too deep; NEOBERT_DEBUG=1 shows where", 2),
@@ -95,6 +97,13 @@ def test_what_a_newcomer_types(capsys):
     for typed, meant in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
         assert cli.main([typed]) == 2 and f"did you mean {meant}?" in capsys.readouterr().err
     assert cli.main(["report", ""]) == 2 and "an argument is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asks", ["--help", "--version"])
+def test_help_that_cannot_be_written(asks, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main([asks]) == 2 and capsys.readouterr().err == "neobert: no space is left on the disk\n"
 
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):

@@ -329,6 +329,28 @@ def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypa
             outputs.check_apart(tmp_path / output, tmp_path / "run")
 
 
+def test_result_files_of_others_are_not_replaced(tmp_path):
+    data = tmp_path / "table.json"
+
+    def check():
+        outputs.check_result_files(tmp_path, "glue", outputs.earlier_result(data, "rows"), "table.json", "table.md")
+
+    check()
+    outputs.check_result_files(tmp_path / "new", "glue", None, "table.md")
+    for content in (b"mine", b"\xff", b"[]", b'{"other": 1}', b"[" * 100_000):
+        data.write_bytes(content)
+        with pytest.raises(
+            UserError, match="table.json was not made by neobert glue, so it is not replaced; move it, or choose another folder"
+        ):
+            check()
+    data.unlink()
+    (tmp_path / "table.md").symlink_to("nothing")
+    with pytest.raises(UserError, match="table.md was not made"):
+        check()
+    data.write_text('{"rows": [NaN]}')
+    check()
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -1,6 +1,7 @@
 """Pins the GLUE table: its layout, the published averages, the best of a grid with all seeds, and how each row was made."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -172,3 +173,22 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="output must be a folder"):
         run(world, tmp_path / "file", **quick)
+
+
+def test_tables_of_others_are_not_replaced(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(glue, "run_task", lambda *given: pytest.fail("the training began"))
+    for name in ("table.md", "table.json"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(UserError, match=f"{name} was not made by neobert glue"):
+            run(world, tmp_path)
+        assert (tmp_path / name).read_text() == "[]"
+        (tmp_path / name).unlink()
+
+
+def test_a_table_that_was_interrupted_is_written_again(tmp_path, monkeypatch):
+    for name in ("write_text", "write_json"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(glue_table, name, Mock(side_effect=KeyboardInterrupt))
+            glue_table.write_tables(tmp_path)
+    glue_table.write_tables(tmp_path)
+    assert (tmp_path / "table.md").is_file()

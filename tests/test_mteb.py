@@ -227,6 +227,22 @@ def test_a_name_belongs_to_one_model_and_keeps_its_tasks(model_folder, tiny_task
         evaluate(encoder, arguments(model_folder, tmp_path / "file", ["TinySTS"]), show_progress_bar=False)
 
 
+def test_files_of_others_are_not_replaced(model_folder, tiny_tasks, tmp_path, monkeypatch):
+    given = ["--model", model_folder, "--output", str(tmp_path), "--name", "tiny", "--tasks", "TinySTS"]
+    for name in ("tiny.json", "table.md"):
+        for content in ("[]", "mine"):
+            (tmp_path / name).write_text(content)
+            with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{name} was not made by neobert mteb"):
+                patch.setattr(PackedEncoder, "from_arguments", lambda *given: pytest.fail("the work began"))
+                main(given)
+            assert (tmp_path / name).read_text() == content
+        (tmp_path / name).unlink()
+    for name, content in (("a.json", b"mine"), ("b.json", b"[]"), ("c.json", b'{"scores": {}, "averages": {}}'), ("d.json", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+    assert main(given) == 0 and "| tiny | measured, 1 other task |" in (tmp_path / "table.md").read_text()
+    assert main(given) == 0 and (tmp_path / "a.json").read_bytes() == b"mine"
+
+
 def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tiny_tasks, tmp_path, monkeypatch):
     names = ["--tasks", "TinySTS", "BrokenRetrieval", "TinyRetrieval"]
     command = ["--model", model_folder, "--output", str(tmp_path), "--name", "tiny", *names]

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,9 +28,10 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
 from neobert.pretraining import trainer as trainer_module
+from neobert.pretraining.batches import pad
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
-from neobert.pretraining.trainer import flops_per_batch, masked_correct
+from neobert.pretraining.trainer import evaluate_batches, flops_per_batch, masked_correct
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
@@ -372,6 +374,19 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
     assert masked_correct(logits[0, 1:3], labels) == (1, 2), "logits of the labelled tokens alone must count the same"
 
 
+def test_accuracy_of_padded_rows_of_several_lengths():
+    """The model gives the logits of labelled tokens alone, of texts that it packs in an order of its own."""
+    torch.manual_seed(0)
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**{**TINY, "tie_word_embeddings": False}, sparse_prediction=True)).eval()
+    batch = pad([torch.randint(1000, 9000, (length,)).numpy() for length in (5, 17, 3, 11)], 0)
+    with torch.no_grad():
+        best = model(**batch).logits.argmax(dim=-1)
+    labels = best.where(batch["attention_mask"].bool() & (torch.arange(17) % 2 == 0), -100)
+    assert len(labels.unique()) > 10, "another order must be seen"
+    metrics = evaluate_batches(model, [{**batch, "labels": labels}])
+    assert (metrics["masked_accuracy"], metrics["masked_tokens"]) == (1.0, 20)
+
+
 def test_the_baseline_is_the_most_frequent_ordinary_token():
     tokenizer = load_tokenizer(str(TOKENIZER))
     tokens = tokenise_texts(["\u2603 \u2603 \u2603 \u2603 river stone", "river paper"], tokenizer)
@@ -477,6 +492,38 @@ def test_nothing_of_the_user_is_written_over(corpus, tmp_path):
     with pytest.raises(UserError, match="holds recipe.json, but no run of neobert pretrain"):
         run_of(arguments_of(corpus, out))
     assert sorted(path.name for path in out.iterdir()) == ["recipe.json", "train.log"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"output": "texts/run", "prepared": "prepared"},
+        {"prepared": "texts/prepared"},
+        {"prepared": "texts", "prepare": "true"},
+        {"dataset": "texts/train.txt", "heldout": "texts", "output": "texts/run"},
+    ],
+    ids=str,
+)
+def test_nothing_is_written_into_the_folder_of_the_text(corpus, tmp_path, monkeypatch, more):
+    """It would be text to the next run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.txt").write_text((corpus / "train.txt").read_text())
+    with pytest.raises(UserError, match="is inside the input texts; choose a folder outside of it"):
+        run_of(arguments_of(corpus, "out", **{"dataset": "texts", "prepared": None, **more}))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["texts", "train.txt"]
+
+
+def test_what_a_killed_run_left_goes(corpus, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here = f"{socket.gethostname()}-{ended.pid}-abcd1234"
+    left = [tmp_path / "out" / f".result.json.{here}", tmp_path / "prepared" / "train" / f".source.json.{here}"]
+    for path in left:
+        path.parent.mkdir(parents=True)
+        path.write_text("{")
+    run_of(arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", max_steps=1, warmup_steps=0))
+    assert not any(path.exists() for path in left)
 
 
 def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):

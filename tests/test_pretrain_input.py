@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert import __main__ as cli
@@ -21,7 +22,8 @@ BAD = [
     ({"column": "body", "dataset": "{corpus}/rows.jsonl"}, "no column 'body', only content"),
     ({"dataset": "{corpus}/none.txt"}, "found nothing"),
     ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
-    ({"model_config": '{"hidden": 32}'}, "unknown field 'hidden'"),
+    ({"model_config": '{"hiden_size": 32}'}, "unknown field 'hiden_size'; did you mean hidden_size?"),
+    ({"model_config": '{"xyz": 32}'}, "unknown field 'xyz'; NeoBERTConfig lists the fields"),
     ({"model_config": '{"hidden_size": 30, "num_attention_heads": 4}'}, "multiple of num_attention_heads"),
     ({"init_from": "{corpus}/bert"}, "is a 'bert' model"),
     ({"init_from": "{corpus}/nothing"}, "neither a model"),
@@ -42,6 +44,10 @@ BAD = [
     ({"model_config": '{"hidden_size": "wide"}'}, "hidden_size must be a positive whole number"),
     ({"init_from": "{corpus}/torn"}, "its weights cannot be loaded"),
     ({"init_from": "{corpus}/backbone"}, "a masked-LM checkpoint is needed"),
+    ({"init_from": "{corpus}/list"}, "holds no model (config.json with model_type)"),
+    ({"init_from": "{corpus}/width"}, "its config.json cannot be loaded (hidden_size must be a positive whole number"),
+    ({"init_from": "{corpus}/labels"}, "its config.json cannot be loaded ("),
+    ({"attn_implementation": "foo"}, "attn_implementation foo cannot be used here ("),
     ({"max_steps": "many"}, "max_steps"),
     ({"max_steps": 0}, "max_steps must be at least 1"),
     ({"keep_every": -1}, "keep_every must be at least 0"),
@@ -63,8 +69,8 @@ BAD = [
     ({"long_texts": "spilt", "streaming": "true"}, "long_texts must be one of"),
     ({"max_length": 2, "streaming": "true"}, "max_length must be at least 3"),
     ({"prepare": "true", "streaming": "true"}, "leave streaming out"),
-    ({"seed": -1}, "Seed must be between 0 and 2**32 - 1"),
-    ({"data_seed": 2**32}, "Seed must be between 0 and 2**32 - 1"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"data_seed": 2**32}, "data_seed must be below 4294967296"),
     ({"learning_rate": -1}, "Invalid learning rate: -1"),
     ({"learning_rate": ".nan"}, "learning_rate must be a finite number"),
     ({"learning_rate": "fast"}, "learning_rate on the command line must be a number, but 'fast' was given"),
@@ -83,6 +89,13 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     (corpus / "bert").mkdir(exist_ok=True)
     (corpus / "nothing").mkdir(exist_ok=True)
     (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    for name, text in (
+        ("list", "[]"),
+        ("width", '{"model_type": "neobert", "hidden_size": "x"}'),
+        ("labels", '{"model_type": "neobert", "id2label": {"a": "b"}}'),
+    ):
+        (corpus / name).mkdir(exist_ok=True)
+        (corpus / name / "config.json").write_text(text)
     (corpus / "unknown.txt").write_text("\u16a0\u16a2 \u16a6\n" * 60)
     (corpus / "rows.jsonl").write_text('{"content": "a river"}\n')
     (corpus / "raw" / "model_checkpoints").mkdir(parents=True, exist_ok=True)
@@ -163,6 +176,18 @@ def test_a_recipe_may_write_lists_and_bare_exponents(tmp_path):
     run = pretrain.read_run([str(tmp_path / "recipe.yaml"), "--report-to", "none", "--output", str(tmp_path)])
     assert [source.name for source in run.data.sources] == ["a.txt", "b.txt"] and run.training.learning_rate == 1e-4
     assert run.model.model_config == {"norm_eps": 1e-6, "hidden_act": "gelu"}, "YAML 1.1 reads 1e-6 as text, which nobody means"
+
+
+def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypatch):
+    """Else the processes of torchrun would not know of each other."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    given = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
+    assert pretrain.read_run(given).training.use_cpu
+    with pytest.raises(UserError, match="bf16 was given, but there is no GPU"):
+        pretrain.read_run([*given, "--bf16"])
+    assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not pretrain.read_run(given).training.use_cpu and pretrain.read_run([*given, "--use-cpu"]).training.use_cpu
 
 
 def test_trackers_are_checked_by_name(monkeypatch):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConf
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
+from neobert.common.locks import FolderLock
 from neobert.pretraining import pseudo_perplexity as module
 from neobert.pretraining import pseudo_perplexity_report as report
 
@@ -300,10 +301,18 @@ def test_texts_below_the_shortest_length_are_named(folder, tmp_path, caplog):
 
 
 def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
-    lines = [b'{"text": "caf\xe9"}', b"{broken", b'{"text": null}', b"[1]", b"", (folder / "texts.jsonl").read_bytes().strip()]
+    lines = [
+        b'{"text": "caf\xe9"}',
+        b"{broken",
+        b'{"text": null}',
+        b'{"text": "a\\ud800b"}',
+        b"[1]",
+        b"",
+        (folder / "texts.jsonl").read_bytes().strip(),
+    ]
     (tmp_path / "texts.jsonl").write_bytes(b"\n".join(lines))
     assert len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2)) == 6
-    assert "4 of 10 rows are broken or empty and were skipped" in caplog.text, "a blank line is not a row"
+    assert "5 of 11 rows are broken or empty and were skipped" in caplog.text, "a blank line is not a row"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="bad.parquet is not a parquet file"):
         run(folder, tmp_path / "none", text=tmp_path / "bad.parquet")
@@ -313,6 +322,8 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
     ("more", "sentence"),
     [
         ({"positions": 0}, "positions must be a whole number of at least 1, or exact"),
+        ({"positions": "²"}, "positions must be a whole number of at least 1, or exact, but '²' was given"),
+        ({"lengths": "9" * 20}, "lengths must be at most 2147483647, but 9+ was given"),
         ({"lengths": "16,x"}, "lengths on the command line must be a list"),
         ({"lengths": "16,0"}, "lengths must be at least 1, but 0 was given"),
         ({"lengths": 512}, "no text of .* reaches 512 tokens: the longest has 72 tokens"),
@@ -364,8 +375,35 @@ def test_models_that_cannot(folder, tmp_path):
         run(folder, tmp_path / "out", model=bare, tokenizer=tmp_path / "larger")
     rows = run(folder, tmp_path / "with", model=bare, tokenizer=folder / "neobert", lengths=16, texts=1)
     assert rows[0]["mean_cross_entropy"] == run(folder, tmp_path / "same", lengths=16, texts=1)[0]["mean_cross_entropy"]
-    other = tmp_path / "pseudo_perplexity.csv"
-    other.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="not a pseudo-perplexity CSV"):
-        run(folder, tmp_path)
-    assert other.read_text() == "a,b\n1,2\n", "A foreign file was changed."
+
+
+def test_files_of_others_are_not_replaced(folder, tmp_path):
+    files = [("csv", content, "not a pseudo-perplexity CSV") for content in (b"a,b\n1,2\n", b"a,b\n1,2\n3,4", b"a,b", b"\n")]
+    files += [("csv", b"name,caf\xe9\n", "is not UTF-8 text")]
+    files += [
+        (ending, b"mine", f"pseudo_perplexity.{ending} was not made by neobert pseudo-perplexity") for ending in ("md", "json", "png")
+    ]
+    for ending, content, sentence in files:
+        other = tmp_path / f"pseudo_perplexity.{ending}"
+        other.write_bytes(content)
+        with pytest.raises(UserError, match=sentence):
+            run(folder, tmp_path)
+        assert other.read_bytes() == content, "A foreign file was changed."
+        other.unlink()
+
+
+def test_a_second_run_is_refused_and_leaves_the_line_that_the_first_one_writes(folder, tmp_path):
+    given = {"lengths": 16, "positions": 2, "texts": 1}
+    run(folder, tmp_path, **given)
+    path = tmp_path / "pseudo_perplexity.csv"
+    path.write_text(path.read_text() + "neobert,half a li")
+    with FolderLock(tmp_path), pytest.raises(UserError, match="is in use by process"):
+        run(folder, tmp_path, **given)
+    assert path.read_text().endswith("half a li")
+    assert len(run(folder, tmp_path, **given)) == 1
+
+
+def test_a_name_may_hold_quotes(folder, tmp_path):
+    for _ in range(2):
+        rows = run(folder, tmp_path, name='"A", model', lengths=16, positions=2, texts=2)
+        assert [row["name"] for row in rows] == ['"A"; model'] * 2

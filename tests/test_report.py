@@ -138,6 +138,21 @@ def test_bad_input_is_one_sentence(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2, "something was written for bad input"
 
 
+def test_only_an_earlier_report_is_replaced(results, tmp_path):
+    (tmp_path / "report.md").write_text("# My report\n\nMine.\n")
+    (tmp_path / "folder.md").mkdir()
+    for output in (tmp_path / "report.md", results / "surprise.md", tmp_path / "folder.md"):
+        before = output.is_file() and output.read_bytes()
+        with pytest.raises(UserError, match=f"{output.name} was not made by neobert report, so it is not replaced; move it, or give"):
+            main(["--results", str(results), "--output", str(output)])
+        assert before == (output.is_file() and output.read_bytes()), "what is not a report was changed"
+    below, texts = results / "mine.md", []
+    for title in ("One", "One", "Two"):
+        assert main(["--results", str(results), "--output", str(below), "--title", title]) == 0
+        texts.append(below.read_text())
+    assert texts[0] == texts[1] and texts[2].startswith("# Two\n"), "a report of any name is replaced, and no result of the next one"
+
+
 def test_the_committed_page_is_that_of_the_committed_results():
     root = Path(report.__file__).resolve().parent.parent
     page = root / "results" / "report.md"

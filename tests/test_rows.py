@@ -103,7 +103,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.jsonl", b"\n\n", "a.jsonl has no rows"),
         ("a.txt", b"good\ncaf\xe9\n", "line 2 is not UTF-8"),
         ("a.csv", b"text\ncaf\xe9\n", "a.csv cannot be read"),
-        ("a.csv", b'text,label\n"open,1\nnext,0\n', "is broken .*; are its quotes closed"),
+        ("a.csv", b'text,label\n"open,1\nnext,0\n', "line 2 is broken .*; are its quotes closed"),
         ("a.csv", b"text,label\none, two,1\n", "line 2 has more columns than the first line, 2; a separator in a text"),
         ("a.csv", b"text,text\na,b\n", "line 1 names a column twice: text, text"),
         ("a.parquet", b"PAR0nothing", "is not a parquet file"),

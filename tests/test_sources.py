@@ -104,6 +104,15 @@ def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
     assert list(rows_of(str(tmp_path / "a:b@c.txt"))[0]["text"]) == ["a river"], "a file that is there is taken by its whole name"
 
 
+def test_a_comma_may_be_in_a_files_name(tmp_path):
+    (tmp_path / "a,b.txt").write_text("a river\n")
+    (tmp_path / "c.txt").write_text("winter\n")
+    one, other = str(tmp_path / "a,b.txt"), str(tmp_path / "c.txt")
+    assert [source.name for source in parse_sources(one)] == [one]
+    assert [source.name for source in parse_sources([one, f"{other}, {other}"])] == [one, other, other]
+    assert len(parse_sources(", ".join([other] * 500))) == 500, "a list may be longer than a file's name can be"
+
+
 def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     Dataset.from_dict({"body": ["winter"]}).to_parquet(str(tmp_path / "b.parquet"))
@@ -228,6 +237,32 @@ def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer)
     (tmp_path / "out" / "prepared.json").write_text(json.dumps({**summary, "tokenizer": "0" * 16}))
     with pytest.raises(UserError, match="another tokenizer"):
         load_prepared(tmp_path / "out", tokenizer)
+
+
+def test_a_set_is_prepared_in_a_folder_of_its_own(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("a river\n")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "own", tokenizer)
+    for name, text, words in (
+        ("lengths.npy", "years of work", "holds lengths.npy, but no set that neobert pretrain prepared"),
+        ("source.json", "[1]", "source.json was not written by neobert pretrain"),
+        ("source.json", "{", "source.json is not valid JSON"),
+        ("prepared.json", "{}", "holds prepared.json, but no set that neobert pretrain prepared"),
+    ):
+        folder = tmp_path / f"{name}-{len(text)}"
+        folder.mkdir()
+        (folder / name).write_text(text)
+        with pytest.raises(UserError, match=words):
+            prepare(str(tmp_path / "a.txt"), folder, tokenizer)
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, text)], "the user's file stays, alone"
+    with pytest.raises(UserError, match="prepared must be a folder or a new name, but .*a.txt is a file"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "a.txt" / "train", tokenizer)
+    (tmp_path / "own" / "lengths.npy").write_bytes(b"")
+    with pytest.raises(UserError, match="the prepared set .*own cannot be read .No data left in file.; prepare it again"):
+        load_prepared(tmp_path / "own", tokenizer)
+    (tmp_path / "own" / "prepared.json").write_text('{"tokenizer": "x"}')
+    for read in (lambda: prepare(str(tmp_path / "a.txt"), tmp_path / "own", tokenizer), lambda: load_prepared(tmp_path / "own", tokenizer)):
+        with pytest.raises(UserError, match="prepared.json was not written by neobert pretrain"):
+            read()
 
 
 def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):

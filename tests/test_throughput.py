@@ -393,6 +393,11 @@ def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeyp
 
 def test_output_must_be_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Benchmark, "run", lambda *given: pytest.fail("the run began"))
+    for name in ("throughput.json", "throughput.md", "throughput.csv", "fixed.png", "fill.png"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(UserError, match=f"{name} was not made by neobert throughput"):
+            tiny(tmp_path, "--resume")
+        (tmp_path / name).unlink()
     (tmp_path / "out").write_text("mine")
     with pytest.raises(UserError, match="output must be a folder or a new name, but .*out is a file"):
         tiny(tmp_path / "out")

@@ -1,0 +1,32 @@
+"""The fields of a model's configuration that a recipe may give, under NeoBERTConfig's names and those that it also understands."""
+
+import difflib
+
+from ..configuration_neobert import NeoBERTConfig
+from .errors import UserError
+
+
+# Names that NeoBERTConfig also understands, and the fields that they set.
+ALIASES = {
+    "dropout": ("attention_dropout", "hidden_dropout"),
+    "dropout_prob": ("attention_dropout", "hidden_dropout"),
+    "rope": ("position_embedding_type",),
+    "rms_norm": ("norm_type",),
+    "max_length": ("max_position_embeddings",),
+}
+
+
+def check_model_fields(given, where):
+    """Raises UserError for a name that NeoBERTConfig does not know.
+
+    Args:
+        given: {field: value}.
+        where: the option that holds them, for the message.
+    """
+    known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            raise UserError(
+                f"{where} has an unknown field {name!r}; {f'did you mean {close[0]}?' if close else 'NeoBERTConfig lists the fields'}"
+            )
