@@ -13,7 +13,7 @@ import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
-from .errors import UserError, listed
+from .errors import UserError, listed, one_line
 from .yaml_files import read_mapping, read_scalar, read_yaml
 
 
@@ -39,14 +39,24 @@ class Arguments:
         check_ranges(self)
 
 
-def check_ranges(arguments):
-    """Raises UserError for the first field whose value is not finite or outside of the range in the field's metadata. None passes."""
-    for described in dataclasses.fields(arguments):
-        value = getattr(arguments, described.name)
+def check_ranges(arguments, where="", values=None):
+    """Raises UserError for the first field whose value is not finite or outside of the range in the field's metadata. None passes.
+
+    Args:
+        arguments: object of a dataclass.
+        where: follows the field's name in the message.
+        values: {field: value} to check in place of the object's own.
+    """
+    values = vars(arguments) if values is None else values
+    bounds = {described.name: described.metadata.get("bounds", {}) for described in dataclasses.fields(arguments)}
+    _check_values({name: values[name] for name in bounds if name in values}, bounds, where)
+
+
+def _check_values(values, bounds, where=""):
+    for name, value in values.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            problem = _problem(item, described.metadata.get("bounds", {}))
-            if problem:
-                raise UserError(f"{described.name} must be {problem}, but {item!r} was given")
+            if problem := _problem(item, bounds.get(name, {})):
+                raise UserError(f"{name}{where} must be {problem}, but {item!r} was given")
 
 
 def _problem(value, bounds):
@@ -55,8 +65,8 @@ def _problem(value, bounds):
         return None
     if "choices" in bounds and value not in bounds["choices"]:
         return f"one of {', '.join(map(str, bounds['choices']))}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
+    if not _is_finite(value):
+        return "made of finite numbers" if isinstance(value, (list, dict)) else "a finite number"
     for name, words, holds in (
         ("least", "at least", lambda a, b: a >= b),
         ("most", "at most", lambda a, b: a <= b),
@@ -68,6 +78,13 @@ def _problem(value, bounds):
     return None
 
 
+def _is_finite(value):
+    """Whether no number in `value`, however deep, is infinite or NaN."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _kinds(hint):
     """The types that a hint allows, None apart."""
     alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
@@ -76,25 +93,33 @@ def _kinds(hint):
 
 def _convert(hint, value):
     """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError if it cannot be."""
+    if hint is typing.Any:
+        return value
     kinds = _kinds(hint)
     plain = [typing.get_origin(kind) or kind for kind in kinds]
-    if value is None or (isinstance(value, str) and value in ("None", "null") and len(kinds) < len(typing.get_args(hint))):
+    if types.NoneType in typing.get_args(hint) and (value is None or value in ("None", "null")):
         return None
-    if list in plain and isinstance(value, list):
-        inner = typing.get_args(kinds[plain.index(list)]) or (typing.Any,)
-        return [_convert(inner[0], item) for item in value]
-    if dict in plain and (isinstance(value, dict) or (isinstance(value, str) and value.lstrip().startswith("{"))):
-        return read_mapping(value) if isinstance(value, str) else value
-    if len(plain) > 1 or plain[0] not in (bool, int, float, str):
-        if plain == [dict] or isinstance(value, (list, dict)):
-            raise ValueError
-        return read_scalar(value) if isinstance(value, str) else value
-    (kind,) = plain
-    if isinstance(value, (list, dict)):
+    if value is None:
         raise ValueError
-    if kind is str:
+    if dict in plain and isinstance(value, str) and value.lstrip().startswith("{"):
+        value = read_mapping(value)
+    if plain == [list] and not isinstance(value, (list, dict)):
+        value = [value]
+    if isinstance(value, (list, dict)):
+        if type(value) not in plain:
+            raise ValueError
+        *key, item = typing.get_args(kinds[plain.index(type(value))]) or (typing.Any,)
+        if isinstance(value, list):
+            return [_convert(item, inner) for inner in value]
+        return {_convert(*key, name) if key else name: _convert(item, inner) for name, inner in value.items()}
+    if plain == [dict]:
+        raise ValueError
+    if str in plain and not {bool, int, float, typing.Literal} & set(plain):
         return str(value)
     value = read_scalar(value) if isinstance(value, str) else value
+    if len(plain) > 1 or plain[0] not in (bool, int, float):
+        return value
+    (kind,) = plain
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (bool, int, float)):
         raise ValueError
     if kind is int and value != int(value):
@@ -105,7 +130,12 @@ def _convert(hint, value):
 def _words(hint):
     """The type hint for a message."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
-    return " or ".join(names.get(typing.get_origin(kind) or kind, "text") for kind in _kinds(hint))
+    words = []
+    for kind in _kinds(hint):
+        *_, inner = typing.get_args(kind) or (typing.Any,)
+        each = f", each {_words(inner)}" if typing.get_origin(kind) in (list, dict) and inner is not typing.Any else ""
+        words.append(names.get(typing.get_origin(kind) or kind, "text") + each)
+    return " or ".join(words)
 
 
 def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=None):
@@ -144,9 +174,9 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
         section = recipe.pop("trainer", None) or {}
         if section and trainer is None:
             raise UserError(f"the recipe {path} has a section trainer, but this command has no Trainer")
-        values |= _typed(recipe, hints, f"in the recipe {path}")
-        for_trainer |= _typed(section, trainer_hints, f"under trainer: in the recipe {path}")
-    given = _typed(_options(rest, {**trainer_hints, **hints}), {**trainer_hints, **hints}, "on the command line")
+        values |= typed(recipe, hints, f"in the recipe {path}")
+        for_trainer |= typed(section, trainer_hints, f"under trainer: in the recipe {path}")
+    given = typed(_options(rest, {**trainer_hints, **hints}), {**trainer_hints, **hints}, "on the command line")
     values |= {name: value for name, value in given.items() if name in hints}
     for_trainer |= {name: value for name, value in given.items() if name not in hints}
     lacking = [name for name, f in fields.items() if f.default is MISSING and f.default_factory is MISSING and name not in values]
@@ -167,8 +197,37 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
 BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
 
 
+# The ranges of Trainer's options that Trainer takes as they come and fails with later.
+_TRAINER_BOUNDS = {
+    "num_train_epochs": {"above": 0},
+    "per_device_train_batch_size": {"least": 1},
+    "per_device_eval_batch_size": {"least": 1},
+    "gradient_accumulation_steps": {"least": 1},
+    "dataloader_num_workers": {"least": 0},
+    "dataloader_prefetch_factor": {"least": 1},
+    "seed": {"least": 0, "below": 2**32},
+    "data_seed": {"least": 0, "below": 2**32},
+}
+
+
+def check_trainer_options(options):
+    """Raises UserError for options of Trainer whose numbers are not finite or out of range, and for trackers that are not there.
+
+    Args:
+        options: {option: value}.
+    """
+    from .trackers import check_trackers
+
+    _check_values(options, _TRAINER_BOUNDS)
+    if options.get("max_steps") == 0:
+        raise UserError("max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given")
+    check_trackers(options.get("report_to"))
+
+
 def training_arguments(output_dir, given, fixed, base=None):
     """transformers' TrainingArguments from a recipe's section and what the command sets itself.
+
+    Without an accelerator it must be said that the CPU is used: torchrun's processes would not find each other.
 
     Args:
         output_dir: where checkpoints go.
@@ -176,8 +235,10 @@ def training_arguments(output_dir, given, fixed, base=None):
         fixed: {option: value} that the command needs as they are.
         base: the class, by default TrainingArguments.
     Raises:
-        UserError: one of `fixed` was given otherwise; values that transformers refuses.
+        UserError: one of `fixed` was given otherwise; values that transformers refuses, or its optimizer or schedule would.
     """
+    import torch
+
     if base is None:
         from transformers import TrainingArguments as base
     given = dict(given)
@@ -190,17 +251,39 @@ def training_arguments(output_dir, given, fixed, base=None):
             if name in BLOCKS_ONLY:
                 raise UserError(f"{name} compiles the complete model, which then packs nothing; give --compile, which compiles its blocks")
             raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")
+    options = {"use_cpu": not torch.accelerator.is_available(), **given, **fixed}
+    check_trainer_options(options)
+    if options.get("fp16") and (options["use_cpu"] or not torch.accelerator.is_available()):
+        raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
     try:
-        return base(output_dir=str(output_dir), **{**given, **fixed})
-    except (TypeError, ValueError, ImportError) as error:
-        raise UserError(str(error)) from error
+        training = base(output_dir=str(output_dir), **options)
+        _try_out(training)
+        return training
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"Trainer's options: {one_line(error, 400)}") from error
+
+
+def _try_out(training):
+    """Makes the optimizer and the schedule of one parameter, so that the libraries check their values now."""
+    import torch
+    from transformers import Trainer
+
+    from .optimisation import make_schedule
+
+    if training.optim_target_modules is not None or "lomo" in training.optim:
+        return  # made of the model itself
+    kind, values = Trainer.get_optimizer_cls_and_kwargs(training)
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **{"weight_decay": training.weight_decay, **values})
+    steps = training.max_steps if training.max_steps > 0 else 1000
+    make_schedule(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps, training.lr_scheduler_kwargs)
 
 
 # What Trainer's options begin with that touch neither the numbers nor the order of the data: a continued run may change them.
 _FREE = (
     "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
-    "trackio_", "push_to_hub", "hub_", "dataloader_num", "dataloader_pin", "dataloader_persistent", "dataloader_prefetch", "ddp_", "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing",
-    "activation_checkpointing", "torch_empty_cache", "skip_memory_metrics", "do_", "per_device_eval_batch_size",
+    "trackio_", "push_to_hub", "hub_", "dataloader_num", "dataloader_pin", "dataloader_persistent", "dataloader_prefetch", "ddp_",
+    "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing", "activation_checkpointing", "torch_empty_cache",
+    "skip_memory_metrics", "do_", "per_device_eval_batch_size",
 )  # fmt: skip
 
 
@@ -264,19 +347,28 @@ def _options(argv, hints):
     return values
 
 
-def _nearest(name, names, dashes=""):
+def _nearest(name, names, dashes="", otherwise="--help lists the options"):
     close = difflib.get_close_matches(str(name), names, n=1)
     if not close:
-        return "; --help lists the options"
+        return f"; {otherwise}"
     return f"; did you mean {dashes}{close[0].replace('_', '-') if dashes else close[0]}?"
 
 
-def _typed(section, hints, where):
-    """The values of a recipe's section or of the command line in the types of their options."""
+def typed(section, hints, where, otherwise="--help lists the options"):
+    """The values of a recipe's section or of the command line in the types of their options.
+
+    Args:
+        section: {option: value}.
+        hints: {option: type hint}.
+        where: follows an option's name in a message.
+        otherwise: what a message about an unknown key ends with where none is like it.
+    Raises:
+        UserError: an unknown key, or a value of a wrong type.
+    """
     values = {}
     for name, value in section.items():
         if name not in hints:
-            raise UserError(f"unknown key {name!r} {where}{_nearest(name, hints)}")
+            raise UserError(f"unknown key {name!r} {where}{_nearest(name, hints, otherwise=otherwise)}")
         try:
             values[name] = _convert(hints[name], value)
         except (ValueError, TypeError, OverflowError):

@@ -99,6 +99,14 @@ def matrix_rates(width=768, rows=128, repeats=5):
     return {name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name]) for name in names}
 
 
+def set_attention(model, implementation):
+    """Sets an attention implementation; None for the model's own. UserError for one that cannot be used here."""
+    try:
+        model.set_attn_implementation(implementation or model.config._attn_implementation)
+    except Exception as error:  # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the Hub
+        raise UserError(f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})") from error
+
+
 def check_model(name):
     """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on the Hub (ORGANISATION/MODEL or MODEL)."""
     path = Path(name)

@@ -34,7 +34,6 @@ from ..common.lora import lora_config, trainable_parameters
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
-from ..common.trackers import check_trackers
 from .contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, inspected, load_source, probabilities, rows_per_batch
 from .instructions import TEMPLATE, check_template, prompt, read_instructions
 from .packed_encoder import POOLINGS, load_sentence_transformer
@@ -84,11 +83,11 @@ class ContrastiveArguments(Arguments):
     instructions: str | None = option(None, "YAML or JSON file {data set: instruction}, in place of those of the recipe")
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
     temperature: float = option(0.07, "the cosine similarity is divided by this", above=0)
-    alpha: float = option(0.5, "a batch's data set is drawn with probability proportional to size^alpha", least=0)
+    alpha: float = option(0.5, "a batch's data set is drawn with probability proportional to size^alpha", least=0, most=10)
     texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
     mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
     gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
-    max_length: int = option(1024, "tokens per text", least=3)
+    max_length: int = option(1024, "tokens per text", least=3, most=2**31 - 1)
     pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
     tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
     attn_implementation: str | None = option(None, "attention implementation of transformers")
@@ -156,19 +155,12 @@ def check(arguments, training):
     Returns:
         the `PairSource`s.
     """
-    if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
-        raise UserError(f"max_steps must be at least 1, but {training.max_steps} was given")
-    if not 0 <= training.seed < 2**32:
-        raise UserError(f"seed must be between 0 and {2**32 - 1}, but {training.seed} was given")
-    if training.fp16 and training.device.type == "cpu":
-        raise UserError("fp16 needs a GPU; leave it out, or give bf16")
     if training.eval_strategy != "no":
         raise UserError(f"eval_strategy is {training.eval_strategy.value!r}, but there are no rows to evaluate on; use neobert mteb")
     check_folder(arguments.output, "output")
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
-    check_trackers(training.report_to)
     sources = arguments.sources()
     local = [arguments.model, *(source.path for source in sources if source.is_local)]
     check_apart(arguments.output, *(path for path in local if Path(path).exists()))

@@ -5,13 +5,15 @@ proportional to size^alpha (paper, section 4.3).
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import torch
 from sentence_transformers.base.sampler import MultiDatasetDefaultBatchSampler, NoDuplicatesBatchSampler
 
+from ..common.arguments import check_ranges, option, typed
 from ..common.errors import UserError, listed, one_line
 from ..common.identity import files_digest
 from ..common.rows import FORMATS, check_characters, read_rows, row_columns, row_format
@@ -31,11 +33,11 @@ class PairSource:
     revision: str | None = None
     anchor: str = "anchor"
     positive: str = "positive"
-    negatives: list = field(default_factory=list)  # paths; empty: the columns called negative, negative_1, ... of a local file
-    max_negatives: int = 8  # of each row; a shorter list is repeated, a row without any is left out
-    above: dict = field(default_factory=dict)  # {column: value}: only rows whose column is greater
+    negatives: list[str] = field(default_factory=list)  # paths; empty: the columns called negative, negative_1, ... of a local file
+    max_negatives: int = option(8, least=1)  # of each row; a shorter list is repeated, a row without any is left out
+    above: dict[str, float] = field(default_factory=dict)  # {column: value}: only rows whose column is greater
     qrels: bool = False  # the split lists query-id and corpus-id; the texts are in the subsets queries and corpus (MTEB's layout)
-    max_rows: int | None = None  # a random sample of this many
+    max_rows: int | None = option(None, least=1)  # a random sample of this many
     instruction: str = ""  # what the query asks for; put before the anchor
 
     @property
@@ -52,22 +54,16 @@ class PairSource:
         """Checks one entry of the recipe.
 
         Raises:
-            UserError: unknown or missing keys.
+            UserError: unknown or missing keys, values of a wrong type or out of their range.
         """
-        known = [f.name for f in fields(cls)]
         if not isinstance(values, dict):
             raise UserError(f"each of datasets must be a mapping with name and path, but {values!r} was given")
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise UserError(f"datasets: unknown key {unknown[0]!r} in {values.get('name', values)}; allowed: {', '.join(known)}")
         missing = [key for key in ("name", "path") if not values.get(key)]
         if missing:
             raise UserError(f"datasets: an entry has no {missing[0]!r}: {values}")
-        if isinstance(values.get("negatives"), str):
-            values = {**values, "negatives": [values["negatives"]]}
-        source = cls(**values)
-        if source.max_negatives < 1:
-            raise UserError(f"datasets: max_negatives of {source.name} must be at least 1, but {source.max_negatives} was given")
+        where, hints = f"of the data set {values['name']!r}", get_type_hints(cls)
+        source = cls(**typed(values, hints, where, f"allowed are {', '.join(hints)}"))
+        check_ranges(source, f" {where}")
         return source
 
     @classmethod
@@ -91,7 +87,7 @@ def _lookup(value, steps):
         return value
     step, *rest = steps
     if step == "*":
-        return [_lookup(item, rest) for item in value]
+        return [_lookup(item, rest) for item in value] if isinstance(value, (list, tuple)) else None
     if isinstance(value, dict):
         return _lookup(value.get(step), rest)
     if isinstance(value, (list, tuple)) and step.isdigit():
@@ -154,10 +150,14 @@ def inspected(source):
     return source
 
 
+def _is_above(value, lowest):
+    return value is not None and value > lowest
+
+
 def _local_examples(source, count, digest):
     """Examples of a local file; `digest` is that of its content, which the library's cache goes by."""
     for _, row in read_rows(source.path, source.columns):
-        if all(row[column] > lowest for column, lowest in source.above.items()):
+        if all(_is_above(row[column], lowest) for column, lowest in source.above.items()):
             made = example(row, source, count)
             if made is not None:
                 yield made
@@ -193,7 +193,7 @@ def _load_from_hub(source, seed):
         if column not in data.column_names:
             raise UserError(f"{source.name} ({source.path}) has no column {column!r}; it has: {listed(data.column_names)}")
     for column, lowest in source.above.items():
-        data = data.filter(lambda values, lowest=lowest: [value > lowest for value in values], input_columns=column, batched=True)
+        data = data.filter(lambda values, lowest=lowest: [_is_above(value, lowest) for value in values], input_columns=column, batched=True)
     if source.max_rows is not None and len(data) > source.max_rows:  # before the work of the conversion
         data = data.shuffle(seed=seed).select(range(source.max_rows))
     count = 0

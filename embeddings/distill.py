@@ -28,7 +28,8 @@ from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.identity import files_digest, model_digest
-from ..common.loading import check_model, choose_device
+from ..common.loading import check_model, choose_device, set_attention
+from ..common.model_fields import check_model_fields
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
 from .distill_card import precision_check, write_card
@@ -81,7 +82,7 @@ class DistillArguments(Arguments):
     embeddings_from_teacher: bool = option(False, "start from the teacher's token embeddings, by PCA where the student is narrower")
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)
-    max_length: int = option(128, "tokens of a text, for both models", least=3)
+    max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
     cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
     mse_weight: float = option(0.0, "of the mean squared error between the two vectors of a text", least=0)
     similarity_weight: float = option(1.0, "of the KL divergence between the similarities within a batch", least=0)
@@ -109,6 +110,7 @@ class DistillArguments(Arguments):
             raise UserError("give --output, the folder for the student")
         if bool(self.model_config) == bool(self.init_from):
             raise UserError("give either model_config, for a new student, or --init-from, a NeoBERT to start from")
+        check_model_fields(self.model_config, "model_config")
         if not (self.cosine_weight or self.mse_weight or self.similarity_weight):
             raise UserError("at least one of cosine_weight, mse_weight and similarity_weight must be above 0")
         self.work = self.work or f"{self.output.rstrip('/')}.work"
@@ -217,24 +219,24 @@ def train(arguments, trainer_options):
         fixed["use_cpu"] = True
     training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
     settings = settings_of(arguments, trainer_options, sources, others)
+    texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
+    set_seed(training.seed)
+    teacher = load_teacher(arguments, "cpu")
+    student = build_student(arguments, teacher.sentence_transformer, teacher.width)
+    del teacher
+    packing = student[0].auto_model.config._attn_implementation
+    set_attention(student[0].auto_model, arguments.attn_implementation)
     with checkpoints.lock_run(work):
         if training.process_index == 0:
             claim_work(work, settings, arguments.overwrite)
-        texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
         with training.main_process_first(desc="teacher vectors"):
             vectors = teacher_vectors(arguments, texts, device)
-        return _train(arguments, training, settings, texts, vectors)
+        return _train(arguments, training, settings, texts, vectors, student, packing)
 
 
-def _train(arguments, training, settings, texts, vectors):
-    set_seed(training.seed)
-    teacher = load_teacher(arguments, "cpu").sentence_transformer
-    student = build_student(arguments, teacher, vectors["train"].width)
-    del teacher
+def _train(arguments, training, settings, texts, vectors, student, packing):
+    """Trains `student` and writes it with the attention implementation `packing`."""
     model = student[0].auto_model
-    packing = model.config._attn_implementation
-    if arguments.attn_implementation:
-        model.set_attn_implementation(arguments.attn_implementation)
     if arguments.compile:
         compile_blocks(model)
     with training.main_process_first(desc="lengths"):

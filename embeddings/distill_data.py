@@ -4,21 +4,21 @@ A folder of vectors has `vectors.json`, which says of whose texts and which teac
 Every shard is written completely or not at all, so that a run which was interrupted goes on at the first one that is missing.
 """
 
+import contextlib
 import dataclasses
 import hashlib
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import torch
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from tqdm.auto import tqdm
 
-from ..common.arguments import Arguments, option
+from ..common.arguments import Arguments, option, typed
 from ..common.errors import UserError
-from ..common.files import write_json
+from ..common.files import new_file, read_json, write_json
 from ..common.rows import read_rows, row_format
 
 
@@ -36,13 +36,13 @@ class TextSource(Arguments):
 
     @classmethod
     def from_entry(cls, entry):
-        """From a path, or a mapping of the fields above. Raises UserError for unknown keys and files that are not there."""
+        """From a path, or a mapping of the fields above. Raises UserError for unknown keys, wrong types and files that are not there."""
         values = {"path": entry} if isinstance(entry, str) else entry
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known] if isinstance(values, dict) else [str(values)]
         if unknown or not values.get("path"):
             raise UserError(f"each of texts must be a file or a mapping with {', '.join(known)}, but {entry!r} was given")
-        source = cls(**values)
+        source = cls(**typed(values, get_type_hints(cls), f"of {entry!r} in texts"))
         source.name = source.name or Path(source.path).stem
         if not Path(source.path).is_file():
             raise UserError(f"there is no file {source.path}, named in texts")
@@ -123,7 +123,7 @@ class TeacherVectors:
         wanted = {"texts": texts_digest(texts), "count": len(texts), **identity}
         described = self.folder / "vectors.json"
         if described.is_file():
-            found = json.loads(described.read_text(encoding="utf-8"))
+            found = read_json(described)
             changed = [name for name in wanted if found.get(name) != wanted[name]]
             if changed:
                 raise UserError(
@@ -149,12 +149,8 @@ class TeacherVectors:
             vectors = vectors.astype(np.float16)
         if not np.isfinite(vectors).all():
             raise UserError("the teacher's vectors are not finite in float16; give --teacher-dtype float32")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb") as file:
+        with new_file(path) as file:
             np.save(file, vectors)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
     @property
     def width(self):
@@ -185,13 +181,15 @@ def training_dataset(texts, vectors):
 
 def token_lengths(texts, tokenizer, max_length, path):
     """Tokens of each text, (N,) int32, kept in the file `path`."""
-    if path.is_file() and len(lengths := np.load(path)) == len(texts):
-        return lengths
+    with contextlib.suppress(OSError, ValueError, EOFError):  # none, or a torn one
+        lengths = np.load(path)
+        if lengths.shape == (len(texts),):
+            return lengths
     lengths = []
     for start in tqdm(range(0, len(texts), 4096), desc="lengths"):
         rows = tokenizer(texts[start : start + 4096], truncation=True, max_length=max_length, return_attention_mask=False)["input_ids"]
         lengths += map(len, rows)
-    with open(path, "wb") as file:
+    with new_file(path) as file:
         np.save(file, np.array(lengths, dtype=np.int32))
     return np.array(lengths, dtype=np.int32)
 

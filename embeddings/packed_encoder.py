@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line, require
@@ -26,7 +27,8 @@ class NotFinite(UserError):
     """A vector with infinite values or none at all; `index` is that of its text."""
 
     def __init__(self, index, dtype):
-        super().__init__(f"the vector is not finite in {dtype}; give --dtype float32, or bfloat16")
+        remedy = "the model's weights are damaged" if dtype == "float32" else "give --dtype float32, or bfloat16"
+        super().__init__(f"the vector is not finite in {dtype}; {remedy}")
         self.index = index
 
 
@@ -76,7 +78,7 @@ def load_sentence_transformer(
             )
             width = transformer.auto_model.config.hidden_size
             encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}") from error
     limit = position_limit(encoder[0].auto_model)
     encoder.max_seq_length = min(max_length or encoder.max_seq_length or limit, limit)
@@ -252,7 +254,8 @@ class PackedEncoder:
 
     def _prompt_length(self, prompt):
         """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of the prompt alone without its last [SEP]."""
-        ids = self._tokenizer(prompt, return_attention_mask=False)["input_ids"] if prompt else []
+        options = {"truncation": True, "max_length": self.max_length, "return_attention_mask": False}
+        ids = self._tokenizer(prompt, **options)["input_ids"] if prompt else []
         return len(ids) - (ids[-1] in self._tokenizer.all_special_ids) if ids else 0
 
     def _embed_padded(self, batch, prompt_length=0):

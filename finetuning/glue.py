@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from ..common.errors import UserError, require
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, load_tokenizer
-from ..common.outputs import check_folder
+from ..common.outputs import check_apart, check_folder
 from .glue_arguments import RunSettings, parse
 from .glue_table import finished_runs, read_result, same_row, write_tables
 from .glue_tasks import TASKS, load_task, parse_tasks, rows_digest
@@ -133,15 +133,16 @@ def _prune(arguments, task):
 def check(arguments, trainer, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision and {task: splits}."""
     from ..common.lora import head_modules, lora_config
-    from ..common.trackers import check_trackers
     from .glue_run import check_sizes, load_classifier, trainer_arguments
 
     check_folder(arguments.output, "output")
     for task in tasks:
         arguments.combinations(task)
         arguments.check_metric(task)
-    check_trackers(trainer.get("report_to"))
     check_model(arguments.model)
+    check_apart(
+        arguments.output, *(path for path in (arguments.model, arguments.data, arguments.tokenizer) if path and Path(path).exists())
+    )
     data = {task.name: load_task(task, arguments.data) for task in tasks}
     tokenizer_source = arguments.tokenizer or arguments.model
     model, new = load_classifier(

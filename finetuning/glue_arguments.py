@@ -2,17 +2,18 @@
 
 import itertools
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..common.arguments import Arguments, number_options, option, read_arguments
+from ..common.arguments import Arguments, check_ranges, number_options, option, read_arguments, typed
 from ..common.errors import UserError
 from ..common.loading import RECIPES
 from .glue_tasks import HUB_DATA, metric_function
 
 
 RECIPE = RECIPES / "glue.yaml"
-HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")
+HYPER_PARAMETERS = {"batch_size": int, "learning_rate": float, "weight_decay": float}
 
 
 @dataclass
@@ -47,7 +48,7 @@ class GlueArguments(Arguments):
     evaluations_per_epoch: int = option(10, above=0)
     classifier_pooling: str | None = option(None, "for NeoBERT; default: what its config.json says", choices=("cls", "mean"))
     head_dropout: float = option(0.1, least=0, below=1)
-    max_length: int = option(512, "tokens; a pair has 3 special ones", least=8)
+    max_length: int = option(512, "tokens; a pair has 3 special ones", least=8, most=2**31 - 1)
     lora: bool = option(False, "adapt with LoRA instead of training all weights")
     lora_rank: int = option(16, least=1)
     lora_alpha: float = option(32.0, above=0)
@@ -57,13 +58,15 @@ class GlueArguments(Arguments):
     max_train_samples: int | None = option(None, "a random subset, for a quick look", above=0)
     max_eval_samples: int | None = option(None, "the first rows, for a quick look", above=0)
     keep_models: str = option("best", "of each task; MNLI's best is always kept", choices=("best", "all", "none"))
-    presets: dict | None = option(None, "{preset: {task: hyper-parameters}}")
-    grid_values: dict | None = option(None, "{hyper-parameter: values}")
-    lora_grid_values: dict | None = option(None, "the same, for LoRA")
+    presets: dict[str, dict[str, dict]] | None = option(None, "{preset: {task: hyper-parameters}}")
+    grid_values: dict[str, list] | None = option(None, "{hyper-parameter: values}")
+    lora_grid_values: dict[str, list] | None = option(None, "the same, for LoRA")
 
     def __post_init__(self):
         super().__post_init__()
-        self.name = self.name or Path(str(self.model).rstrip("/")).name or "model"
+        self.name = self.name or Path(os.path.abspath(self.model)).name or "model"
+        if not self.name.strip("."):
+            raise UserError(f"name must be that of a folder below the output, but {self.name!r} was given")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"seeds must be different whole numbers, such as 1 2 3, but {self.seeds} was given")
         if self.preset not in (self.presets or {}):
@@ -85,17 +88,18 @@ class GlueArguments(Arguments):
         values = dict(self.presets[self.preset].get(task.name) or {})
         if self.lora:
             values["learning_rate"] = self.lora_learning_rate
-        axes = {key: [values[key]] if key in values else [] for key in HYPER_PARAMETERS}
+        axes = {**dict.fromkeys(HYPER_PARAMETERS, []), **{key: [value] for key, value in values.items()}}
         if self.grid:
-            axes |= {key: list(found) for key, found in (self.lora_grid_values if self.lora else self.grid_values).items()}
+            axes |= (self.lora_grid_values if self.lora else self.grid_values) or {}
+        hints, where = {key: list[kind] for key, kind in HYPER_PARAMETERS.items()}, f"of {task.name} in presets or grid_values"
+        axes = typed(axes, hints, where, f"allowed are {', '.join(hints)}")
+        check_ranges(self, f" {where}", axes)
         for key in HYPER_PARAMETERS:
             given = getattr(self, key)
             if given is not None:
                 axes[key] = [given]
             if not axes[key]:
                 raise UserError(f"preset {self.preset!r} has no {key} for {task.name}; give --{key.replace('_', '-')}")
-            if not all(isinstance(value, (int, float)) for value in axes[key]):
-                raise UserError(f"{key} of {task.name} must be a number, but {axes[key]!r} was given")
         return [dict(zip(HYPER_PARAMETERS, found)) for found in itertools.product(*(axes[key] for key in HYPER_PARAMETERS))]
 
 

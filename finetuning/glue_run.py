@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -21,12 +22,13 @@ from transformers import (
 )
 
 from ..common import checkpoints
-from ..common.arguments import training_arguments
+from ..common.arguments import check_trainer_options, training_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import check_model, check_vocabulary, text_limit
 from ..common.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..common.memory import PeakMemory, mebibytes
+from ..common.optimisation import decay_parameter_names
 from ..common.results import environment
 from .glue_tasks import TASKS, scores
 
@@ -103,7 +105,7 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}") from error
     new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     backbone = [key for key in new if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"]
@@ -201,7 +203,7 @@ class GlueTrainer(Trainer):
     """Weight decay on matrices alone: norms and biases, which are vectors in every encoder, have none."""
 
     def get_decay_parameter_names(self, model):
-        return [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+        return decay_parameter_names(model)
 
 
 class _EvaluateAtTheEnd(TrainerCallback):
@@ -221,8 +223,7 @@ def trainer_arguments(settings, given, folder, rows):
         folder: of the checkpoints.
         rows: of the training set.
     """
-    if not given["num_train_epochs"] > 0:
-        raise UserError(f"num_train_epochs must be above 0, but {given['num_train_epochs']} was given")
+    check_trainer_options(given)
     batches = math.ceil(rows / settings.batch_size)
     steps = math.ceil(batches * given["num_train_epochs"])
     interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
@@ -247,8 +248,7 @@ def trainer_arguments(settings, given, folder, rows):
         "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": True,  # how long the early stopping has waited
     }
-    usual = {"save_total_limit": 1, "logging_steps": interval, "use_cpu": not torch.accelerator.is_available()}
-    usual["dataloader_pin_memory"] = torch.cuda.is_available()
+    usual = {"save_total_limit": 1, "logging_steps": interval, "dataloader_pin_memory": torch.cuda.is_available()}
     return training_arguments(folder, usual | given, fixed), steps
 
 

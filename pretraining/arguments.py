@@ -4,15 +4,12 @@ import math
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from transformers import Trainer
 
-from ..common.arguments import BLOCKS_ONLY, Arguments, option, training_arguments
+from ..common.arguments import BLOCKS_ONLY, Arguments, check_trainer_options, option, training_arguments
 from ..common.errors import UserError
 from ..common.loading import TOKENIZER
-from ..common.optimisation import OPTIMIZERS, make_schedule
-from ..common.trackers import check_trackers
+from ..common.optimisation import OPTIMIZERS
 from .batches import LAYOUTS, LONG_TEXTS, BatchSpec
 from .sources import parse_sources
 
@@ -174,13 +171,10 @@ def make_training_arguments(run, batch, given):
         run: RunArguments. batch: BatchArguments.
         given: Trainer's options as `read_arguments` returns them.
     Raises:
-        UserError: values that Trainer, its optimizer or its schedule would refuse later, or that do not go together.
+        UserError: as of `training_arguments`; values that do not go together.
     """
     given = dict(given)
-    check_trackers(given.get("report_to"))
-    for name, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} must be a finite number, but {value} was given")
+    check_trainer_options(given)
     if given["max_steps"] < 1:
         raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
@@ -193,36 +187,16 @@ def make_training_arguments(run, batch, given):
                 "leave it out"
             )
         given["gradient_accumulation_steps"] = accumulation
-    if given.get("gradient_accumulation_steps", 1) < 1:
-        raise UserError(f"gradient_accumulation_steps must be at least 1, but {given['gradient_accumulation_steps']} was given")
     accelerated = torch.accelerator.is_available()
-    if given.get("fp16") and (given.get("use_cpu") or not accelerated):
-        raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
     if given.get("bf16") and not (given.get("use_cpu") or accelerated):
         raise UserError(
             "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in it; leave it out, or give use_cpu"
         )
     given.setdefault("dataloader_pin_memory", accelerated)
-    given.setdefault("use_cpu", not accelerated)  # else torchrun's processes do not know of each other
     training = training_arguments(run.output, given, _FIXED)
     if training.n_gpu > 1:
         raise UserError(f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch or torchrun")
-    _try_out(training)
+    warmup = training.get_warmup_steps(training.max_steps)
+    if not 0 <= warmup < training.max_steps:
+        raise UserError(f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}")
     return training
-
-
-def _try_out(training):
-    """Makes the optimizer and the schedule of one parameter, and the random numbers, so that the libraries check the values now."""
-    try:
-        kind, values = Trainer.get_optimizer_cls_and_kwargs(training)
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], weight_decay=training.weight_decay, **values)
-        warmup = training.get_warmup_steps(training.max_steps)
-        if not 0 <= warmup < training.max_steps:
-            raise UserError(f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}")
-        make_schedule(training.lr_scheduler_type, optimizer, warmup, training.max_steps, training.lr_scheduler_kwargs)
-        for seed in (training.seed, training.data_seed):
-            np.random.RandomState(seed)
-    except UserError:
-        raise
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(f"Trainer's options: {error}") from error

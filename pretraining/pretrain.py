@@ -23,9 +23,9 @@ from transformers import TrainingArguments  # noqa: E402
 from ..common.arguments import read_arguments  # noqa: E402
 from ..common.blocks import compile_blocks  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
-from ..common.errors import UserError, one_line  # noqa: E402
+from ..common.errors import UserError  # noqa: E402
 from ..common.files import read_json, redacted, remove_left_overs, write_json  # noqa: E402
-from ..common.loading import load_tokenizer  # noqa: E402
+from ..common.loading import load_tokenizer, set_attention  # noqa: E402
 from ..common.outputs import check_apart, check_folder  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from .arguments import GROUPS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments, make_training_arguments  # noqa: E402
@@ -308,7 +308,7 @@ def execute(run):
         return {}
     model = make_model(run.model.model_config, run.model.init_from, tokenizer, training.seed)
     if run.run.attn_implementation:
-        _set_attention(model, run.run.attn_implementation)
+        set_attention(model, run.run.attn_implementation)
     if run.run.compile:
         compile_blocks(model)
     moments = _moments(run)
@@ -349,13 +349,6 @@ def execute(run):
         started = time.process_time()
         train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None)
         return _finish(run, trainer, tokens, tokenizer, time.process_time() - started)
-
-
-def _set_attention(model, implementation):
-    try:
-        model.set_attn_implementation(implementation)
-    except Exception as error:  # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the Hub
-        raise UserError(f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})") from error
 
 
 def _finish(run, trainer, tokens, tokenizer, cpu_seconds):

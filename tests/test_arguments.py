@@ -3,9 +3,11 @@ such, one sentence and exit code 2 for bad input, and what --help and --version 
 """
 
 import dataclasses
+import math
 import os
 
 import pytest
+import torch
 
 from neobert import __main__ as cli
 from neobert import __version__
@@ -28,6 +30,7 @@ class Training(Arguments):
     layout: str = option("packed", "packed or padded", choices=("packed", "padded"))
     lora: bool = option(False, "adapters alone")
     texts: str | list = option("a.txt", "file or files")
+    scores: dict[str, list[float]] = option(default_factory=dict, help="of each text")
 
 
 @dataclasses.dataclass
@@ -72,6 +75,9 @@ def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_on
         (["--lora", "false"], "lora", False),
         (["--texts", "b.txt"], "texts", "b.txt"),
         (["--texts", "b.txt", "c.txt"], "texts", ["b.txt", "c.txt"]),
+        *((["--texts", text], "texts", text) for text in ("2024", "1e3", "true", "")),
+        (["--texts", "2024", "1e3"], "texts", ["2024", "1e3"]),
+        (["--scores", "{a: [1, 2e-1], 3: 4}"], "scores", {"a": [1.0, 0.2], "3": [4.0]}),
         (["--name", "1e-4"], "name", "1e-4"),
         (["--name", "-"], "name", "-"),
         (["--name", "no"], "name", "no"),
@@ -106,7 +112,11 @@ def test_values_of_the_command_line(argv, field, value):
         ("lora: 1", [], "lora in the recipe {recipe} must be true or false, but 1 was given"),
         ("name: [a]", [], "name in the recipe {recipe} must be text, but ['a'] was given"),
         ("model_config: [a]", [], "model_config in the recipe {recipe} must be a mapping, but ['a'] was given"),
-        ("seeds: [a]", [], "seeds in the recipe {recipe} must be a list, but ['a'] was given"),
+        ("rate: null", [], "rate in the recipe {recipe} must be a number, but None was given"),
+        ("scores: {a: [x]}", [], "scores in the recipe {recipe} must be a mapping, each a list, each a number, but {'a': ['x']} was given"),
+        ("scores: {a: [[1]]}", [], "scores in the recipe {recipe} must be a mapping, each a list, each a number"),
+        ("hidden_size: 1\nmodel_config: {eps: .nan}", [], "model_config must be made of finite numbers, but {'eps': nan} was given"),
+        ("seeds: [a]", [], "seeds in the recipe {recipe} must be a list, each a whole number, but ['a'] was given"),
         ("trainer: {seed: 1}", [], "the recipe {recipe} has a section trainer, but this command has no Trainer"),
         ("hidden_size: 0", [], "hidden_size must be at least 1, but 0 was given"),
         ("hidden_size: 4097", [], "hidden_size must be at most 4096, but 4097 was given"),
@@ -126,7 +136,7 @@ def test_values_of_the_command_line(argv, field, value):
         ("", ["-r", "1"], "'-r' was given where an option, --name, was expected; --help lists them"),
         ("", ["--model-config", "{a"], "model_config on the command line must be a mapping, but '{a' was given"),
     ],
-    ids=range(32),
+    ids=range(36),
 )
 def test_bad_options_are_one_sentence(read, tmp_path, text, argv, sentence):
     with pytest.raises(UserError) as error:
@@ -195,9 +205,25 @@ def test_training_arguments(tmp_path, monkeypatch):
         ({"seed": 6}, "seed is set to 5 by this command, but 6 was given; leave it out"),
         ({"eval_strategy": "sometimes"}, "sometimes is not a valid"),
         ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
+        ({"adam_beta1": 2.0}, "Trainer's options: Invalid beta parameter"),
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number, but nan was given"),
+        ({"lr_scheduler_kwargs": {"min_lr": math.inf}}, "lr_scheduler_kwargs must be made of finite numbers"),
+        ({"lr_scheduler_kwargs": {"nope": 1}}, "Trainer's options: .*unexpected keyword argument 'nope'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, but 0 was given"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, but 0 was given"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be at least 0, but -1 was given"),
+        ({"data_seed": 2**32}, "data_seed must be below 4294967296, but 4294967296 was given"),
+        ({"num_train_epochs": 0.0}, "num_train_epochs must be above 0, but 0.0 was given"),
+        ({"max_steps": 0}, "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given"),
+        ({"fp16": True, "use_cpu": True}, "fp16 needs a GPU"),
+        ({"report_to": "nonsense"}, "report_to 'nonsense' is unknown"),
     ):
         with pytest.raises(UserError, match=sentence):
             training_arguments(tmp_path, given, {"seed": 5})
+    with pytest.raises(UserError, match="seed must be at least 0, but -1 was given"):
+        training_arguments(tmp_path, {"seed": -1}, {})
+    assert training_arguments(tmp_path, {"report_to": "none"}, {}).use_cpu is not torch.accelerator.is_available()
+    assert not list(tmp_path.iterdir()), "something was written"
 
 
 def test_what_a_continued_run_may_change():

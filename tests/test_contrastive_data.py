@@ -157,6 +157,7 @@ ROWS = {
     "pos_paras.0.text": ({"pos_paras": [{"text": "t"}]}, "t"),
     "neg_paras.*.text": ({"neg_paras": [{"text": "t"}, {"text": "u"}]}, ["t", "u"]),
     "pos.3": ({"pos": ["a"]}, None),
+    "neg.*": ({"neg": "text"}, None),
 }
 
 
@@ -190,6 +191,40 @@ def test_pairs_with_a_low_score_are_left_out(tmp_path):
     assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
     data = load_source(PairSource(name="sts", path=str(tmp_path), anchor="sentence1", positive="sentence2", above={"score": 4}))
     assert data["anchor"] == ["s9", "s10"], "the same of a data set that the library loads"
+
+
+def test_a_row_without_a_score_is_left_out(tmp_path):
+    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "score": None if i == 1 else i} for i in range(4)]
+    path = str(write_jsonl(tmp_path / "scores.jsonl", rows))
+    for place in (path, str(tmp_path)):
+        assert load_source(PairSource(name="x", path=place, above={"score": 1}))["anchor"] == ["a2", "a3"]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"max_negatives": "few"}, "max_negatives of the data set 'x' must be a whole number, but 'few' was given"),
+        ({"max_negatives": 0}, "max_negatives of the data set 'x' must be at least 1, but 0 was given"),
+        ({"max_rows": "x"}, "max_rows of the data set 'x' must be a whole number, but 'x' was given"),
+        ({"max_rows": 0}, "max_rows of the data set 'x' must be at least 1, but 0 was given"),
+        ({"above": 3}, "above of the data set 'x' must be a mapping, each a number, but 3 was given"),
+        ({"above": {"score": "high"}}, "above of the data set 'x' must be a mapping, each a number"),
+        ({"anchor": ["a"]}, "anchor of the data set 'x' must be text"),
+        ({"positive": None}, "positive of the data set 'x' must be text, but None was given"),
+        ({"negatives": {"a": 1}}, "negatives of the data set 'x' must be a list, each text"),
+        ({"name": [1]}, "name of the data set .* must be text"),
+        ({"zzz": 1}, "unknown key 'zzz' of the data set 'x'; allowed are name, path, subset"),
+    ],
+    ids=str,
+)
+def test_entries_of_a_wrong_type_are_one_sentence(more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        PairSource.from_dict({"name": "x", "path": "y", **more})
+
+
+def test_an_entry_in_other_words():
+    source = PairSource.from_dict({"name": 5, "path": "y", "max_negatives": "3", "negatives": "neg", "instruction": 7})
+    assert (source.name, source.max_negatives, source.negatives, source.instruction) == ("5", 3, ["neg"], "7")
 
 
 @pytest.mark.parametrize("kind", ["file", "data set of the library"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 
 pytest.importorskip("sentence_transformers")
@@ -26,7 +27,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
 from neobert.embeddings.distill import DistillArguments, train
-from neobert.embeddings.distill_data import SimilarLengths, TeacherVectors, TextSource, is_held_out, read_texts
+from neobert.embeddings.distill_data import SimilarLengths, TeacherVectors, TextSource, is_held_out, read_texts, token_lengths
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
 from neobert.embeddings.distill_student import as_shipped, build_student, save_student, take_embeddings
 
@@ -78,7 +79,7 @@ def recipe(tmp_path, encoder, files, name="recipe.yaml", **changes):
     }
     values |= {"held_out_percent": 20, "max_length": 32, **changes, "trainer": {**trainer, **changes.pop("trainer", {})}}
     path = tmp_path / name
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
     return str(path)
 
 
@@ -172,6 +173,17 @@ def test_vectors_that_float16_cannot_hold_are_refused(tmp_path):
     with pytest.raises(UserError, match="not finite in float16"):
         TeacherVectors(tmp_path / "v", ["a", "b"], {}, lambda: teacher)
     assert not list((tmp_path / "v").glob("*.npy")), "half a shard was left"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:20], lambda data: b""], ids=["short", "header", "empty"])
+def test_lengths_of_a_torn_file_are_counted_anew(tmp_path, tokenizer_dir, damage):
+    tokenizer, path = AutoTokenizer.from_pretrained(tokenizer_dir), tmp_path / "lengths.npy"
+    lengths = token_lengths(TEXTS[:9], tokenizer, 32, path)
+    whole = path.read_bytes()
+    assert token_lengths(TEXTS[:9], None, 32, path).tolist() == lengths.tolist(), "they are kept"
+    path.write_bytes(damage(whole))
+    assert token_lengths(TEXTS[:9], tokenizer, 32, path).tolist() == lengths.tolist()
+    assert path.read_bytes() == whole and [file.name for file in tmp_path.iterdir()] == ["lengths.npy"]
 
 
 def test_batches_hold_texts_of_nearly_one_length_and_each_text_once():
@@ -404,21 +416,42 @@ BAD = {
     "two students": ({"init_from": "x"}, "give either model_config, for a new student, or --init-from"),
     "no loss": ({"cosine_weight": 0, "similarity_weight": 0}, "at least one of cosine_weight"),
     "a wrong config": ({"model_config": {"hidden_size": 30, "num_attention_heads": 4}}, "hidden_size must be a multiple"),
-    "an unknown config field": ({"model_config": {"hidden_size": 0}}, "hidden_size must be a positive whole number"),
+    "an unknown config field": ({"model_config": {"nope": 1}}, "model_config has an unknown field 'nope'"),
+    "a size of zero": ({"model_config": {"hidden_size": 0}}, "hidden_size must be a positive whole number"),
     "a negative weight": ({"mse_weight": -1}, "mse_weight must be at least 0, but -1.0 was given"),
     "a wrong temperature": ({"similarity_temperature": 0}, "similarity_temperature must be above 0"),
     "no teacher there": ({"teacher": "./nowhere"}, "there is no model in ./nowhere"),
     "a wrong dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
+    "no number": ({"cosine_weight": float("nan")}, "cosine_weight must be a finite number, but nan was given"),
+    "no number in the config": ({"model_config": {"norm_eps": float("inf")}}, "model_config must be made of finite numbers"),
+    "a huge length": ({"max_length": 10**20}, "max_length must be at most 2147483647, but 1"),
+    "a path of a wrong type": ({"texts": [{"path": 5}]}, "there is no file 5, named in texts"),
+    "a name of a wrong type": ({"texts": [{"path": "x", "name": [1]}]}, "must be text, but [1] was given"),
+    "no step": ({"trainer": {"max_steps": 0}}, "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given"),
+    "no epoch": ({"trainer": {"num_train_epochs": 0}}, "num_train_epochs must be above 0"),
+    "no learning rate": ({"trainer": {"learning_rate": float("nan")}}, "learning_rate must be a finite number, but nan was given"),
+    "a wrong beta": ({"trainer": {"adam_beta1": 2}}, "Trainer's options: Invalid beta parameter"),
+    "an empty batch": ({"trainer": {"per_device_train_batch_size": 0}}, "per_device_train_batch_size must be at least 1"),
+    "half of a GPU's precision": ({"trainer": {"fp16": True, "use_cpu": True}}, "fp16 needs a GPU"),
+    "a tracker that is not there": ({"trainer": {"report_to": "nonsense"}}, "report_to 'nonsense' is unknown"),
+    "an unknown attention": ({"attn_implementation": "foo"}, "attn_implementation foo cannot be used here"),
+    "a text of no use": ({"held_out_percent": 50, "texts": ["one.txt"]}, "texts must hold at least 2 different texts"),
+    "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(case, tmp_path, teacher, files, capsys):
+def test_bad_input_is_one_sentence_and_leaves_nothing(case, tmp_path, teacher, files, capsys, monkeypatch):
     changes, expected = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.txt").write_text("a text")
+    if changes.get("teacher") == "torn":
+        weights = shutil.copytree(teacher, tmp_path / "torn") / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
     assert command(["distill", recipe(tmp_path, teacher, files, **changes)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("neobert distill: ") and expected in error, error
-    assert not (tmp_path / "student").exists(), "an output was written"
+    assert not (tmp_path / "student").exists() and not (tmp_path / "student.work").exists(), "something was written"
 
 
 def test_what_a_user_had_is_never_replaced(tmp_path, teacher, files, capsys):

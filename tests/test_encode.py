@@ -59,6 +59,16 @@ def test_a_prompt_that_is_left_out_of_the_pooling(model_folder, tmp_path, poolin
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+def test_a_prompt_as_long_as_the_text_may_be(model_folder):
+    """SentenceTransformer truncates the prompt too, so that the last token is left for the pooling."""
+    modules = [Transformer(str(model_folder), max_seq_length=8), Pooling(64, "mean", include_prompt=False)]
+    model, prompt = SentenceTransformer(modules=modules, device="cpu"), "find the cat that sat on the mat: "
+    expected = model.encode(["a dog", "the hills"], prompt=prompt)
+    assert np.abs(expected).max() > 0, "vacuous: nothing is pooled"
+    found = PackedEncoder(model, dtype="float32", device="cpu").encode(["a dog", "the hills"], prompt)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
 def test_modules_after_the_pooling_are_applied(reference):
     model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
     vectors = PackedEncoder(model, dtype="float32", device="cpu").encode(texts_of_many_lengths(5))
@@ -275,7 +285,7 @@ def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, mon
     encoder = PackedEncoder(reference, dtype="float32", device="cpu")
     values = {7: 1.0, 8: float("inf"), 9: float("nan")}
     monkeypatch.setattr(encoder, "_embed_packed", lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]))
-    with pytest.raises(NotFinite) as caught:
+    with pytest.raises(NotFinite, match="not finite in float32; the model's weights are damaged") as caught:
         encoder.embed([np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))])
     assert caught.value.index == 2, "the first of those that are not finite, in the order given"
 

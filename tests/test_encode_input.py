@@ -2,6 +2,7 @@
 bad input before anything is written."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -180,6 +181,10 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="there is no model in"):
         main([str(corpus), str(tmp_path / "out"), "--model", str(tmp_path / "empty")])
+    weights = shutil.copytree(model_folder, tmp_path / "torn") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(UserError, match="the model .*torn cannot be loaded"):
+        main([str(corpus), str(tmp_path / "out"), "--model", str(tmp_path / "torn"), "--dtype", "float32"])
 
 
 @pytest.mark.parametrize("argv", [[], ["corpus.jsonl", "out", "--modle", "x"]])

@@ -2,6 +2,7 @@
 options that cannot be used."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSeque
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.finetuning import glue_run, glue_tasks
+from neobert.finetuning.glue_arguments import parse
 from neobert.finetuning.glue_tasks import TASKS
 
 
@@ -44,6 +46,24 @@ from neobert.finetuning.glue_tasks import TASKS
         ({"lora": True, "lora_rank": 0}, "lora_rank must be at least 1, but 0 was given"),
         ({"metric": "bleu"}, "there is no metric 'bleu'; choose from accuracy"),
         ({"metric": "f1"}, "sst2 has no metric 'f1'; choose mean, or from accuracy"),
+        ({"adam_beta1": 2}, "Trainer's options: Invalid beta parameter"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be at least 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
+        ({"num_train_epochs": ".inf"}, "num_train_epochs must be a finite number, but inf was given"),
+        ({"presets": "{mine: 5}", "preset": "mine"}, "presets on the command line must be a mapping, each a mapping, each a mapping"),
+        (
+            {"presets": "{mine: {sst2: {foo: 3}}}", "preset": "mine"},
+            "unknown key 'foo' of sst2 in presets or grid_values; allowed are batch_size",
+        ),
+        ({"presets": "{mine: {sst2: {weight_decay: null}}}", "preset": "mine"}, "weight_decay of sst2 .* must be a list, each a number"),
+        ({"grid": True, "grid_values": "{foo: [3]}"}, "unknown key 'foo' of sst2 in presets or grid_values; allowed are batch_size"),
+        (
+            {"grid": True, "grid_values": "{weight_decay: [true]}"},
+            "weight_decay of sst2 .* must be a list, each a number, but .True. was given",
+        ),
+        ({"grid": True, "grid_values": "{weight_decay: [.nan]}"}, "grid_values must be made of finite numbers"),
+        ({"grid": True, "grid_values": "{weight_decay: [-1]}"}, "weight_decay of sst2 .* must be at least 0, but -1.0 was given"),
+        ({"name": ".."}, "name must be that of a folder below the output, but '..' was given"),
         ({"report_to": "nonsense"}, "report_to 'nonsense' is unknown; installed are none"),
         ({"weight_decay": -1}, "weight_decay must be at least 0"),
         ({"max_length": 2}, "max_length must be at least 8, but 2 was given"),
@@ -56,14 +76,23 @@ def test_bad_options(world, tmp_path, more, sentence):
     assert not list((tmp_path / "out").rglob("*.json")), "Work was done although the input is bad."
 
 
+def test_the_output_is_apart_from_what_is_read(world, tmp_path):
+    for output in (world / "model", world / "data", world):
+        with pytest.raises(UserError, match=f"the output {output} (is|holds) the input"):
+            run(world, output)
+    assert parse(["--task", "sst2", "--model", f"{tmp_path}/sub/.."])[0].name == tmp_path.name, "a row's folder is below the output"
+    grid = parse(["--task", "sst2", "--model", "m", "--grid", "--grid-values", "{batch_size: 3, learning_rate: [1e-4], weight_decay: [0]}"])
+    assert grid[0].combinations(TASKS["sst2"]) == [{"batch_size": 3, "learning_rate": 1e-4, "weight_decay": 0.0}]
+
+
 def test_every_task_is_checked_before_the_first_is_trained(world, tmp_path, monkeypatch):
     monkeypatch.setattr(glue_run, "fine_tune", lambda *_: pytest.fail("A task was trained before all were checked."))
     for task in ("sst2", "rte"):
         for split in ("train", "validation"):
             lines = (world / "data" / task / f"{split}.jsonl").read_text().splitlines()
-            write_jsonl(tmp_path / task / f"{split}.jsonl", [json.loads(line) for line in lines[: 5 if task == "rte" else None]])
+            write_jsonl(tmp_path / "data" / task / f"{split}.jsonl", [json.loads(line) for line in lines[: 5 if task == "rte" else None]])
     with pytest.raises(UserError, match="rte has 5 training rows, too few to hold 0.1 of them out; use --selection dev"):
-        run(world, tmp_path / "out", "sst2,rte", data=tmp_path)
+        run(world, tmp_path / "out", "sst2,rte", data=tmp_path / "data")
     monkeypatch.setattr(glue_run, "process_state", lambda: SimpleNamespace(num_processes=3, is_main_process=True))
     with pytest.raises(UserError, match="the batch size of rte, 16, cannot be shared by 3 processes"):
         run(world, tmp_path / "out", "rte")
@@ -163,10 +192,11 @@ def test_two_copies_of_a_split_are_refused(tmp_path, second):
 
 
 def test_a_model_without_a_usable_tokenizer(world, tmp_path):
+    (tmp_path / "bert").mkdir()
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((world / "bert" / name).read_bytes())
+        (tmp_path / "bert" / name).write_bytes((world / "bert" / name).read_bytes())
     with pytest.raises(UserError, match="no tokenizer was found in"):
-        run(world, tmp_path / "out", model=tmp_path)
+        run(world, tmp_path / "out", model=tmp_path / "bert")
     padless = PreTrainedTokenizerFast(tokenizer_file=str(world / "bert" / "tokenizer.json"), unk_token="[UNK]")
     padless.save_pretrained(tmp_path / "padless")
     with pytest.raises(UserError, match="has no padding token"):
@@ -196,12 +226,14 @@ def test_rows_of_the_hub(monkeypatch):
 def test_checkpoint_of_another_kind(world, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    for path in (world / "model").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if "wo" not in k}
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    weights = {k: v for k, v in load_file(model / "model.safetensors").items() if "wo" not in k}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lacks 2 weights of the encoder, model.transformer_encoder.0.wo.weight for example"):
-        run(world, tmp_path / "out", model=tmp_path)
-    (tmp_path / "config.json").unlink()
+        run(world, tmp_path / "out", model=model)
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(UserError, match="cannot be loaded as a sequence classifier"):
+        run(world, tmp_path / "out", model=model)
+    (model / "config.json").unlink()
     with pytest.raises(UserError, match="there is no model in .*neobert convert"):
-        run(world, tmp_path / "out", model=tmp_path)
+        run(world, tmp_path / "out", model=model)

@@ -38,7 +38,8 @@ PARENT_INIT = """        if isinstance(module, _TaskHeadModel):
 """
 LEAF_INIT = """        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.classifier_init_range)
-            nn.init.zeros_(module.bias)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
 """
 MODEL, CONFIG = "modeling_neobert.py", "configuration_neobert.py"
 SEQUENCES = "sequences[q] == sequences[k]"
@@ -145,8 +146,8 @@ MUTANTS = {
         ),
         ("compile_export",),
     ),
-    "hooks see packed rows": ((("return hook is not None\n", "return False\n"),), ("clients",)),
-    "any hook switches packing off": ((("for hook in _hooks(self) if not _is_machinery(hook)", "for hook in _hooks(self)"),), ("clients",)),
+    "hooks see packed rows": ((("return name is not None\n", "return False\n"),), ("clients",)),
+    "any hook switches packing off": ((("for x in found if not _is_machinery(x)", "for x in found"),), ("clients",)),
     "unknown arguments vanish": ((("if unknown and not _is_tracing():", "if False:"),), ("serving",)),
     # ------------------------------------------------------------------------------------------------- heads
     "parent-level initialisation": (((LEAF_INIT, PARENT_INIT),), ("loading",)),
@@ -158,7 +159,7 @@ MUTANTS = {
         ),
         ("loading", "remote_code_rules"),
     ),
-    "dense drawn anew in every process": ((("        if module is self.dense:\n", "        if False:\n"),), ("clients",)),
+    "dense drawn anew in every process": ((('        if module is getattr(self, "dense", None):\n', "        if False:\n"),), ("clients",)),
     "dense drawn over a loaded one": ((('not getattr(weight, "_is_hf_initialized", False)', "True"),), ("clients", "loading")),
     "dense drawn without its range": ((("weight.copy_(std * torch.randn", "weight.copy_(torch.randn"),), ("clients",)),
     "no dropout before dense": ((("self.dense(self.dropout(pooled))", "self.dense(pooled)"),), ("settings",)),
@@ -193,8 +194,8 @@ MUTANTS = {
     "labels at padding count": (
         (
             (
-                "return labels if attention_mask is None or attention_mask.dim() != 2 else labels.masked_fill(attention_mask == 0, -100)",
-                "return labels",
+                "labels = given if dense else given.masked_fill(attention_mask == 0, -100)",
+                "labels = given",
             ),
         ),
         ("serving",),
@@ -365,7 +366,7 @@ MUTANTS = {
         ("corners",),
     ),
     "other modules are not initialised": (
-        (("            super()._init_weights(module)\n\n    def get_input", "            pass\n\n    def get_input"),),
+        (("            super()._init_weights(module)\n\n    def save_pre", "            pass\n\n    def save_pre"),),
         ("corners",),
     ),
     "all zeros are texts of one token": (((".all() & positions.any()", ".all()"),), ("corners",)),
@@ -375,7 +376,7 @@ MUTANTS = {
     "the logit of padding is the lowest number": ((("_NO_ANSWER = -8192.0", "_NO_ANSWER = torch.finfo(torch.float32).min"),), ("corners",)),
     "the padding position learns": ((("config.hidden_size, padding_idx=0)", "config.hidden_size)"),), ("corners",)),
     "embeddings are compared with the padding token": (
-        (("if mask is None and not tokens.is_floating_point() and self.config.pad", "if mask is None and self.config.pad"),),
+        (("elif not tokens.is_floating_point() and self.config.pad", "elif self.config.pad"),),
         ("corners",),
     ),
     "learned positions need a padding token": (
@@ -383,7 +384,12 @@ MUTANTS = {
         ("corners",),
     ),
     "learned positions count a 4-D mask": (
-        (("real = mask if mask is not None and mask.dim() == 2 else", "real = mask if mask is not None else"),),
+        (
+            (
+                "if attention_mask is not None and attention_mask.dim() == 2:\n                real =",
+                "if attention_mask is not None:\n                real =",
+            ),
+        ),
         ("corners",),
     ),
     "heads pool by a 4-D mask": (
@@ -400,7 +406,7 @@ MUTANTS = {
         ("corners",),
     ),
     "labels are masked by a 4-D mask": (
-        (("attention_mask is None or attention_mask.dim() != 2 else labels", "attention_mask is None else labels"),),
+        (("dense = attention_mask is None or attention_mask.dim() != 2", "dense = attention_mask is None"),),
         ("corners",),
     ),
     "one 4-D mask for all rows is refused": (
@@ -421,7 +427,7 @@ MUTANTS = {
     ),
     "blocks may be split": ((('_no_split_modules = ["NeoBERTBlock"]', "_no_split_modules = []"),), ("corners",)),
     "ids of a larger embedding are refused": (
-        (("tokens, self.encoder.weight.shape[0], ", "tokens, self.config.vocab_size, "),),
+        (("tokens, weight.shape[0], ", "tokens, self.config.vocab_size, "),),
         ("corners",),
     ),
     "positions of bool": (
@@ -495,10 +501,20 @@ MUTANTS = {
         (("isinstance(other, PretrainedConfig) and self.to_dict()", "self.to_dict()", CONFIG),),
         ("corners",),
     ),
-    "one auto_map for all configurations": (
-        (('output["auto_map"] = dict(AUTO_MAP)', 'output["auto_map"] = AUTO_MAP', CONFIG),),
-        ("corners",),
+    "a user's own class goes from the auto_map": (
+        (('given = output.get("auto_map") or {}', "given = {}", CONFIG),),
+        ("loading",),
     ),
+    "a subclass is saved without its code": ((("custom_object_save(NeoBERTPreTrainedModel, save_directory)", "pass"),), ("loading",)),
+    "sparse logits in packed order": ((("rows = rows[packing.index[rows].argsort()]", "pass"),), ("heads",)),
+    "labels at padding dilute Trainer's loss": ((("if num_items_in_batch is None or labels is given:", "if True:"),), ("heads",)),
+    "patched forwards see packed rows": (
+        (('("forward", "_hf_hook", "_compiled_call_impl")', '("_hf_hook", "_compiled_call_impl")'),),
+        ("clients",),
+    ),
+    "replaced blocks see packed rows": ((("for block in blocks if type(block) is not NeoBERTBlock", "for block in ()"),), ("clients",)),
+    "recorded queries and keys are rotated": (((" and type(self.qkv) is nn.Linear and not _hooks(self.qkv)", ""),), ("corners",)),
+    "a row of padding is pooled in dense batches": (((".masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)", ""),), ("corners",)),
 }
 
 
