@@ -214,6 +214,7 @@ def test_a_users_remote_class_survives_a_save(tmp_path, remote):
     code = "from .modeling_neobert import NeoBERTForSequenceClassification\n\n\nclass Mine(NeoBERTForSequenceClassification):\n    pass\n"
     (tmp_path / "first" / "mine.py").write_text(code)
     for source, target in (("first", "second"), ("second", "third")):
+        get_class_from_dynamic_module("configuration_neobert.NeoBERTConfig", str(tmp_path / source))
         mine = get_class_from_dynamic_module("mine.Mine", str(tmp_path / source))
         mine.register_for_auto_class("AutoModelForSequenceClassification")
         mine.from_pretrained(tmp_path / source).save_pretrained(tmp_path / target)
