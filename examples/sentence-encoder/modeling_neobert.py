@@ -418,7 +418,7 @@ class NeoBERTForMaskedLM(_HeadModel):
     """Backbone and decoder: a bias and, unlike BERT, no transform and (as published) no tied weight.
 
     labels: (B, L) or (B * L,) token ids; -100 and labels at padding are ignored. logits: (B, L, V), zero at padding where the model packed; with
-    `config.sparse_prediction` and labels (labelled tokens, V).
+    `config.sparse_prediction` and labels (labelled tokens, V), in the order of the rows.
     """
 
     output_class = modeling_outputs.MaskedLMOutput
