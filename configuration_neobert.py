@@ -32,6 +32,8 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_neobert.NeoBERTForQuestionAnswering",
     "AutoModelForMultipleChoice": "modeling_neobert.NeoBERTForMultipleChoice",
 }
+# Names of this repository's classes, published ones included.
+_CLASSES = {name.rpartition(".")[2] for name in AUTO_MAP.values()} | set(sum(ARCHITECTURES.values(), []))
 
 
 def _is_number(value):
@@ -298,9 +300,8 @@ class NeoBERTConfig(PretrainedConfig):
         output.pop("_trained_length", None)
         if output.get("architectures"):
             output["architectures"] = list(dict.fromkeys(x for name in output["architectures"] for x in ARCHITECTURES.get(name, [name])))
-        ours = {name.rpartition(".")[2] for name in AUTO_MAP.values()} | set(sum(ARCHITECTURES.values(), []))
         given = output.get("auto_map") or {}
-        output["auto_map"] = {**AUTO_MAP, **{key: name for key, name in given.items() if str(name).rpartition(".")[2] not in ours}}
+        output["auto_map"] = {**AUTO_MAP, **{key: name for key, name in given.items() if str(name).rpartition(".")[2] not in _CLASSES}}
         return output
 
 

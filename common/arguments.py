@@ -328,7 +328,7 @@ def _options(argv, hints):
             spelled, equals, value = argument[2:].partition("=")
             name = spelled.replace("-", "_")
             if name not in hints:
-                raise UserError(f"unknown argument {argument!r}{_nearest(name, hints, '--')}")
+                raise UserError(f"unknown argument {argument!r}{nearest(name, hints, '--')}")
             values[name] = [value] if equals else []
         elif name is None:
             raise UserError(f"{argument!r} was given where an option, --name, was expected; --help lists them")
@@ -347,7 +347,8 @@ def _options(argv, hints):
     return values
 
 
-def _nearest(name, names, dashes="", otherwise="--help lists the options"):
+def nearest(name, names, dashes="", otherwise="--help lists the options"):
+    """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none of `names` is like it."""
     close = difflib.get_close_matches(str(name), names, n=1)
     if not close:
         return f"; {otherwise}"
@@ -368,7 +369,7 @@ def typed(section, hints, where, otherwise="--help lists the options"):
     values = {}
     for name, value in section.items():
         if name not in hints:
-            raise UserError(f"unknown key {name!r} {where}{_nearest(name, hints, otherwise=otherwise)}")
+            raise UserError(f"unknown key {name!r} {where}{nearest(name, hints, otherwise=otherwise)}")
         try:
             values[name] = _convert(hints[name], value)
         except (ValueError, TypeError, OverflowError):

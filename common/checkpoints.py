@@ -6,7 +6,6 @@ For every transformers Trainer:
 """
 
 import contextlib
-import errno
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from .errors import Stopped, UserError, one_line, printable
+from .errors import Stopped, UserError, is_disk_full, one_line, printable
 from .files import sha256, write_json
 from .locks import FolderLock
 from .memory import keep_freed_memory
@@ -299,26 +298,6 @@ def resume_point(folder):
             f"{checkpoint} is on the machine of the run's first process, but not on this one; give a folder that all machines share"
         )
     return checkpoint
-
-
-def is_disk_full(error):
-    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch, safetensors and Python report it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if any(
-            words in str(error)
-            for words in (
-                "No space left on device",
-                "os error 28",
-                "Disk quota exceeded",
-                "os error 122",
-                "PytorchStreamWriter failed writing",
-            )
-        ) or re.search(r"\d requested and \d+ written", str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def train(trainer, keep_every=0, before=None):

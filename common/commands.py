@@ -1,12 +1,11 @@
 """What every command does around its work: whatever goes wrong becomes one sentence and an exit code."""
 
 import contextlib
-import errno
 import os
 import sys
 import traceback
 
-from .errors import LONGEST, Stopped, UserError, one_line, printable, shortened
+from .errors import LONGEST, Stopped, UserError, is_disk_full, one_line, printable, shortened
 
 
 def _in_words(error):
@@ -17,16 +16,12 @@ def _in_words(error):
         return "interrupted; run the same command again to continue"
     if isinstance(error, MemoryError):
         return "there is not enough memory"
-    if isinstance(error, OSError) and error.errno is not None:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full, name = is_disk_full(error), getattr(error, "filename", None)
+    if full or (isinstance(error, OSError) and error.errno is not None):
         reason = "no space is left on the disk" if full else error.strerror or one_line(error)
-        return reason if error.filename is None else f"{error.filename}: {reason}"
+        return reason if name is None else f"{name}: {reason}"
     if isinstance(error, ImportError):
         return one_line(error, LONGEST)
-    from .checkpoints import is_disk_full  # imports torch
-
-    if is_disk_full(error):
-        return "no space is left on the disk"
     return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
 
 

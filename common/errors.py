@@ -1,6 +1,8 @@
-"""Bad input is one sentence for the user: the exception that carries it, and what makes strangers' text fit into it."""
+"""Bad input is one sentence for the user: the exception that carries it, what makes strangers' text fit into it, and what a full disk looks like."""
 
+import errno
 import importlib.util
+import re
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -47,6 +49,22 @@ def listed(names, limit=20):
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
+
+
+_DISK_FULL = (
+    "No space left on device|os error 28|Disk quota exceeded|os error 122|PytorchStreamWriter failed writing|\\d requested and \\d+ written"
+)
+
+
+def is_disk_full(error):
+    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch, safetensors and Python report it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if re.search(_DISK_FULL, str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def require(extra, *modules):

@@ -73,7 +73,8 @@ def fastest_dtype(rates):
 def matrix_rates(width=768, rows=128, repeats=5):
     """{dtype: floating-point operations a second} of linear layers on one core, the best of some runs in turns.
 
-    Takes a few hundredths of a second. A dtype that takes more than twice as long as float32 on 16 rows is not tried on more, which could take seconds.
+    Takes a few hundredths of a second. A dtype that takes more than twice as long as float32 on 16 rows is not tried on more, which could
+    take seconds.
     """
     names = ("float32", "float16", "bfloat16")
     inputs = {name: torch.ones(rows, width, dtype=getattr(torch, name)) for name in names}

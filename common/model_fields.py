@@ -1,8 +1,7 @@
 """The fields of a model's configuration that a recipe may give, under NeoBERTConfig's names and those that it also understands."""
 
-import difflib
-
 from ..configuration_neobert import NeoBERTConfig
+from .arguments import nearest
 from .errors import UserError
 
 
@@ -16,6 +15,11 @@ ALIASES = {
 }
 
 
+def spellings(field):
+    """The set of all names of a field."""
+    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
+
+
 def check_model_fields(given, where):
     """Raises UserError for a name that NeoBERTConfig does not know.
 
@@ -26,7 +30,4 @@ def check_model_fields(given, where):
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            raise UserError(
-                f"{where} has an unknown field {name!r}; {f'did you mean {close[0]}?' if close else 'NeoBERTConfig lists the fields'}"
-            )
+            raise UserError(f"{where} has an unknown field {name!r}{nearest(name, known, otherwise='NeoBERTConfig lists the fields')}")

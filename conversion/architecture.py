@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, listed, one_line
+from ..common.model_fields import spellings
 from ..configuration_neobert import NeoBERTConfig
 from .heads import Head, choose_head
 from .stored import StoredTensor
@@ -155,8 +156,6 @@ def _check_rope(given):
 
 
 _LONGEST = 2**24  # tokens of a text
-# Other spellings under which a configuration may already say it.
-_SAME = {"norm_type": ("rms_norm",), "position_embedding_type": ("rope",), "max_position_embeddings": ("max_length",)}
 
 
 def work_out_config(tensors, given, head):
@@ -182,7 +181,7 @@ def work_out_config(tensors, given, head):
             f"the number of attention heads does not follow from the shapes (hidden size {derived['hidden_size']} is not a multiple of 64): "
             "give it with --config, a file with the line 'num_attention_heads: N'."
         )
-    filled = {name: value for name, value in derived.items() if not any(other in given for other in (name, *_SAME.get(name, ())))}
+    filled = {name: value for name, value in derived.items() if spellings(name).isdisjoint(given)}
     length = given.get("max_position_embeddings", given.get("max_length", 1))
     if isinstance(length, int) and length > _LONGEST:
         raise UserError(f"max_position_embeddings of {length:,} is beyond any text: at most {_LONGEST:,} is allowed.")
@@ -194,7 +193,7 @@ def work_out_config(tensors, given, head):
         notes.append("derived from the tensors: " + ", ".join(f"{name} {value}" for name, value in filled.items()))
     if "num_attention_heads" in filled:
         notes.append("num_attention_heads is the published head_dim of 64, which shapes cannot prove; --config overrides it")
-    defaults = [name for name in ("norm_eps", "max_position_embeddings") if not {name, *_SAME.get(name, ())} & {*given, *filled}]
+    defaults = [name for name in ("norm_eps", "max_position_embeddings") if spellings(name).isdisjoint({*given, *filled})]
     try:
         config = NeoBERTConfig(**filled, **given, **labels)
     except Exception as error:  # values of any type
