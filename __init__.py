@@ -1,48 +1,64 @@
-"""NeoBERT (arXiv 2502.19587). Importing this package makes transformers' Auto classes know NeoBERT without `trust_remote_code`."""
+"""NeoBERT (arXiv 2502.19587). With this package imported, transformers' Auto classes know NeoBERT without `trust_remote_code`.
 
-from .common.commands import importing
+The import itself takes no time: torch and transformers are imported when a class of this package is first used, and the Auto classes
+are told as soon as transformers is imported.
+"""
 
+import importlib
+import sys
+from importlib.machinery import PathFinder
 
-with importing():
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForMaskedLM,
-        AutoModelForMultipleChoice,
-        AutoModelForQuestionAnswering,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-        AutoTokenizer,
-        BertTokenizerFast,
-    )
-
-    from .configuration_neobert import NeoBERTConfig
-    from .modeling_neobert import (
-        NeoBERT,
-        NeoBERTForMaskedLM,
-        NeoBERTForMultipleChoice,
-        NeoBERTForQuestionAnswering,
-        NeoBERTForSequenceClassification,
-        NeoBERTForTokenClassification,
-        NeoBERTLMHead,
-        NeoBERTModel,
-        NeoBERTPreTrainedModel,
-    )
+from .common import __version__
 
 
-__version__ = "0.1.0"
+class _Registration:
+    """An import hook that runs common/registration.py after transformers is imported.
 
-AutoConfig.register("neobert", NeoBERTConfig, exist_ok=True)
-AutoTokenizer.register(NeoBERTConfig, fast_tokenizer_class=BertTokenizerFast, exist_ok=True)
-for _auto_class, _model_class in (
-    (AutoModel, NeoBERTModel),
-    (AutoModelForMaskedLM, NeoBERTForMaskedLM),
-    (AutoModelForSequenceClassification, NeoBERTForSequenceClassification),
-    (AutoModelForTokenClassification, NeoBERTForTokenClassification),
-    (AutoModelForQuestionAnswering, NeoBERTForQuestionAnswering),
-    (AutoModelForMultipleChoice, NeoBERTForMultipleChoice),
-):
-    _auto_class.register(NeoBERTConfig, _model_class, exist_ok=True)
+    A module that is half imported has no classes to register yet. So the registration waits until none of `WATCHED` is being imported.
+    """
+
+    WATCHED = ("transformers", f"{__name__}.configuration_neobert", f"{__name__}.modeling_neobert")
+    under_way = 0
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = PathFinder.find_spec(name, path) if name in cls.WATCHED else None
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module):
+            cls.under_way += 1
+            try:
+                execute(module)
+            finally:
+                cls.under_way -= 1
+            cls.register()
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+    @classmethod
+    def register(cls):
+        if cls.under_way == 0 and "transformers" in sys.modules:
+            sys.meta_path.remove(cls)
+            importlib.import_module(".common.registration", __name__)
+
+
+sys.meta_path.insert(0, _Registration)
+_Registration.register()
+
+
+def __getattr__(name):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    file = "configuration_neobert" if name == "NeoBERTConfig" else "modeling_neobert"
+    return getattr(importlib.import_module(f".{file}", __name__), name)
+
+
+def __dir__():
+    return [*globals(), *__all__]
+
 
 __all__ = [
     "NeoBERT",

@@ -56,7 +56,7 @@ def main(argv=None):
     if argv[0] in ("-h", "--help", "help"):
         return guarded("neobert", lambda: print(usage()))
     if argv[0] in ("-V", "--version"):
-        from . import __version__
+        from .common import __version__
 
         return guarded("neobert", lambda: print(f"neobert {__version__}"))
     command, *arguments = argv

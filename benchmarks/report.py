@@ -140,13 +140,13 @@ def sections():
             "Sentiment: full fine-tuning and LoRA",
             ("sentiment", "lora"),
             "Sentences of movie reviews with human ratings: the small bundled NeoBERT against a bag of words and the MiniLM sentence encoder.",
-            "python -m neobert.benchmarks.sentiment --model MODEL",
+            "",
         ),
         Section(
             "Named entities",
             ("named_entities",),
             "What an uncased vocabulary costs, on gold tags.",
-            "python -m neobert.benchmarks.named_entities --text TAGGED",
+            "",
         ),
         Section(
             "Training",

@@ -159,7 +159,7 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
         _print_help(prog, description, fields, trainer)
         raise SystemExit(0)
     if "--version" in argv:
-        from .. import __version__
+        from . import __version__
 
         print(f"neobert {__version__}")
         raise SystemExit(0)

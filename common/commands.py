@@ -25,18 +25,6 @@ def _in_words(error):
     return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
 
 
-@contextlib.contextmanager
-def importing():
-    """Around the slow imports of the package: where they are the beginning of a command, an interrupt ends it without a traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if os.path.basename(sys.argv[0]) not in ("-m", "neobert"):
-            raise
-        print("neobert: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
 def _flush_output():
     """What was printed goes out; what cannot (a closed pipe, a full disk) is not tried again when the interpreter ends."""
     try:

@@ -3,23 +3,20 @@ are not pinned."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from pretrain_runs import TINY, make_corpus  # noqa: F401
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import convert_memory, measuring, memory, pretrain_precision, profile_forward, training
+from neobert.benchmarks import measuring, memory, profile_forward, training
 from neobert.benchmarks.measuring import in_a_process
 from neobert.benchmarks.memory import CONTRACT, Case
 from neobert.benchmarks.training import Steps, forward_operations
 from neobert.common.errors import UserError
-from neobert.convert_checkpoint import main as convert
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +44,7 @@ def test_a_process_of_its_own():
         in_a_process(os._exit, 9)
 
 
-@pytest.mark.parametrize("script", (memory, training, profile_forward, convert_memory))
+@pytest.mark.parametrize("script", (memory, training, profile_forward))
 def test_bad_input_is_one_sentence(script):
     with pytest.raises(UserError, match="layers on the command line must be a whole number, but 'x' was given"):
         script.main(["--layers", "x"])
@@ -138,34 +135,6 @@ def test_the_training_table(tmp_path, monkeypatch):
     assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, "the last way is what the others are compared with"
 
 
-def test_precisions_of_pre_training(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pretrain_precision, "in_a_process", here)
-    recipe = tmp_path / "recipe.yaml"
-    text = {"dataset": str(corpus / "train.txt"), "max_length": 32, "tokens_per_batch": 128, "model_config": TINY}
-    recipe.write_text(yaml.safe_dump({**text, "heldout": str(corpus / "heldout.txt"), "trainer": {"learning_rate": 3e-3}}))
-    argv = ["--recipe", str(recipe), "--output", str(tmp_path / "p"), "--work", str(tmp_path / "work"), "--steps", "30", "--threads", "1"]
-    argv += ["--seeds", "1", "2", "--settings", "float32", "bfloat16"]
-    assert pretrain_precision.main(argv) == 0
-    runs = json.loads((tmp_path / "p.json").read_text())["runs"]
-    assert [list(found) for found in runs.values()] == [["1", "2"]] * 2
-    assert all(
-        len(run["rates"]) == 2 and run["loss"] < 10 and run["heldout_loss"] < 10 for found in runs.values() for run in found.values()
-    )
-    first, low = runs["float32"]["1"]["loss"], runs["bfloat16"]["1"]["loss"]
-    assert low != first and low == pytest.approx(first, abs=0.05), "the same weights, texts and masks, otherwise rounded"
-    recipe.write_text(yaml.safe_dump(text))
-    with pytest.raises(UserError, match="no held-out text"):
-        pretrain_precision.main([*argv, "--work", str(tmp_path / "other")])
-
-
-def test_the_page_of_pre_trainings_precisions_compares_the_same_steps():
-    runs = {"a": {1: ([100, 50], 2.0, 3.0), 2: ([10, 10], 4.0, 5.0)}, "b": {1: ([300, 150], 2.5, 3.0), 2: ([20, 20], 2.5, 3.0)}}
-    found = {name: {s: dict(zip(("rates", "loss", "heldout_loss"), run)) for s, run in seeds.items()} for name, seeds in runs.items()}
-    lines = pretrain_precision.page(found).splitlines()
-    assert lines[2] == "| a | 30 | 10 to 88 | 1.00 | 3.000 ± 1.414 | 4.000 ± 1.414 |"
-    assert lines[3] == "| b | 85 | 20 to 262 | 2.50 | 2.500 ± 0.000 | 3.000 ± 0.000 |"
-
-
 # -------------------------------------------------------------------------------------------------------------------- profile
 
 
@@ -208,26 +177,3 @@ def test_on_cuda_the_times_of_the_kernels_count():
 
 
 # ---------------------------------------------------------------------------------------------------------------- conversion
-
-
-def test_the_converter_reads_what_its_benchmark_writes(tmp_path):
-    """What is measured is a conversion that succeeds and gives the weights back: the hardest format, tiny."""
-    from safetensors.torch import load_file
-
-    config = NeoBERTConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=1, intermediate_size=48, vocab_size=30522)
-    weights = convert_memory.random_weights(config)
-    (tmp_path / "run" / "100").mkdir(parents=True)
-    convert_memory.write_checkpoint(tmp_path / "run" / "100", weights, "zero3")
-    assert not convert([str(tmp_path / "run"), str(tmp_path / "out")])
-    converted = load_file(tmp_path / "out" / "model.safetensors")
-    assert set(converted) == set(weights) and all(torch.equal(converted[name], weights[name]) for name in weights)
-
-
-def test_the_limit_of_the_conversion_is_the_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_memory, "random_weights", lambda config: {"norm": torch.ones(256)})
-    for resident, code in ((1.0, 0), (3.0, 1)):
-        found = (1.0, dict.fromkeys(("together", "converter", "reload"), resident * 1024), "largest difference 0.0e+00 (x)\n")
-        monkeypatch.setattr(convert_memory, "convert", lambda *given, found=found: found)
-        argv = ["--output", str(tmp_path / "c"), "--formats", "state_dict", "--scratch", str(tmp_path)]
-        assert convert_memory.main(argv) == code, f"{resident} times the float32 size"
-    assert re.search(r"\| state_dict \| 1 \| .* \| 3.00 \| largest difference 0.0e\+00 \(x\) \|", (tmp_path / "c.md").read_text())
