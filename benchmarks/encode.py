@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
 from ..common import figures
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.loading import TOKENIZER, choose_device
 from ..common.local_text import wordnet_entries
@@ -232,7 +232,7 @@ def plot(result, path):
 
 def main(argv=None):
     """Measures, writes OUTPUT.json, .md and .png; returns the exit code."""
-    (given,) = read_arguments([EncodeBenchmark], sys.argv[1:] if argv is None else argv, "python -m neobert.benchmarks.encode", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(sys.argv[1:] if argv is None else argv)
     if given.threads:
         torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:

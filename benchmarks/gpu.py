@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.errors import UserError, one_line
 from ..common.outputs import check_folder
@@ -134,7 +134,7 @@ def main(argv=None):
     """Runs the steps that are not done; returns 0 when all of them are, else 1."""
     start = time.perf_counter()
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((GpuArguments,), argv, "python -m neobert.benchmarks.gpu", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.gpu", __doc__, (GpuArguments,)).read(argv)
     if not given.rehearse and not torch.cuda.is_available():
         raise UserError("torch sees no GPU here; --rehearse runs the same on the CPU, with stand-ins")
     check_folder(given.output, "output")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
@@ -118,7 +118,7 @@ def cells(row):
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((MemoryArguments,), argv, "python -m neobert.benchmarks.memory", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(argv)
     cases = [(given.implementation, length, given.layers) for length in given.lengths]
     cases += [(CONTRACT, length, given.layers) for length in given.lengths]
     if given.check_depth:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.errors import UserError, one_line
 from ..common.loading import TOKENIZER, load_tokenizer
@@ -268,7 +268,7 @@ def page(rows, given, texts):
 def main(argv=None, small=None):
     """Measures, writes and prints the tables; `small` replaces configuration fields (tests). Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((PrecisionsArguments,), argv, "python -m neobert.benchmarks.precisions", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.precisions", __doc__, (PrecisionsArguments,)).read(argv)
     files = Files(Path(given.files))
     make_models(files, given.layers, small)
     tokenizer = load_tokenizer(files.model)

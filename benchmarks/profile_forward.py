@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.results import environment, markdown_table, write_result
 from .measuring import GEMM_SECONDS, MatrixProduct, synchronise
@@ -179,7 +179,7 @@ def page(result, given):
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((ProfileArguments,), argv, "python -m neobert.benchmarks.profile_forward", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.profile_forward", __doc__, (ProfileArguments,)).read(argv)
     result = profile_forward(given)
     env = environment(dtype=given.dtype, device=given.device, attention=given.implementation)
     print(write_result(given.output, "Where the time of a packed forward goes", env, result, page(result, given)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common import published
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.errors import UserError
 from ..common.files import write_text
 from ..common.outputs import check_folder
@@ -33,6 +33,11 @@ class ReportArguments(Arguments):
     results: str = option("results", "folder with the result files")
     output: str | None = option(None, "the page; RESULTS/report.md by default")
     title: str = option("NeoBERT: measured results", "heading of the page")
+
+
+OPTIONS = Options(
+    "neobert report", "One markdown page from the result files of a folder.", (ReportArguments,), "neobert report --results results"
+)
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,7 @@ def build(folder, title, beside):
 def main(argv=None):
     """`neobert report`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((ReportArguments,), argv, "neobert report", "One markdown page from the result files of a folder.")
+    (given,) = OPTIONS.read(argv)
     folder = Path(given.results)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give --results FOLDER")

@@ -7,113 +7,19 @@ one model is in memory at a time. Results are written after every set or model: 
 
 import gc
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option, read_arguments
-from ..common.errors import UserError, one_line
+from ..common.errors import one_line
 from ..common.memory import PeakMemory
 from ..common.results import environment
 from .measuring import CLOCKS, BatchLimit, MatrixProduct, in_turns, out_of_memory, synchronise
-from .throughput_models import IMPLEMENTATIONS, MODELS, NEOBERT_ONLY, build
+from .throughput_models import MODELS, build
+from .throughput_options import OPTIONS
 from .throughput_results import load_done, tables, write_results
-from .throughput_sets import check_set, draw_lengths, lengths_of_file, make_batch
-
-
-DESCRIPTION = """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
-
-Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
-fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line)."""
-
-# What each preset sets where the command line does not. The CPU's takes minutes to hours, not days.
-PRESETS = {
-    "gpu": {
-        "models": list(MODELS),
-        "implementations": list(IMPLEMENTATIONS),
-        "sets": ["512", "1024", "2048", "4096", "8192", "normal-256", "normal-4096", "short", "fill-20", "fill-40", "fill-60", "fill-80"],
-        "max_batch": 512,
-        "max_tokens": 1 << 20,
-        "repeats": 20,
-        "warmup": 3,
-    },
-    "cpu": {
-        "models": ["neobert", "modernbert-base", "bert-base"],
-        "implementations": ["sdpa", "padded", "published"],
-        "sets": ["short", "128", "512", "normal-256", "fill-20", "fill-40", "fill-60", "fill-80"],
-        "max_batch": 32,
-        "max_tokens": 8192,
-        "repeats": 5,
-        "warmup": 1,
-    },
-    "quick": {
-        "models": ["neobert", "modernbert-base"],
-        "implementations": ["sdpa"],
-        "sets": ["short"],
-        "max_batch": 8,
-        "max_tokens": 1024,
-        "repeats": 3,
-        "warmup": 1,
-    },
-}
-
-
-@dataclass
-class ThroughputArguments(Arguments):
-    """Options of `neobert throughput`."""
-
-    output: str = option(help="folder for throughput.json, .csv, .md and the plots")
-    preset: str | None = option(None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS))
-    models: list[str] | None = option(None, "what to compare", choices=tuple(MODELS))
-    implementations: list[str] | None = option(None, "attention and layout", choices=tuple(IMPLEMENTATIONS))
-    sets: list[str] | None = option(None, "text lengths, see above")
-    texts: str | None = option(None, "text file, one text a line, whose lengths make the set 'texts'")
-    tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
-    device: str | None = option(None, "cuda, cpu")
-    dtype: str | None = option(None, "by default bfloat16 on GPUs, else float32", choices=("float32", "bfloat16", "float16"))
-    threads: int | None = option(None, "CPU threads", least=1)
-    batch: int | None = option(None, "texts a batch; by default the largest that fits, found by search", least=1)
-    max_batch: int | None = option(None, "upper end of the search, in texts", least=1)
-    max_tokens: int | None = option(None, "upper end of the search, in padded tokens", least=1)
-    search: bool = option(
-        True, "find the largest batch that fits; false: as many texts as max_batch and max_tokens allow, all models in turns"
-    )
-    memory_gib: float | None = option(None, "memory that a batch may take on the CPU; by default half of the free", above=0)
-    repeats: int | None = option(None, "timed repeats", least=1)
-    warmup: int | None = option(None, "repeats before, not timed", least=1)
-    clock: str = option("wall", "processor: CPU seconds of this process, with --threads 1 on a machine in use", choices=tuple(CLOCKS))
-    seed: int = option(0, "of the lengths and token ids", least=0)
-    layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
-    resume: bool = option(False, "keep what --output already holds and measure the rest")
-    plots: bool = option(True, "draw the plots (needs matplotlib)")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.preset = self.preset or ("gpu" if self.device.startswith("cuda") else "cpu")
-        for name, value in PRESETS[self.preset].items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.texts is not None and "texts" not in self.sets:
-            self.sets = [*self.sets, "texts"]
-        self.dtype = self.dtype or ("bfloat16" if self.device.startswith("cuda") else "float32")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError("device cuda was given, but torch sees no GPU here; give --device cpu")
-        if self.clock == "processor" and (self.device != "cpu" or self.threads != 1):
-            raise UserError("clock processor counts the seconds of every thread: give --device cpu --threads 1")
-        for name in self.sets:
-            check_set(name, self.texts)
-
-    def settings(self):
-        """What must be the same for results to be in one table."""
-        names = ("device", "dtype", "threads", "clock", "batch", "max_batch", "max_tokens", "seed", "layers", "texts", "repeats")
-        return {name: getattr(self, name) for name in names}
-
-    def planned(self):
-        """[(model, implementation)] to measure."""
-        pairs = [(model, i) for model in self.models for i in self.implementations]
-        return [(model, i) for model, i in pairs if model == "neobert" or i not in NEOBERT_ONLY]
+from .throughput_sets import draw_lengths, lengths_of_file, make_batch
 
 
 class Benchmark:
@@ -275,7 +181,7 @@ def _figures(run, batch, timing, peak, size):
 def main(argv=None, small=None):
     """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status, 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else argv
-    (arguments,) = read_arguments((ThroughputArguments,), argv, prog="neobert throughput", description=DESCRIPTION)
+    (arguments,) = OPTIONS.read(argv)
     rows = load_done(arguments.output, arguments.settings(), arguments.resume)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertMode
 from ..common.blocks import compile_blocks
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
+from .throughput_options import IMPLEMENTATIONS
 
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -29,21 +30,6 @@ MODELS = {
     "modernbert-base": (ModernBertModel, lambda **small: ModernBertConfig(**small), 8192),
     "modernbert-large": (ModernBertModel, lambda **small: ModernBertConfig(**{**_MODERN_LARGE, **small}), 8192),
 }
-
-# name: (attention implementation, layout of the batch, compiled, what it is)
-IMPLEMENTATIONS = {
-    "sdpa": ("sdpa", "own", False, "the model's own default; NeoBERT packs, the others compute on padding"),
-    "masked": ("sdpa", "masked", False, "as sdpa, and a batch without padding has a mask of ones, which the others have without a mask"),
-    "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
-    "published": ("sdpa", "published", False, "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)"),
-    "compiled": ("sdpa", "own", True, "as sdpa, every block compiled, with a dynamic token count"),
-    "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
-    "flash_attention_2-packed": ("flash_attention_2", "packed", False, "flash-attn 2, packed by the caller (no padding for the peers)"),
-    "flash_attention_2-compiled": ("flash_attention_2", "own", True, "flash-attn 2 under torch.compile"),
-    "flash_attention_3": ("flash_attention_3", "own", False, "flash-attn 3"),
-    "flex_attention": ("flex_attention", "own", False, "flex_attention"),
-}
-NEOBERT_ONLY = ("padded", "published")
 
 
 class PublishedConstruction(nn.Module):

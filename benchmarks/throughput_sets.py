@@ -1,7 +1,6 @@
 """How long the texts of a throughput batch are: fixed, drawn, of a given fill, or as in a text file."""
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +10,6 @@ import torch.nn.functional as F
 
 from ..common.errors import UserError
 from ..common.loading import TOKENIZER
-
-
-def check_set(name, texts=None):
-    """Raises UserError unless `name` is a set; "texts" needs a file."""
-    if name == "texts":
-        if texts is None or not Path(texts).is_file():
-            raise UserError(f"the set 'texts' needs --texts with a text file, but {texts!r} was given")
-    elif not (name in ("normal-256", "normal-4096", "short") or re.fullmatch(r"[1-9]\d*", name) or re.fullmatch(r"fill-[1-9]\d?", name)):
-        raise UserError(f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, short, fill-30, texts")
 
 
 def draw_lengths(name, count, seed=0, file_lengths=None):

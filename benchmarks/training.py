@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
@@ -195,7 +195,7 @@ def table(rows):
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((TrainingArguments,), argv, "python -m neobert.benchmarks.training", __doc__)
+    (given,) = Options("python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)).read(argv)
     runs = {case: [] for case in given.cases()}
     for _ in tqdm(range(given.repeats), desc="repeats", disable=None):
         for case in runs:

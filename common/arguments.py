@@ -7,13 +7,12 @@ A recipe is a YAML file of `name: value` lines. What the command line gives wins
 import dataclasses
 import difflib
 import math
-import os
 import types
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
-from .errors import UserError, listed, one_line
+from .errors import UserError, listed
 from .yaml_files import read_mapping, read_scalar, read_yaml
 
 
@@ -49,10 +48,11 @@ def check_ranges(arguments, where="", values=None):
     """
     values = vars(arguments) if values is None else values
     bounds = {described.name: described.metadata.get("bounds", {}) for described in dataclasses.fields(arguments)}
-    _check_values({name: values[name] for name in bounds if name in values}, bounds, where)
+    check_values({name: values[name] for name in bounds if name in values}, bounds, where)
 
 
-def _check_values(values, bounds, where=""):
+def check_values(values, bounds, where=""):
+    """Raises UserError for the first of `values` that is not finite or outside of its `bounds`, {name: {bound: limit}}."""
     for name, value in values.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if problem := _problem(item, bounds.get(name, {})):
@@ -138,13 +138,12 @@ def _words(hint):
     return " or ".join(words)
 
 
-def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=None):
+def read_arguments(dataclass_types, argv, trainer=None):
     """Fills dataclasses from `argv`.
 
     Args:
         dataclass_types: every option belongs to exactly one of them.
         argv: positional values and YAML recipes (later ones win), then `--name value`.
-        prog, description: for --help.
         trainer: {option: default} of transformers' TrainingArguments, where the command trains. Adds a dict to what is returned: these
             defaults, then `trainer:` of the recipes, then what the command line gives under Trainer's own names.
     Returns:
@@ -155,14 +154,6 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
     hints = {name: hint for type_ in dataclass_types for name, hint in typing.get_type_hints(type_).items() if name in fields}
     trainer_hints = _trainer_hints() if trainer is not None else {}
-    if {"-h", "--help"} & set(argv):
-        _print_help(prog, description, fields, trainer)
-        raise SystemExit(0)
-    if "--version" in argv:
-        from . import __version__
-
-        print(f"neobert {__version__}")
-        raise SystemExit(0)
     values, recipes, rest = _positional(argv, [name for name, f in fields.items() if f.metadata.get("positional")])
     for_trainer = dict(trainer or {})
     for path in recipes:
@@ -191,105 +182,6 @@ def read_arguments(dataclass_types, argv, prog=None, description=None, trainer=N
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return objects if trainer is None else [*objects, for_trainer]
-
-
-# For commands that have `compile`: Trainer's own compilation takes the complete model, whose kernels for packed batches it leaves out.
-BLOCKS_ONLY = {"torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None}
-
-
-# The ranges of Trainer's options that Trainer takes as they come and fails with later.
-_TRAINER_BOUNDS = {
-    "num_train_epochs": {"above": 0},
-    "per_device_train_batch_size": {"least": 1},
-    "per_device_eval_batch_size": {"least": 1},
-    "gradient_accumulation_steps": {"least": 1},
-    "dataloader_num_workers": {"least": 0},
-    "dataloader_prefetch_factor": {"least": 1},
-    "seed": {"least": 0, "below": 2**32},
-    "data_seed": {"least": 0, "below": 2**32},
-}
-
-
-def check_trainer_options(options):
-    """Raises UserError for options of Trainer whose numbers are not finite or out of range, and for trackers that are not there.
-
-    Args:
-        options: {option: value}.
-    """
-    from .trackers import check_trackers
-
-    _check_values(options, _TRAINER_BOUNDS)
-    if options.get("max_steps") == 0:
-        raise UserError("max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given")
-    check_trackers(options.get("report_to"))
-
-
-def training_arguments(output_dir, given, fixed, base=None):
-    """transformers' TrainingArguments from a recipe's section and what the command sets itself.
-
-    Without an accelerator it must be said that the CPU is used: torchrun's processes would not find each other.
-
-    Args:
-        output_dir: where checkpoints go.
-        given: Trainer's options as `read_arguments` returns them.
-        fixed: {option: value} that the command needs as they are.
-        base: the class, by default TrainingArguments.
-    Raises:
-        UserError: one of `fixed` was given otherwise; values that transformers refuses, or its optimizer or schedule would.
-    """
-    import torch
-
-    if base is None:
-        from transformers import TrainingArguments as base
-    given = dict(given)
-    if token := given.pop("hub_token", None):
-        os.environ["HF_TOKEN"] = token  # where huggingface_hub looks; Trainer writes its arguments into every checkpoint
-    if "output_dir" in given:
-        raise UserError("output_dir is set by this command; give --output in its place")
-    for name, value in fixed.items():
-        if name in given and given[name] != value:
-            if name in BLOCKS_ONLY:
-                raise UserError(f"{name} compiles the complete model, which then packs nothing; give --compile, which compiles its blocks")
-            raise UserError(f"{name} is set to {value!r} by this command, but {given[name]!r} was given; leave it out")
-    options = {"use_cpu": not torch.accelerator.is_available(), **given, **fixed}
-    check_trainer_options(options)
-    if options.get("fp16") and (options["use_cpu"] or not torch.accelerator.is_available()):
-        raise UserError("fp16 needs a GPU or another accelerator, and there is none in use; leave it out, or give bf16")
-    try:
-        training = base(output_dir=str(output_dir), **options)
-        _try_out(training)
-        return training
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise error if isinstance(error, UserError) else UserError(f"Trainer's options: {one_line(error, 400)}") from error
-
-
-def _try_out(training):
-    """Makes the optimizer and the schedule of one parameter, so that the libraries check their values now."""
-    import torch
-    from transformers import Trainer
-
-    from .optimisation import make_schedule
-
-    if training.optim_target_modules is not None or "lomo" in training.optim:
-        return  # made of the model itself
-    kind, values = Trainer.get_optimizer_cls_and_kwargs(training)
-    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **{"weight_decay": training.weight_decay, **values})
-    steps = training.max_steps if training.max_steps > 0 else 1000
-    make_schedule(training.lr_scheduler_type, optimizer, training.get_warmup_steps(steps), steps, training.lr_scheduler_kwargs)
-
-
-# What Trainer's options begin with that touch neither the numbers nor the order of the data: a continued run may change them.
-_FREE = (
-    "output_dir", "logging_", "log_", "include_", "save_", "enable_jit_checkpoint", "disable_tqdm", "report_to", "run_name", "project",
-    "trackio_", "push_to_hub", "hub_", "dataloader_num", "dataloader_pin", "dataloader_persistent", "dataloader_prefetch", "ddp_",
-    "local_rank", "use_cpu", "no_cuda", "gradient_checkpointing", "activation_checkpointing", "torch_empty_cache",
-    "skip_memory_metrics", "do_", "per_device_eval_batch_size",
-)  # fmt: skip
-
-
-def number_options(options):
-    """Those of Trainer's options that a run's numbers may depend on."""
-    return {name: value for name, value in options.items() if not name.startswith(_FREE)}
 
 
 def _trainer_hints():
@@ -377,23 +269,59 @@ def typed(section, hints, where, otherwise="--help lists the options"):
     return values
 
 
-def _print_help(prog, description, fields, trainer):
-    """The options with their ranges and defaults."""
-    positional = [_spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")]
-    print(" ".join(["usage:", prog or "", *positional, "[RECIPE.yaml]", "[--option value ...]"]))
-    if description:
-        print(f"\n{description}")
+@dataclass(frozen=True)
+class Options:
+    """The options of one command, and what its --help says.
+
+    Attributes:
+        command: as it is typed, "neobert encode".
+        about: what it does, in a sentence or two.
+        groups: dataclasses of options. Those of one topic are one class, or one base class of theirs.
+        example: a command line that works.
+        trainer: {option: default} of transformers' TrainingArguments, for a command that trains.
+    """
+
+    command: str
+    about: str
+    groups: tuple
+    example: str = ""
+    trainer: dict | None = None
+
+    def read(self, argv):
+        """Objects of `groups`, and with `trainer` a dict of Trainer's options; see `read_arguments`."""
+        if {"-h", "--help"} & set(argv):
+            print(self.help(argv))
+            raise SystemExit(0)
+        return read_arguments(self.groups, argv, self.trainer)
+
+    def help(self, argv=()):
+        """The text of --help: every topic with its options, their ranges and defaults."""
+        fields = {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
+        positional = [_spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")]
+        lines = [" ".join(["usage:", self.command, *positional, "[RECIPE.yaml]", "[--option value ...]"]), "", self.about]
+        if self.example:
+            lines += ["", "example:", f"  {self.example}"]
+        topic = None
+        for name, described in fields.items():
+            owner = next(base for group in self.groups for base in group.__mro__[::-1] if name in vars(base).get("__annotations__", {}))
+            if owner is not topic:
+                topic = owner
+                lines += ["", f"{owner.__doc__.splitlines()[0].rstrip('.')}:"]
+            lines.append(_described(_spelled(name, fields), described))
+        if self.trainer is not None:
+            lines += ["", "Every option of transformers.TrainingArguments; those with other defaults here:"]
+            lines += [f"  --{name.replace('_', '-')} (default: {value})" for name, value in self.trainer.items()]
+        return "\n".join(lines)
+
+
+def _described(spelled, described):
+    """An option's line of --help."""
+    default = described.default if described.default_factory is MISSING else described.default_factory()
+    parts = [described.metadata["help"]] if described.metadata.get("help") else []
     words = {"least": "at least", "most": "at most", "choices": "one of"}
-    print()
-    for name, described in fields.items():
-        default = described.default if described.default_factory is MISSING else described.default_factory()
-        parts = [described.metadata.get("help", "")] if described.metadata.get("help") else []
-        for bound, limit in described.metadata.get("bounds", {}).items():
-            parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
-        if default is MISSING and not described.metadata.get("positional"):
-            parts.append("required")
-        shown = "" if default in (MISSING, None) else f" (default: {default})"
-        print(f"  {_spelled(name, fields)}\n      {'; '.join(parts)}{shown}")
-    if trainer is not None:
-        print("\nand every option of transformers.TrainingArguments" + ("; those with other defaults here:\n" if trainer else ""))
-        print("\n".join(f"  --{name.replace('_', '-')} (default: {value})" for name, value in trainer.items()))
+    for bound, limit in described.metadata.get("bounds", {}).items():
+        parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
+    if default is MISSING and not described.metadata.get("positional"):
+        parts.append("required")
+    shown = "" if default in (MISSING, None, [], {}) else f" (default: {default})"
+    return f"  {spelled:<24} {'; '.join(parts)}{shown}"

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 from .files import redacted_arguments, write_json, write_text
 
 
@@ -41,6 +39,8 @@ def environment(packages=(), **more):
         packages: distributions whose versions are told beside the usual ones.
         more: added as given: dtype, attention, settings.
     """
+    import torch  # seconds, which the reading of results does without
+
     return {
         "command": _command(),
         "commit": _commit(),
@@ -94,6 +94,8 @@ def write_result(output, title, environment, data, text):
 
 def hardware():
     """One line: the processor's model, its cores, its vector and matrix units, and the GPUs."""
+    import torch
+
     parts = [", ".join([f"{_processor()}, {os.cpu_count()} cores", *processor_units()])]
     parts += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "; ".join(parts)
