@@ -157,7 +157,7 @@ def read_arguments(dataclass_types, argv, trainer=None):
     values, recipes, rest = _positional(argv, [name for name, f in fields.items() if f.metadata.get("positional")])
     for_trainer = dict(trainer or {})
     for path in recipes:
-        recipe = read_yaml(path)
+        recipe = read_yaml(_shipped(path))
         if recipe is not None and not isinstance(recipe, dict):
             held = {list: "a list", str: "text"}.get(type(recipe), "a single value")
             raise UserError(f"{path} must hold 'name: value' lines, but holds {held}")
@@ -182,6 +182,12 @@ def read_arguments(dataclass_types, argv, trainer=None):
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     return objects if trainer is None else [*objects, for_trainer]
+
+
+def _shipped(path):
+    """`path`, or where there is no such file the recipe of that name which the package brings: "recipes/contrastive.yaml"."""
+    own = Path(__file__).resolve().parent.parent / path
+    return own if own.is_file() and own.parent.name == "recipes" and not Path(path).exists() else path
 
 
 def _trainer_hints():

@@ -67,6 +67,10 @@ def is_disk_full(error):
     return False
 
 
+# Modules that another distribution brings than one of their name.
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+
+
 def require(extra, *modules):
     """Checks that `modules` can be imported, in a version that will do.
 
@@ -74,12 +78,13 @@ def require(extra, *modules):
         extra: the extra of setup.cfg that brings them, "train" or "eval" for example.
         modules: top-level module names; as "name>=1.2" where an older version lacks what is used.
     Raises:
-        ImportError: one sentence with the missing modules and the pip line that brings them, for a clone of the repository.
+        ImportError: one sentence with the missing modules and the pip line that brings them.
     """
     wanted = dict(name.partition(">=")[::2] for name in modules)
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install -e '.[{extra}]' in the repository's folder")
+        names = " ".join(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in missing)
+        raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip install -e '.[{extra}]' in a clone")
     old = [name for name, least in wanted.items() if least and Version(version(name)) < Version(least)]
     if old:
         told = ", ".join(f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old)
