@@ -6,9 +6,9 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import stat
-import tempfile
 from pathlib import Path
 
 from .errors import UserError, one_line
@@ -139,16 +139,15 @@ def new_path(path):
     """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.{socket.gethostname()}-{os.getpid()}-")
-    os.close(handle)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less what the umask takes
     try:
-        yield Path(temporary)
+        yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
