@@ -149,7 +149,7 @@ def python_rows(packages, most_files=12):
         paths = [path for path in distribution.files or () if path.suffix == ".py" and "test" not in str(path).lower()]
         for path in sorted(paths, key=lambda path: _order(str(path)))[:most_files]:
             try:
-                source = Path(path.locate()).read_text(encoding="utf-8")
+                source = path.read_text()
                 tree = ast.parse(source)
             except (OSError, SyntaxError, ValueError):
                 continue

