@@ -130,7 +130,7 @@ def sections():
         ),
         Section(
             "Sentence embeddings",
-            ("contrastive", "mteb", "distill"),
+            ("contrastive", "mteb", "distill", "open_text"),
             "Main score of each task in percent. The 56 tasks: `neobert mteb --model MODEL --output results/mteb`; local tasks are others.",
             "neobert mteb --model MODEL --output results/mteb",
             _mteb_table(),

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 
 pytest.importorskip("sentence_transformers")
 
 from sentence_transformers import SentenceTransformer
 
+from neobert.benchmarks.open_text import retrieval_table, summary
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
@@ -81,3 +83,19 @@ def test_its_figures_are_kept_with_it():
     assert last["step"] == figures["steps"]
     assert {"held_out_spearman", "tweets_spearman", "editorials_spearman", "movies_spearman"} <= last.keys()
     assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
+
+
+def test_its_card_says_what_was_measured_and_what_is_known():
+    """Both figures, that of the training domain and that of other text, are those of results/; the metadata names the teacher on the Hub."""
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert metadata["base_model"] == "sentence-transformers/all-MiniLM-L6-v2" and metadata["license"] == "apache-2.0"
+    assert metadata["base_model_relation"] in ("adapter", "finetune", "merge", "quantized"), "the Hub knows no other"
+    scores = json.loads((ROOT / "results" / "distill" / "distill.json").read_text())["scores"]
+    share = scores["student"]["WordNetRetrieval"] / scores["teacher"]["WordNetRetrieval"]
+    retrieval = json.loads((ROOT / "results" / "open_text.json").read_text())["retrieval"]
+    page = (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8")
+    for text in (card, page):
+        assert f"| {share:.3f} |" in text and summary(retrieval) in " ".join(text.split())
+    assert retrieval_table(retrieval) in card, "copy the table of results/open_text.md into the card"
+    assert "GCIDE (GPL-2 or later)" in card and "not settled" in card
