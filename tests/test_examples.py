@@ -19,7 +19,7 @@ from .reference import count_rows
 
 
 datasets = pytest.importorskip("datasets")
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoTokenizer, pipeline  # noqa: E402
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,6 +110,8 @@ def test_a_csv_with_columns_and_ratings_of_its_own(model_folder, tmp_path):
     assert metrics["test_accuracy"] > 0.9 and metrics["test_distance"] < 0.5, f"one word decides: {metrics}"
     labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
     assert labels == {str(i): str(i + 1) for i in range(10)}, labels
+    found = pipeline("text-classification", str(tmp_path / "out"), trust_remote_code=True)("anna saw the house: poor")
+    assert found[0]["label"] == "3", "the line that it prints"
 
 
 def test_a_csv_that_cannot_be_split_is_one_sentence(tmp_path, capsys):
