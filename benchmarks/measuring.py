@@ -24,7 +24,7 @@ from .throughput_sets import make_batch
 # every timed call.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
-# Smallest peak of an attempt, in bytes, from which that of a larger batch is foretold: less is lost in what malloc had at hand.
+# Smallest peak of an attempt, in bytes, from which larger batches are extrapolated: a smaller one is lost in malloc's free memory.
 LEAST_PEAK = 32 * 2**20
 
 

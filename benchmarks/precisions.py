@@ -36,6 +36,10 @@ from .throughput_sets import check_set, draw_lengths
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
 # Texts of each set.
 TEXTS = {"short": 16, "128": 6, "512": 2}
+UNFUSED = (
+    "The torchao rows are measured without torchao's fused path (`torch._inductor.config.freezing`, and on a CPU without AMX an "
+    "import that registers its patterns): they do not show how fast torchao can be."
+)
 
 
 @dataclass
@@ -253,6 +257,7 @@ def page(rows, given, texts):
         f"Model: {given.files}. Cosine: the worst of a mean-pooled text to torch in float32. Memory: peak beyond the process without a model, "
         "loading and trying batch sizes included.",
         markdown_table(["engine", "precision", *header, "worst cosine", "memory MiB", "disk MiB"], lines),
+        UNFUSED,
         "## Ours over the fastest other engine and the fastest other model, in the same class of precision",
         "Of speeds divided by the machine's pace, a float32 matrix product beside every pass. An engine runs the same weights; a model has as "
         "many layers, of fewer operations in ModernBERT (5.0 million weights a layer; NeoBERT and BERT 7.1).",

@@ -214,7 +214,7 @@ class Checkpoints(TrainerCallback):
     """Completes every checkpoint with a manifest, and only then removes old ones; saves and stops on SIGTERM.
 
     `save_total_limit` is Trainer's own and counts complete checkpoints; Trainer itself, which removes old ones before all processes have
-    written the new one, does not see it. A folder that has no room for another checkpoint loses all but the newest before the next is written.
+    written the new one, does not see it. If the disk is nearly full, all checkpoints but the newest are deleted before the next is saved.
 
     Args:
         keep_every: every so many steps a checkpoint is kept for good; 0: none.

@@ -1,4 +1,4 @@
-"""Bad input is one sentence for the user: the exception that carries it, what makes strangers' text fit into it, and what a full disk looks like."""
+"""UserError, escaping of untrusted text, and detection of a full disk: bad input is one sentence for the user."""
 
 import errno
 import importlib.util

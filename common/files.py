@@ -153,7 +153,7 @@ def new_path(path):
 
 @contextlib.contextmanager
 def new_file(path):
-    """A binary file beside `path` that takes its name when the block ends well, by then on the disk, and vanishes when it does not."""
+    """A temporary binary file, renamed to `path` on success (flushed to the disk before) and deleted on error."""
     with new_path(path) as temporary, open(temporary, "wb") as file:
         yield file
 
@@ -181,7 +181,7 @@ def remove_left_overs(folder, name=""):
 
 
 def write_text(path, text):
-    """Writes a file completely or not at all. What is no character, as in a file's name that is not UTF-8, is written as "\\udce9"."""
+    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are written as escapes: "\\udce9"."""
     with new_file(path) as file:
         file.write(bytes(text, "utf-8", "backslashreplace"))
 

@@ -179,7 +179,7 @@ def _workplace(target):
 
 
 def recover(folder, command):
-    """Puts right what killed processes left beside `folder`: half-written folders go, an output that was moved away comes back.
+    """Cleans up after killed runs: deletes half-written folders beside `folder`, and restores an output that was moved away.
 
     Args:
         folder: an output, there or not.

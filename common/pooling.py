@@ -1,7 +1,7 @@
 """The files beside a transformer that make a folder of sentence-transformers, in a form that old and new readers agree on.
 
-Versions before 6 read `pooling_mode_mean_tokens` and its kin, newer ones `pooling_mode`; who finds only the other form takes the first
-token's vector without a word. So both forms are always written.
+Versions before 6 read `pooling_mode_mean_tokens` and its kin, newer ones `pooling_mode`. A reader that finds only the other
+form silently uses CLS pooling. So both forms are always written.
 """
 
 from pathlib import Path

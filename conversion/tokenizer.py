@@ -21,7 +21,7 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 # Bytes of one file; the largest vocabularies in use have some 35 MB.
 _LARGEST = 128_000_000
 _SECONDS = 300
-# An embedding may have the tokenizer's size rounded up to one of these, as training on GPUs likes it.
+# An embedding may have the tokenizer's size rounded up to a multiple of one of these (padded for GPU efficiency).
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 _TEXTS = ["The owl's nest, 42 metres up: caf\u00e9!", "[MASK] unaffable \u4f60\u597d", ""]
 

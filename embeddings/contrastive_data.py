@@ -322,7 +322,7 @@ def rows_per_batch(dataset, batch_size, texts_per_batch):
     rows = batch_size if texts_per_batch is None else max(2, texts_per_batch // len(columns))
     # The trainer gives every row the name of its data set, which all rows have in common.
     plain = dataset.with_format(None).select_columns(columns)
-    # How many an order gives depends on it; the least of a few is what nearly all give.
+    # The count depends on the order of the rows: take the minimum of three orders.
     return min(_different_rows(plain, rows, seed) for seed in range(3))
 
 

@@ -271,7 +271,7 @@ def _work(run, rank, encoder, progress_bar):
 
 
 def _await_others(run, encode_all):
-    """Returns when all parts are there; makes them, from the last on, when no other rank has written one for so long."""
+    """Returns when all parts are there. After `patience` seconds without a new part, encodes the missing ones itself, last first."""
     seen, since = None, time.monotonic()
     while True:
         names = set(os.listdir(run.folder))

@@ -31,7 +31,7 @@ SENTENCES = (
 # Tokens of the texts that are compared, special tokens apart: 1 and 2, around a power of two, and long ones.
 _LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 62, 90, 127, 200)
 _LONG = 510
-# Outputs with fewer numbers a token than this have no direction to compare: a text is one vector then.
+# Outputs with fewer numbers a token have too few values for a cosine per token: one flattened vector per text is compared.
 _FEW = 16
 
 

@@ -98,7 +98,7 @@ def _compare(path, source, reference, bounds):
 
 
 def _check_other(path, source, reference):
-    """Tells how near a file is to the model; UserError for one that does not hold it, by the bounds of the lowest precision."""
+    """Prints the cosine similarity of a file to the model; UserError if it is below the bounds of the lowest precision."""
     from .gguf_engine import Engine
 
     engine = Engine(path)

@@ -63,7 +63,7 @@ def rung_recipe(name):
 
 
 def shrink(recipe, scale):
-    """A rung's recipe at a reduced scale, by one rule for all rungs: what the paper's recipes share stays shared, what differs still differs.
+    """A rung's recipe at a reduced scale. One scaling rule for all rungs, so that differences between rungs are kept.
 
     The bound of the uniform initialisation grows with 1 / sqrt(width), from 0.02 at 768, so that narrow models start with activations as large.
     """

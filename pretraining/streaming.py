@@ -1,7 +1,7 @@
 """Micro-batches straight from a streamed data set: tokenised while training, by several workers, and resumed exactly.
 
-The readers of a run are the loader workers of all its processes. Shards (files) are dealt out to them, and where there are fewer shards than
-readers, the rows of a shard too: every row is tokenised by one reader alone. A reader takes down where it is every `SNAPSHOT_EVERY` micro-batches, which
+The readers of a run are the loader workers of all its processes. Shards (files) are divided among them. If there are fewer shards than
+readers, the rows of a shard are divided too: one reader tokenises each row. A reader takes down where it is every `SNAPSHOT_EVERY` micro-batches, which
 travels with the batch; a checkpoint keeps the last ones, and a resumed run goes on from there and passes over the few batches after it.
 """
 
@@ -132,7 +132,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 class Reader:
     """Endless texts of at least `least` tokens from a share of a stream, with what was put back and a state that JSON holds.
 
-    Shards come one after another, in another order every pass; a shuffle buffer would lose its rows in a resumption.
+    Shards come one after another, in another order every pass. There is no shuffle buffer: its contents cannot be saved in a checkpoint.
 
     Args:
         source, spec: the `TokenStream` and `BatchSpec`.

@@ -19,7 +19,7 @@ from .reference import count_rows
 
 
 datasets = pytest.importorskip("datasets")
-from transformers import AutoTokenizer  # noqa: E402
+from transformers import AutoTokenizer, pipeline  # noqa: E402
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +92,34 @@ def test_a_label_that_training_lacks_is_one_sentence(model_folder, tmp_path, cap
     with pytest.raises(SystemExit):
         run("text_classification", tmp_path / "data", model_folder, tmp_path, lambda generator: {"text": "a house", "label": next(labels)})
     assert "test.jsonl has the label 'bad', which no row of train.jsonl has (it has good)" in capsys.readouterr().err
+
+
+def test_a_csv_with_columns_and_ratings_of_its_own(model_folder, tmp_path):
+    """Ratings 1 to 10 keep their order and their names, each in every part; ';' separates, and rows without a rating are left out."""
+    words = ["awful", "bad", "poor", "dull", "fair", "fine", "good", "great", "lovely", "perfect"]
+    generator = random.Random(0)
+    rows = [f"{generator.choice(NAMES)} saw the {generator.choice(THINGS)}: {word};{i}" for i, word in enumerate(words, 1)] * 40
+    (tmp_path / "films.csv").write_text("\n".join(["review;stars", *rows, "no rating;"]), encoding="utf-8")
+    source = (ROOT / "examples" / "classify_csv.py").read_text()
+    assert len(source.splitlines()) < 80 and "neobert" not in source.split("import argparse")[1].replace("chandar-lab/NeoBERT", "")
+    options = {"model": model_folder, "text": "review", "label": "stars", "separator": ";", "output": tmp_path / "out"}
+    options |= {"epochs": 4, "learning-rate": 3e-3}
+    arguments = [str(tmp_path / "films.csv"), *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    module = example("classify_csv")
+    metrics = module.main(arguments)
+    assert metrics["test_accuracy"] > 0.9 and metrics["test_distance"] < 0.5, f"one word decides: {metrics}"
+    labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
+    assert labels == {str(i): str(i + 1) for i in range(10)}, labels
+    found = pipeline("text-classification", str(tmp_path / "out"), trust_remote_code=True)("anna saw the house: poor")
+    assert found[0]["label"] == "3", "the line that it prints"
+
+
+def test_a_csv_that_cannot_be_split_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("text,label\n" + "a house,good\n" * 12 + "a tree,bad\n" * 3, encoding="utf-8")
+    for options, sentence in (([], "{'good': 12, 'bad': 3}"), (["--label", "stars"], "no column 'stars'; it has text, label")):
+        with pytest.raises(SystemExit):
+            example("classify_csv").main([str(tmp_path / "x.csv"), *options])
+        assert sentence in capsys.readouterr().err
 
 
 def test_token_classification(model_folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ def result(tmp_path_factory):
 def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
     rows, page = result
     assert list(rows) == ENGINES
+    committed = Path(__file__).resolve().parents[1] / "results" / "precisions.md"
+    assert precisions.UNFUSED in page and precisions.UNFUSED in committed.read_text(encoding="utf-8"), "which torchao was measured"
     assert "neobert export onnx" in rows["onnx-fp32"]["error"] and "## Not measured" in page and rows["onnx-fp32"]["error"] in page
     for name in ENGINES[:-1]:
         assert [(speed["set"], speed["threads"]) for speed in rows[name]["speeds"]] == [("short", 1), ("short", 2)]

@@ -72,6 +72,15 @@ def test_heads_must_be_given_when_64_does_not_divide(tmp_path, without_proof):
     assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_attention_heads == 4
 
 
+def test_a_given_configuration_replaces_the_one_beside_the_checkpoint(tmp_path, model, tiny_config, without_proof):
+    """docs/conversion.md: the two are not merged; what `--config` leaves out comes from the shapes, then from the published model."""
+    source = save(tmp_path / "run", model.state_dict(), **tiny_config, norm_eps=1e-3)
+    (tmp_path / "given.json").write_text('{"num_attention_heads": 4, "max_position_embeddings": 77}')
+    convert(source, tmp_path / "out", "--tokenizer", "none", "--config", tmp_path / "given.json")
+    read = NeoBERTConfig.from_pretrained(tmp_path / "out")
+    assert (read.max_position_embeddings, read.norm_eps, read.hidden_size) == (77, 1e-5, tiny_config["hidden_size"])
+
+
 def _broken(state, kind):
     state = {name: value.clone() for name, value in state.items()}
     wo = "model.transformer_encoder.1.wo.weight"
