@@ -1,10 +1,12 @@
 """Pins streamed pre-training text: every row is tokenised by one reader alone, processes and workers resume exactly, shards change their order
 with the epoch."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from data_runs import WORDS, make_texts, make_tokenizer, rows_of, texts_of_batch  # noqa: F401
@@ -72,6 +74,35 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
                 break
             seen += texts_of_batch(batch)
         assert len(seen) > 100 and len(set(seen)) == len(seen), "an epoch must hold every text once"
+
+
+def _in_turn(stream):
+    """Batches of all workers of a process in the order of a DataLoader, without its processes."""
+    workers = [stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)]
+    for worker in itertools.cycle(workers):
+        yield next(worker)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_any_interruptions_end_as_none(tmp_path, tokenizer, monkeypatch, case):
+    """Two and three random interruptions, also at once after a continuation: a checkpoint keeps the last snapshot of each worker."""
+    random = np.random.default_rng(case)
+    monkeypatch.setattr(streaming, "SNAPSHOT_EVERY", int(random.choice([1, 3, 50])))
+    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", int(random.choice([8, 40])))
+    _corpus(tmp_path, files=int(random.choice([1, 3, 5])), rows=150)
+    world_size = int(random.choice([1, 2]))
+    given = {"workers": int(random.choice([0, 1, 3])), "world_size": world_size, "rank": int(random.integers(world_size))}
+    given |= SPECS[case % len(SPECS)]
+    expected = list(itertools.islice(_in_turn(_stream(tmp_path, tokenizer, **given)), 60))
+    for interruptions in (2, 2, 3, 3):
+        states, consumed, batches = {}, 0, []
+        for stop in (*sorted(random.integers(61, size=interruptions).tolist()), 60):
+            stream = _stream(tmp_path, tokenizer, **given)
+            stream.load_state(json.loads(json.dumps(states)), consumed)
+            batches += (new := list(itertools.islice(_in_turn(stream), stop - consumed)))
+            states, consumed = {**states, **_states(new)}, stop
+        assert all(map(_same, expected, batches)), given
+        assert [batch[COUNTS] for batch in batches] == [batch[COUNTS] for batch in expected]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
