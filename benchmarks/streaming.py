@@ -69,7 +69,7 @@ def write_files(texts, folder, files):
     """The texts in parquet files of uneven size."""
     bounds = np.sort(np.random.default_rng(1).choice(np.arange(1, len(texts)), files - 1, replace=False))
     for number, part in enumerate(np.split(np.array(texts, dtype=object), bounds)):
-        Dataset.from_dict({"content": list(part)}).to_parquet(str(folder / f"part-{number:05d}.parquet"))
+        Dataset.from_dict({"text": list(part)}).to_parquet(str(folder / f"part-{number:05d}.parquet"))
 
 
 class Counting:
@@ -106,8 +106,8 @@ def run_stage(spec, given, sources, tokenizer, rows):
     """The figures of one stage."""
 
     def stream(rank):
-        loaded, kind = load_rows(sources, streaming=True)
-        counting = Counting(Tokenise(tokenizer, kind))
+        loaded = load_rows(sources, streaming=True)
+        counting = Counting(Tokenise(tokenizer))
         tokens = TokenStream(loaded, counting, SpecialTokens.of(tokenizer))
         return StreamedBatches(tokens, TokenMasking(tokenizer), spec, 10**6, rank, given.ranks, given.workers)
 

@@ -28,7 +28,7 @@ class TokenStream:
     """Rows that are tokenised while they are read.
 
     Args:
-        rows: `datasets.IterableDataset` with the column "text" (jsonl: undecoded lines).
+        rows: `datasets.IterableDataset` with the column "text".
         tokenise: `Tokenise`.
         special: `SpecialTokens`, put around every text.
     """

@@ -20,9 +20,9 @@ from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, Streame
 
 
 def _stream(path, tokenizer, rank=0, world_size=1, workers=0, **spec):
-    rows, kind = rows_of(str(path), column="text", streaming=True)
+    rows = rows_of(str(path), column="text", streaming=True)
     spec = BatchSpec(**{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec})
-    tokenise, masking = Tokenise(tokenizer, kind, "text"), TokenMasking(tokenizer)
+    tokenise, masking = Tokenise(tokenizer), TokenMasking(tokenizer)
     return StreamedBatches(TokenStream(rows, tokenise, SpecialTokens.of(tokenizer)), masking, spec, 1000, rank, world_size, workers)
 
 
@@ -123,7 +123,7 @@ def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed)
 def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, readers):
     """Files dealt out, also where they do not come out even, and rows where there are fewer files than readers."""
     _corpus(tmp_path, files=files, rows=31)
-    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True)[0])
+    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True))
     read, shares = Counter(), []
     for number in range(readers):
         stream = _stream(tmp_path, tokenizer, rank=number, world_size=readers)
