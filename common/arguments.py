@@ -4,6 +4,7 @@ A recipe is a YAML file of `name: value` lines. What the command line gives wins
 `trainer:` in a recipe, by their names on the command line.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -13,7 +14,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
 from .errors import UserError, listed
-from .yaml_files import read_mapping, read_scalar, read_yaml
+from .yaml_files import read_collection, read_scalar, read_yaml
 
 
 def option(default=MISSING, help="", *, default_factory=MISSING, positional=False, **bounds):
@@ -101,8 +102,10 @@ def _convert(hint, value):
         return None
     if value is None:
         raise ValueError
-    if dict in plain and isinstance(value, str) and value.lstrip().startswith("{"):
-        value = read_mapping(value)
+    for kind, mark in ((dict, "{"), (list, "[")):
+        if kind in plain and isinstance(value, str) and value.lstrip().startswith(mark):
+            with contextlib.suppress(ValueError):  # else it is text, a pattern such as [ab]*.txt
+                value = read_collection(value, kind)
     if plain == [list] and not isinstance(value, (list, dict)):
         value = [value]
     if isinstance(value, (list, dict)):
@@ -240,7 +243,7 @@ def _options(argv, hints):
             raise UserError(f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given")
         if not given:
             values[name] = True
-        elif list not in kinds or (len(given) == 1 and str in kinds):
+        elif list not in kinds or (len(given) == 1 and (str in kinds or given[0].startswith("["))):
             values[name] = given[0]
     return values
 

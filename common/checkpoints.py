@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,12 +113,16 @@ def _digest(path):
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
-def write_manifest(checkpoint, step):
-    """Marks a checkpoint as complete."""
+def write_manifest(checkpoint, step, spent=None):
+    """Marks a checkpoint as complete.
+
+    Args:
+        spent: {"seconds", "cpu_seconds"} of the training so far, to go on counting from.
+    """
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST)
     with ThreadPoolExecutor(4) as pool:
         digests = dict(zip((path.relative_to(checkpoint).as_posix() for path in files), pool.map(_digest, files)))
-    write_json(checkpoint / MANIFEST, {"step": step, "files": digests})
+    write_json(checkpoint / MANIFEST, {"step": step, **(spent or {}), "files": digests})
 
 
 def damage(checkpoint):
@@ -218,15 +223,23 @@ class Checkpoints(TrainerCallback):
 
     Args:
         keep_every: every so many steps a checkpoint is kept for good; 0: none.
+        checkpoint: that the run goes on from, or None.
     Attributes:
         stopped: whether the training ended because of SIGTERM.
     """
 
-    def __init__(self, keep_every=0):
+    def __init__(self, keep_every=0, checkpoint=None):
         self.keep_every = keep_every
+        before = _read_manifest(checkpoint) if checkpoint else {}
+        self._begun = (time.perf_counter() - before.get("seconds", 0), time.process_time() - before.get("cpu_seconds", 0))
         self.stopped = False
         self._limit = self._handler = self._args = None
         self._signalled = self._postponed = False
+
+    def spent(self):
+        """Seconds and CPU seconds of the training, in this process and in those that it goes on from."""
+        seconds, cpu_seconds = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._args, self._limit, args.save_total_limit = args, args.save_total_limit, None
@@ -260,7 +273,7 @@ class Checkpoints(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
         if args.should_save:
-            write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step)
+            write_manifest(Path(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step, self.spent())
             _forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
         args.distributed_state.wait_for_everyone()
 
@@ -308,7 +321,8 @@ def train(trainer, keep_every=0, before=None):
         keep_every: of `Checkpoints`.
         before: called with the checkpoint that is continued from, if there is one, before the training.
     Returns:
-        Trainer's TrainOutput; its training_loss is nan where no step was left to train.
+        Trainer's TrainOutput; its training_loss is nan where no step was left to train. Its metrics have train_runtime and cpu_seconds of
+        the run with all its continuations.
     Raises:
         Stopped: SIGTERM came; the step is saved. The caller must not write its result then.
         UserError: the disk is full. What was half written is removed.
@@ -319,7 +333,7 @@ def train(trainer, keep_every=0, before=None):
         keep_freed_memory()
     if before is not None and checkpoint is not None:
         before(checkpoint)
-    callback = Checkpoints(keep_every)
+    callback = Checkpoints(keep_every, checkpoint)
     trainer.add_callback(callback)
     try:
         output = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
@@ -336,6 +350,8 @@ def train(trainer, keep_every=0, before=None):
         state = trainer.state
         sentence = f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}, which is saved; the same command goes on"
         raise Stopped(sentence if is_main() else "")
+    spent = callback.spent()
+    output.metrics.update(train_runtime=spent["seconds"], cpu_seconds=spent["cpu_seconds"])
     return output
 
 

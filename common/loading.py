@@ -1,6 +1,7 @@
 """What several commands load alike: the bundled folders, devices, dtypes, tokenizers, and how long a text a model takes."""
 
 import functools
+import json
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from .errors import UserError, one_line
+from .files import json_text, read_json, write_text
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,11 +110,28 @@ def set_attention(model, implementation):
         raise UserError(f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})") from error
 
 
+def check_there(name):
+    """Raises UserError for a name that is neither a file or folder, nor may be one on the Hub, ORGANISATION/MODEL. No network is asked.
+
+    Names without an organisation, as old models have them, count where the local cache has them.
+    """
+    path, name = Path(name), str(name)
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
+    if not path.exists() and not on_hub and not _is_cached(name):
+        raise UserError(f"there is no {name or repr(name)}; give a folder, or a name on the Hub as ORGANISATION/MODEL")
+
+
+def _is_cached(name):
+    from huggingface_hub import try_to_load_from_cache
+
+    return bool(re.fullmatch(r"[\w-][\w.-]*", name)) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
 def check_model(name):
-    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on the Hub (ORGANISATION/MODEL or MODEL)."""
+    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on the Hub; see `check_there`."""
+    check_there(name)
     path = Path(name)
-    local = path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or ("/" in name and path.parent.is_dir())
-    if local and not any((path / file).is_file() for file in ("config.json", "modules.json")):
+    if path.exists() and not any((path / file).is_file() for file in ("config.json", "modules.json")):
         raise UserError(
             f"there is no model in {name}: it needs a config.json or modules.json (a raw checkpoint goes through neobert convert)"
         )
@@ -124,6 +143,7 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
     Raises:
         UserError: there is none, or, with `padding`, it has no padding token.
     """
+    check_there(name)
     from transformers import AutoTokenizer
 
     try:
@@ -135,6 +155,30 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
     if padding and tokenizer.pad_token_id is None:
         raise UserError(f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is this an encoder?")
     return tokenizer
+
+
+def save_tokenizer(tokenizer, folder):
+    """`tokenizer.save_pretrained`, so that transformers 4 loads it too."""
+    tokenizer.save_pretrained(folder)
+    name_tokenizer_class(folder)
+
+
+def name_tokenizer_class(folder):
+    """Gives a tokenizer that transformers 5 saved a form that transformers 4 loads alike: the older names of its class and settings."""
+    path = Path(folder) / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    settings = old = read_json(path)
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings = {**settings, "additional_special_tokens": settings["extra_special_tokens"]}
+        del settings["extra_special_tokens"]
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+        # Version 4 takes the space before a text from here, and where nothing is said changes tokenizer.json's.
+        words = json.loads((path.parent / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"] or {}
+        settings |= {name: words[name] for name in ("add_prefix_space",) if name in words}
+    if settings != old:
+        write_text(path, json_text(settings))
 
 
 def check_vocabulary(tokenizer, model, name):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .errors import UserError
 from .files import read_json, write_json
+from .loading import name_tokenizer_class
 
 
 # Name of `pooling_mode`: key of the older form.
@@ -81,6 +82,7 @@ def save_for_all_versions(model, folder):
     """
     folder = Path(folder)
     model.save_pretrained(str(folder))
+    name_tokenizer_class(folder)
     modules = read_json(folder / "modules.json")
     for module in modules:
         package, _, kind = module["type"].rpartition(".")

@@ -13,6 +13,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import zlib
@@ -123,6 +124,22 @@ def row_columns(path):
     return []
 
 
+def check_column(files, column, option):
+    """Raises UserError unless one of the first 100 rows has a column, whose name is the value of `option`."""
+    seen, broken = {}, []
+    rows = itertools.chain.from_iterable(read_rows(file, start=Place(file, 1), broken=broken.append) for file in files)
+    for _, row in itertools.islice(rows, 100):
+        seen.update(row)
+        if column in row:
+            break
+    if broken and (not seen or _ARRAY in str(broken[0])):
+        raise broken[0]
+    if column in seen:
+        return
+    found = f"only {listed(seen)}" if seen else "nor any row"
+    raise UserError(f"{files[0]} has no column {column!r}, {found}; name it with {option}")
+
+
 def open_parquet(path):
     """A `pyarrow.parquet.ParquetFile`; UserError for another kind of file."""
     require("train", "pyarrow")
@@ -183,7 +200,7 @@ def _open(path):
         require("train", "zstandard")
         import zstandard
 
-        return zstandard.open(path, "rb")
+        return io.BufferedReader(zstandard.open(path, "rb"))
 
 
 def _lines(path, columns, start):
@@ -199,16 +216,20 @@ def _lines(path, columns, start):
             offset += len(line)
 
 
+_ARRAY = "; of an array make such lines: jq -c '.[]' FILE.json > FILE.jsonl"
+
+
 def _json_object(place, line):
+    hint = _ARRAY if line.strip()[:2].replace(b" ", b"") in (b"[", b"[{") else ""
     try:
         row = json.loads(line)
     except RecursionError:
         raise UserError(f"{place} is not JSON (too deeply nested)") from None
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error) if line.isascii() else "it is not UTF-8"
-        raise UserError(f"{place} is not JSON ({reason})") from None
+        raise UserError(f"{place} is not JSON ({reason}){hint}") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place} must be an object {{...}}, one a line, but is {short(row)}")
+        raise UserError(f"{place} must be an object {{...}}, one a line, but is {short(row)}{hint}")
     return row
 
 

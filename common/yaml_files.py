@@ -114,14 +114,14 @@ def read_scalar(text):
     return value if isinstance(value, (bool, int, float)) or value is None else text
 
 
-def read_mapping(text):
-    """A mapping in YAML's or JSON's braces; ValueError for anything else."""
+def read_collection(text, kind):
+    """A mapping (`kind` dict) or list in YAML's or JSON's brackets; ValueError for anything else."""
     try:
         value = _load(text)
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a mapping")
+    if not isinstance(value, kind):
+        raise ValueError(f"{text!r} is not a {kind.__name__}")
     return value
 
 

@@ -1,7 +1,7 @@
 """`neobert glue`: the paper's GLUE protocol (its section 4.2) for any encoder, full or LoRA, with several seeds, and its table.
 
     neobert glue --task rte --model chandar-lab/NeoBERT
-    neobert glue --task all --model bert-base-uncased --grid --seeds 1 2 3
+    neobert glue --task all --model google-bert/bert-base-uncased --grid --seeds 1 2 3
     neobert glue --task sst2 --data my_folder --model my_model --lora
 
 Every finished run is a folder OUTPUT/<name>/<task>/<run>/ with result.json; the same command again skips it and continues an unfinished one

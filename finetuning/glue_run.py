@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ..common import checkpoints
 from ..common.arguments import check_trainer_options, training_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
-from ..common.loading import check_model, check_vocabulary, text_limit
+from ..common.loading import check_model, check_vocabulary, save_tokenizer, text_limit
 from ..common.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..common.memory import PeakMemory, mebibytes
 from ..common.optimisation import decay_parameter_names
@@ -295,16 +294,16 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
     )
     with checkpoints.lock_run(folder):
         resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
-        memory, started, cpu_started = PeakMemory(), time.perf_counter(), time.process_time()
-        checkpoints.train(trainer)
-        seconds, cpu_seconds, peak = time.perf_counter() - started, time.process_time() - cpu_started, mebibytes(memory.peak)
+        memory = PeakMemory()
+        spent = checkpoints.train(trainer).metrics
+        peak = mebibytes(memory.peak)
         result = {
             **_identity(settings, options, task, new_head),
             **_outcome(trainer, task, slices, steps),
             "parameters": parameters,
-            "seconds": round(seconds, 1),
-            "seconds_per_step": round(seconds / max(1, trainer.state.global_step), 4),
-            "cpu_seconds": round(cpu_seconds, 1),
+            "seconds": spent["train_runtime"],
+            "seconds_per_step": round(spent["train_runtime"] / max(1, trainer.state.global_step), 4),
+            "cpu_seconds": spent["cpu_seconds"],
             "resumed": resumed,
             "peak_memory_mib": peak,
             "memory_before_mib": mebibytes(memory.before),
@@ -387,7 +386,7 @@ def _save(trainer, tokenizer, evaluation, folder, settings, options):
     partial = folder / "best.partial"
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    save_tokenizer(tokenizer, partial)
     shutil.rmtree(folder / "best", ignore_errors=True)
     partial.rename(folder / "best")
     again = AutoModelForSequenceClassification.from_pretrained(

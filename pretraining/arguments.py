@@ -8,7 +8,6 @@ import torch
 
 from ..common.arguments import BLOCKS_ONLY, Arguments, check_trainer_options, option, training_arguments
 from ..common.errors import UserError
-from ..common.loading import TOKENIZER
 from ..common.optimisation import OPTIMIZERS
 from .batches import LAYOUTS, LONG_TEXTS, BatchSpec
 from .sources import parse_sources
@@ -19,7 +18,7 @@ class ModelArguments(Arguments):
     """What is trained."""
 
     model_config: dict | None = option(None, "fields of NeoBERTConfig that differ from the published model, as a mapping")
-    tokenizer: str = option(str(TOKENIZER), "folder or Hub name")
+    tokenizer: str | None = option(None, "folder or Hub name; default: that of init_from, or the bundled one")
     init_from: str | None = option(None, "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub name")
     init_optimizer: bool = option(False, "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)")
 
@@ -38,7 +37,7 @@ class DataArguments(Arguments):
     )
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
-    column: str = option("content", "column with the text")
+    column: str = option("text", "column with the text")
     heldout: str | list | None = option(None, "held-out text, as dataset; evaluated every eval_steps and at the end")
     streaming: bool | None = option(
         None, "read and tokenise while training, prepared set or not; default: yes for one Hub name without a prepared set"
@@ -129,7 +128,7 @@ GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
 TRAINER = {
     "max_steps": 1_000_000,
     "learning_rate": 6e-4,
-    "warmup_steps": 2000,
+    "warmup_steps": 0.05,  # of the steps; the paper's 2,000 are in its recipes
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
@@ -153,13 +152,8 @@ _FIXED = {
 
 
 def paper_schedule(max_steps, warmup_steps):
-    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at 90 % of the steps, then constant.
-
-    Args:
-        warmup_steps: below 1 it is a share of the steps, as for Trainer.
-    """
-    warmup = warmup_steps if warmup_steps >= 1 else math.ceil(warmup_steps * max_steps)
-    decay = max(1, round(0.9 * max_steps) - int(warmup))
+    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at 90 % of the steps, then constant."""
+    decay = max(1, round(0.9 * max_steps) - int(warmup_steps))
     kwargs = {"num_stable_steps": 0, "num_decay_steps": decay, "decay_type": "cosine", "min_lr_ratio": 0.1}
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
 
@@ -177,6 +171,8 @@ def make_training_arguments(run, batch, given):
     check_trainer_options(given)
     if given["max_steps"] < 1:
         raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
+    if 0 < given["warmup_steps"] < 1:  # a share of the steps
+        given["warmup_steps"] = min(math.ceil(given["warmup_steps"] * given["max_steps"]), given["max_steps"] - 1)
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
         given |= paper_schedule(given["max_steps"], given["warmup_steps"])
     accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))

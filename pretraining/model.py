@@ -9,9 +9,11 @@ from transformers.utils import logging
 from ..common.checkpoints import newest_complete
 from ..common.errors import UserError, one_line
 from ..common.files import read_json
+from ..common.loading import TOKENIZER, check_there, load_tokenizer
 from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
+from .prepared import tokenizer_fingerprint
 
 
 logger = logging.get_logger(__name__)
@@ -21,6 +23,28 @@ _SHAPE = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "hidden_act", "norm_type"),
     *("position_embedding_type", "tie_word_embeddings"),
 )
+
+
+def choose_tokenizer(given, start):
+    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it; else the given or the bundled one.
+
+    Args:
+        given: folder or Hub name, or None.
+        start: see `weights_folder`, or None.
+    Raises:
+        UserError: `given` is not the tokenizer of `start`.
+    """
+    if start is None:
+        return load_tokenizer(given or str(TOKENIZER), padding=False)
+    try:
+        tokenizer = load_tokenizer(start, padding=False)
+    except UserError:
+        if given is None:
+            raise
+        return load_tokenizer(given, padding=False)  # weights alone
+    if given is not None and tokenizer_fingerprint(load_tokenizer(given, padding=False)) != tokenizer_fingerprint(tokenizer):
+        raise UserError(f"tokenizer {given} is another one than that of init_from {start}, which the weights belong to; leave it out")
+    return tokenizer
 
 
 def make_model(model_config, init_from, tokenizer, seed):
@@ -105,6 +129,7 @@ def _check_vocabulary(rows, tokenizer, where):
 def weights_folder(init_from):
     """Where the weights of `init_from` are: itself, or, of a run's output folder without a final model, its newest complete checkpoint."""
     folder = Path(init_from)
+    check_there(init_from)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return init_from
     checkpoint = newest_complete(folder)

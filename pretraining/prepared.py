@@ -21,7 +21,7 @@ from ..common.errors import UserError, one_line
 from ..common.files import read_json, redacted, remove_left_overs, write_json
 from ..common.locks import LOCK_FILE, FolderLock
 from ..common.outputs import check_folder
-from .sources import UNDECODABLE, load_rows, source_key
+from .sources import load_rows, source_key
 
 
 # What a row became: a token count, or one of these.
@@ -39,36 +39,17 @@ class TokenisedTexts:
 class Tokenise:
     """Batched `map` function: texts to input_ids (no special tokens, never cut) and length (with the two special tokens).
 
-    A row that is empty gets length EMPTY, one that is not text (broken JSON, wrong type) BROKEN.
+    A row that is empty gets length EMPTY, a broken one (None) BROKEN.
 
     Args:
         tokenizer: a fast tokenizer.
-        kind: what `load_rows` said of the sources; rows of jsonl are undecoded lines.
-        column: with the text, of jsonl.
     """
 
-    def __init__(self, tokenizer, kind="text", column=None):
-        self.tokenizer, self.json_column = tokenizer, column if kind == "jsonl" else None
-
-    def text(self, value):
-        """The row's text, or None for a broken row."""
-        if self.json_column is not None:
-            if not value.strip():
-                return ""
-            try:
-                value = json.loads(value)[self.json_column]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                return None
-        if not isinstance(value, str) or UNDECODABLE in value:
-            return None
-        try:
-            value.encode()  # half of a surrogate pair, which JSON can name, is not text
-        except UnicodeEncodeError:
-            return None
-        return value
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
 
     def __call__(self, batch):
-        texts = [self.text(value) for value in batch["text"]]
+        texts = batch["text"]
         ids = self.tokenizer(
             [text or "" for text in texts],
             add_special_tokens=False,
@@ -126,14 +107,14 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
             raise UserError(f"{out} holds {others[0]}, but no set that neobert pretrain prepared (source.json); choose another --prepared")
     if (out / "prepared.json").exists():
         return _read_own(out / "prepared.json", _SUMMARY)
-    rows, kind = load_rows(sources)
+    rows = load_rows(sources)
     name = key["dataset"]
     if not len(rows):
         raise UserError(f"dataset {name} has no rows")
     with FolderLock(out):
         write_json(begun, key)
         shards = shards or -(-len(rows) // 200_000)
-        tokenise = Tokenise(tokenizer, kind, sources[0].column)
+        tokenise = Tokenise(tokenizer)
         features = Features({"input_ids": Sequence(Value("uint16" if len(tokenizer) <= 2**16 else "int32")), "length": Value("int32")})
         totals = {"rows": 0, "kept": 0, "empty": 0, "broken": 0, "tokens": 0}
         for number in tqdm(range(shards), desc=f"tokenising {name}", unit="shard", disable=shards == 1):

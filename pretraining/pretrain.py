@@ -3,11 +3,11 @@
 `--prepare` only tokenises the data. The same command again continues from the last complete checkpoint.
 """
 
+import functools
 import json
 import os
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,13 +25,14 @@ from ..common.blocks import compile_blocks  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
 from ..common.files import read_json, redacted, remove_left_overs, write_json  # noqa: E402
-from ..common.loading import load_tokenizer, set_attention  # noqa: E402
+from ..common.identity import model_digest  # noqa: E402
+from ..common.loading import set_attention  # noqa: E402
 from ..common.outputs import check_apart, check_folder  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from .arguments import GROUPS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments, make_training_arguments  # noqa: E402
 from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
-from .model import make_model, weights_folder  # noqa: E402
+from .model import choose_tokenizer, make_model, weights_folder  # noqa: E402
 from .prepared import Tokenise, describe, load_prepared, prepare, source_digest  # noqa: E402
 from .raw_checkpoint import raw_from_model  # noqa: E402
 from .sources import load_rows  # noqa: E402
@@ -80,6 +81,11 @@ class Run:
     def prepared(self):
         """Where the tokenised sets are."""
         return Path(self.data.prepared) if self.data.prepared else self.output / "prepared"
+
+    @functools.cached_property
+    def start(self):
+        """Folder or Hub name of the weights that it starts from, or None."""
+        return None if self.model.init_from is None else weights_folder(self.model.init_from)
 
     @property
     def sources(self):
@@ -143,12 +149,19 @@ def prepared_tokens(run, name, sources, tokenizer):
     return tokens
 
 
+def check_text(run):
+    """Opens the text that is not prepared yet, so that what is not there, a column as well, is named before a model is loaded."""
+    for name, sources in run.sources.items():
+        local = sources[0].local
+        if not (local and local[0] == "prepared") and not (run.prepared / name / "prepared.json").is_file():
+            load_rows(sources, streaming=True)
+
+
 def make_stream(run, tokenizer, masking):
     """`StreamedBatches` of this process."""
-    training, sources = run.training, run.data.sources
-    rows, kind = load_rows(sources, streaming=True)
+    training, rows = run.training, load_rows(run.data.sources, streaming=True)
     return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer, kind, sources[0].column), SpecialTokens.of(tokenizer)), masking, run.spec, run.micro_batches,
+        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)), masking, run.spec, run.micro_batches,
         training.process_index, training.world_size, training.dataloader_num_workers,
     )  # fmt: skip
 
@@ -255,6 +268,7 @@ def _known_by(run, tokenizer):
     trainer = run.training.to_dict()
     values |= {name: trainer[name] for name in _NUMBERS if name in trainer}
     values |= {"streaming": run.streams, "data": source_digest(run.data.sources, tokenizer), "world_size": run.training.world_size}
+    values["init_from"] = None if run.start is None else model_digest(run.start)
     if run.streams:  # each worker reads a share of its own
         values["dataloader_num_workers"] = run.training.dataloader_num_workers
     return {"command": "pretrain", **redacted(json.loads(json.dumps(values)))}
@@ -270,21 +284,20 @@ def _check_continues(run, values):
             raise UserError(f"{run.output} was started with {name}={before[name]!r}, now {value!r}; give the same, or another output")
 
 
-def _is_finished(run):
-    """Whether the output holds the model of this very run, and no checkpoint that it could go on from."""
-    if _begun_with(run) is None or not (run.output / "config.json").is_file() or any(run.output.glob("checkpoint-*")):
-        return False
-    if run.run.raw_checkpoint and not (run.output / "raw").is_dir():
-        return False
-    result = run.output / "result.json"
-    return result.is_file() and 0 < run.training.max_steps <= read_json(result).get("steps", 0)
+def _finished(run, heldout):
+    """result.json, where the output holds the finished model of this very run, measured on this held-out text (`source_digest`); or None."""
+    path = run.output / "result.json"
+    if _begun_with(run) is None or not (run.output / "config.json").is_file() or not path.is_file():
+        return None
+    result = read_json(path)
+    return result if run.training.max_steps <= result.get("steps", 0) and heldout == result.get("heldout") else None
 
 
 def _moments(run):
     """The file of the optimizer's state that the run begins with, or None."""
     if not run.model.init_optimizer:
         return None
-    path = Path(weights_folder(run.model.init_from)) / "optimizer.pt"
+    path = Path(run.start) / "optimizer.pt"
     if not path.is_file():
         raise UserError(f"init_optimizer: {path} is not there; give one of the run's checkpoints as init_from")
     return path
@@ -296,7 +309,7 @@ def _moments(run):
 def execute(run):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without held-out text)."""
     batch, training = run.batch, run.training
-    tokenizer = load_tokenizer(run.model.tokenizer, padding=False)
+    tokenizer = choose_tokenizer(run.model.tokenizer, run.start)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
     inputs = _inputs(run)
@@ -306,7 +319,8 @@ def execute(run):
         for name, sources in run.sources.items():
             prepared_tokens(run, name, sources, tokenizer)
         return {}
-    model = make_model(run.model.model_config, run.model.init_from, tokenizer, training.seed)
+    check_text(run)
+    model = make_model(run.model.model_config, run.start, tokenizer, training.seed)
     if run.run.attn_implementation:
         set_attention(model, run.run.attn_implementation)
     if run.run.compile:
@@ -315,10 +329,12 @@ def execute(run):
     _check(run, tokenizer, model)
     values = _known_by(run, tokenizer)
     _check_continues(run, values)
-    if _is_finished(run):
+    heldout_text = redacted(source_digest(run.data.heldout_sources, tokenizer)) if run.data.heldout is not None else None
+    if (result := _finished(run, heldout_text)) is not None:
         if training.process_index == 0:
             print(f"{run.output}: finished already, after {training.max_steps:,} steps", file=sys.stderr)
-        return {}
+            _write_raw(run, result["steps"])
+        return {name: value for name, value in result.items() if name.startswith("eval_")}
 
     tokens = heldout = None
     if run.streams:
@@ -346,12 +362,11 @@ def execute(run):
             run=run.run,
             moments=moments,
         )
-        started = time.process_time()
-        train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None)
-        return _finish(run, trainer, tokens, tokenizer, time.process_time() - started)
+        spent = train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None).metrics
+        return _finish(run, trainer, tokens, tokenizer, {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text})
 
 
-def _finish(run, trainer, tokens, tokenizer, cpu_seconds):
+def _finish(run, trainer, tokens, tokenizer, more):
     """Saves the final model and what it reached."""
     training, metrics, heldout = trainer.args, {}, trainer.eval_dataset
     if heldout is not None:
@@ -362,20 +377,25 @@ def _finish(run, trainer, tokens, tokenizer, cpu_seconds):
     _save_final(trainer, run.output)
     if trainer.is_world_process_zero():
         trainer.write_log()
-        if run.run.raw_checkpoint:
-            raw_from_model(run.output, run.output / "raw", trainer.state.global_step, getattr(torch, run.run.raw_checkpoint))
+        _write_raw(run, trainer.state.global_step)
         result = environment(
             processes=training.world_size,
             distributed=trainer.accelerator.distributed_type.value,
             steps=trainer.state.global_step,
             tokens_seen=trainer.state.num_input_tokens_seen,
             parameters=_parameters(run.output),
-            cpu_seconds=round(cpu_seconds, 1),
+            **more,
             dtype="bfloat16 autocast" if training.bf16 else "float16 autocast" if training.fp16 else "float32",
         )
         write_json(run.output / "result.json", {**result, **metrics})
     trainer.accelerator.wait_for_everyone()
     return metrics
+
+
+def _write_raw(run, step):
+    """The final weights in the authors' layout, where they were asked for and are not there."""
+    if run.run.raw_checkpoint and not (run.output / "raw" / "config.yaml").is_file():
+        raw_from_model(run.output, run.output / "raw", step, getattr(torch, run.run.raw_checkpoint))
 
 
 def _save_final(trainer, output):

@@ -30,11 +30,14 @@ from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
-from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, text_limit
+from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
 from ..common.locks import FolderLock
 from ..common.outputs import check_folder, check_result_files
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
-from .pseudo_perplexity_texts import make_units
+from .pseudo_perplexity_texts import make_units, open_texts
+
+
+LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
 
 
 @dataclass
@@ -42,17 +45,16 @@ class PseudoPerplexityArguments(Arguments):
     """Options of `neobert pseudo-perplexity`."""
 
     model: str = option(help="folder or Hub name of a masked language model")
-    text: str = option(help=".txt (texts between blank lines), .jsonl, .parquet, .csv, a folder of such files, or a Hub data set")
+    text: str = option(help=".txt (a text a line), .jsonl, .parquet, .csv, a folder of such files, or a Hub data set")
     column: str = option("text", "column with the text")
     subset: str | None = option(None, "subset of the Hub data set")
     split: str = option("train", "split of the Hub data set")
     output: str = option("results/pseudo_perplexity", "folder of the CSV, the table and the plot")
     name: str | None = option(None, "name in the plot; default: last part of --model")
     tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
-    lengths: list[int] = option(
-        help="length buckets, in tokens", default_factory=lambda: [128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192], least=1,
-        most=2**31 - 1,
-    )  # fmt: skip
+    lengths: list[int] | None = option(
+        None, f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's context", least=1, most=2**31 - 1
+    )
     bucketing: str = option(
         "cut", "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up",
         choices=("cut", "own"),
@@ -73,10 +75,9 @@ class PseudoPerplexityArguments(Arguments):
     def __post_init__(self):
         super().__post_init__()
         self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(",", ";")
-        self.lengths = sorted(set(self.lengths))
         self.position_count = None if self.positions == "exact" else _count(self.positions)
         self.yarn_factors = [None if part == "off" else _factor(part) for part in self.yarn]
-        if not self.lengths or not self.yarn_factors:
+        if self.lengths == [] or not self.yarn_factors:
             raise UserError("lengths and yarn need a value each")
 
 
@@ -171,7 +172,6 @@ def load_model(given, factor):
     Raises:
         UserError: no model, no masked-LM head, or no rotary positions to extend.
     """
-    check_model(given.model)
     try:
         config = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -216,6 +216,12 @@ def _set_yarn(config, factor, given):
     else:
         config.rope_scaling = scaling
     config.max_position_embeddings = max(config.max_position_embeddings, math.ceil(original * factor))
+
+
+def usual_lengths(context):
+    """`LENGTHS` up to the context of a model, which is among them."""
+    longest = min(context, LENGTHS[-1])
+    return [*(length for length in LENGTHS if length < longest), longest]
 
 
 # --------------------------------------------------------------------------------------------------------------- evaluation
@@ -315,6 +321,8 @@ def main(argv=None):
     path = Path(given.output) / "pseudo_perplexity.csv"
     finished = read_finished(path)
     check_result_files(given.output, "pseudo-perplexity", finished, *(f"{path.stem}{ending}" for ending in (".json", ".md", ".png")))
+    check_model(given.model)
+    rows = open_texts(given)
     model = load_model(given, given.yarn_factors[0])
     tokenizer = load_tokenizer(given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code)
     if tokenizer.mask_token_id is None:
@@ -322,10 +330,13 @@ def main(argv=None):
     check_vocabulary(tokenizer, model, given.model)
     revision = model_digest(given.model) + (f" {given.tokenizer}".replace(",", ";") if given.tokenizer else "")
     check_weights(given, revision, finished, path)
-    for factor in given.yarn_factors[1:]:
-        if factor is not None:
-            _set_yarn(AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code), factor, given)
-    units, texts = make_units(given, tokenizer, None if _rotary(model.config) else text_limit(model, tokenizer))
+    context = position_limit(model.base_model)
+    for factor in filter(None, given.yarn_factors[1:]):
+        config = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
+        _set_yarn(config, factor, given)
+        context = max(context, config.max_position_embeddings)
+    given.lengths = sorted(set(given.lengths or usual_lengths(context)))
+    units, texts = make_units(given, rows, tokenizer, None if _rotary(model.config) else text_limit(model, tokenizer))
     planned = plan(given, tokenizer, units, revision)
     with FolderLock(given.output):
         finished = read_finished(path, repair=True)

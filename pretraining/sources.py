@@ -1,27 +1,24 @@
 """Where the text of a run comes from: Hub data sets, local files, sets that `datasets` saved; read as rows with one column, "text"."""
 
-import codecs
+import functools
 import glob
 import hashlib
-import json
+import itertools
 import os
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Features, IterableDataset, Value, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset, load_from_disk
 
 from ..common.checkpoints import is_main
 from ..common.errors import UserError, one_line, require
+from ..common.rows import FORMATS, Place, check_column, read_rows, row_format
 
 
-# Bytes that are not UTF-8 become this code point, which no text may hold, so that their row alone is broken and not its file.
-UNDECODABLE = "\ufdd0"
-codecs.register_error("neobert.undecodable", lambda error: (UNDECODABLE, error.end))
-_TEXT_ENDINGS = {".txt": "text", ".text": "text", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_FILE_ENDINGS = (*_TEXT_ENDINGS, *_COMPRESSED, ".csv", ".tsv", ".arrow", ".zip")
+# Endings of names that are meant as files, so that the Hub need not be asked for them.
+_FILE_ENDINGS = (*FORMATS, ".gz", ".bz2", ".xz", ".zst", ".arrow", ".zip")
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Source:
     subset: str | None = None
     revision: str | None = None
     split: str = "train"
-    column: str = "content"
+    column: str = "text"
 
     @property
     def local(self):
@@ -46,7 +43,7 @@ class Source:
         return local_files(self.name)
 
 
-def parse_sources(dataset, subset=None, split="train", column="content"):
+def parse_sources(dataset, subset=None, split="train", column="text"):
     """The sources of a recipe's `dataset`: a name or a list; "name:subset@revision, other name" is a list too, unless it is a file's name.
 
     Raises:
@@ -76,10 +73,10 @@ def is_path(name):
 
 
 def local_files(name):
-    """(kind, files) of a local source, or None for a Hub name. Kinds: text (one text a line), jsonl, parquet, saved, prepared.
+    """(kind, files) of a local source, or None for a Hub name. Kinds: rows (of `common.rows`), parquet, saved, prepared.
 
     Raises:
-        UserError: there is nothing, or files of no known kind or of several.
+        UserError: there is nothing, or files of no known format or of several.
     """
     path = Path(name)
     if path.is_dir():
@@ -87,7 +84,7 @@ def local_files(name):
             return "prepared", [path]
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return "saved", [path]
-        files = sorted(file for file in path.rglob("*") if _ending(file) in _TEXT_ENDINGS)
+        files = sorted(file for file in path.rglob("*") if row_format(file))
     elif path.is_file():
         files = [path]
     elif any(sign in name for sign in "*?["):
@@ -96,90 +93,106 @@ def local_files(name):
         files = []
     else:
         return None
-    kinds = {_TEXT_ENDINGS.get(_ending(file)) for file in files}
-    if not files or len(kinds) > 1 or None in kinds:
+    formats = {row_format(file) for file in files}
+    if not files or len(formats) > 1 or None in formats:
         found = "nothing" if not files else ", ".join(sorted({file.suffix or "no ending" for file in files}))
-        raise UserError(f"dataset {name}: expected files of one kind among {', '.join(_TEXT_ENDINGS)} (or a saved set), found {found}")
+        raise UserError(f"dataset {name}: expected files of one format among {', '.join(FORMATS)} (or a saved set), found {found}")
     if any(file.suffix == ".zst" for file in files):
         require("train", "zstandard")
-    return kinds.pop(), files
-
-
-def _ending(path):
-    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
-    return suffixes[-1] if suffixes else ""
+    return "parquet" if formats == {".parquet"} else "rows", files
 
 
 # ------------------------------------------------------------------------------------------------------------------- reading
 
 
 def load_rows(sources, streaming=False):
-    """Rows of all sources, one source after another, with one column named "text".
+    """Rows of all sources, one source after another, with one column named "text"; None where a row is broken.
 
     Returns:
-        a `datasets.Dataset` or, when streaming, `IterableDataset`, and the kind of the sources (jsonl: the text is undecoded lines).
+        a `datasets.Dataset` or, when streaming, `IterableDataset`.
     Raises:
-        UserError: a source, its split or its column is not there or holds no text, a file cannot be read, or jsonl is mixed with other kinds.
+        UserError: a source, its split or its column is not there or holds no text, or a file cannot be read.
     """
     parts = [_load_source(source, streaming) for source in sources]
-    kinds = {kind for _, kind in parts}
-    if len(kinds) > 1 and "jsonl" in kinds:
-        names = ", ".join(source.name for source in sources)
-        raise UserError(f"dataset {names}: jsonl files cannot be mixed with other kinds of source")
-    return (parts[0][0] if len(parts) == 1 else concatenate_datasets([rows for rows, _ in parts])), kinds.pop()
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
 def _load_source(source, streaming):
     local = source.local
-    kind = local[0] if local else "hub"
     try:
+        if local and local[0] == "rows":
+            return _open_files(source, local[1], streaming)
         rows = _open(source, local, streaming)
-        column = "text" if kind in ("text", "jsonl") else source.column
         names = rows.column_names
         if names is None:
             names = list(next(iter(rows), {}))
-        if column not in names:
+        if source.column not in names:
             raise UserError(_no_column(source, ", ".join(names)))
-        rows = _as_strings(rows.select_columns([column]), column, source)
-        if kind == "jsonl":
-            _check_json(source, rows)
-        if kind == "text":
-            _warn_of_wrapped_lines(source, rows)
+        rows = _as_strings(rows.select_columns([source.column]), source.column, source)
     except UserError:
         raise
     except Exception as error:  # pyarrow's, gzip's, datasets' own, OSError, ... for one cause: the source cannot be read
         reason = one_line(error.__cause__ or error)
         reason = "it has no rows" if "corresponds to no data" in reason else reason
-        place = "from the Hub " if kind == "hub" else ""
+        place = "" if local else "from the Hub "
         raise UserError(f"dataset {source.name} cannot be read {place}({reason or type(error).__name__})") from error
-    return (rows if column == "text" else rows.rename_column(column, "text")), kind
+    return rows if source.column == "text" else rows.rename_column(source.column, "text")
+
+
+def _open_files(source, files, streaming):
+    """Rows of text, jsonl, csv or tsv files."""
+    if row_format(files[0]) == ".txt":
+        column = "text"
+        _warn_of_wrapped_lines(source.name, tuple(files))
+    else:
+        column = source.column
+        check_column(files, column, "--column")
+    kind = IterableDataset if streaming else Dataset
+    # The library's cache goes by what the generator is given, so by the files' content too.
+    given = {"files": [str(file) for file in files], "column": column, "content": _content(files)}
+    return kind.from_generator(_texts, features=Features({"text": Value("string")}), gen_kwargs=given)
+
+
+def _texts(files, column, content=None):
+    """{"text": text, or None for a broken row} of files; `content` tells them from others of these names."""
+    for file in map(Path, files):
+        broken = []
+        for _, row in read_rows(file, start=Place(file, 1), broken=broken.append):
+            yield from ({"text": None} for _ in broken)
+            broken.clear()
+            yield {"text": _text(row.get(column))}
+        yield from ({"text": None} for _ in broken)
+
+
+def _text(value):
+    """A value, or None where it is not text; half of a surrogate pair, which JSON can name, is not."""
+    try:
+        return value if isinstance(value, str) and value.encode() is not None else None
+    except UnicodeEncodeError:
+        return None
 
 
 def _open(source, local, streaming):
-    """Rows of one source with all of its columns."""
+    """Rows of a set of the Hub, of parquet files or of a saved set, with all columns."""
     if local is None:
         return load_dataset(source.name, source.subset, split=source.split, revision=source.revision, streaming=streaming)
     kind, files = local
     if kind == "prepared":
         raise UserError(f"dataset {source.name} is a prepared set; give it alone, and not streaming")
-    if kind == "saved":
-        rows = load_from_disk(str(files[0]))
-        if isinstance(rows, dict):
-            if source.split not in rows:
-                raise UserError(f"dataset {source.name} has no split {source.split!r}, only {', '.join(rows)}")
-            rows = rows[source.split]
-        return rows.to_iterable_dataset() if streaming else rows
-    given = {"train": [str(file) for file in files]}
     if kind == "parquet":
         # Without a size, the first row group's is taken, which may be 0.
+        given = {"train": [str(file) for file in files]}
         return load_dataset("parquet", data_files=given, split="train", streaming=streaming, batch_size=1000)
-    lines = {"encoding": "utf-8-sig", "encoding_errors": "neobert.undecodable", "features": Features({"text": Value("string")})}
-    return load_dataset("text", data_files=given, split="train", streaming=streaming, **lines)
+    rows = load_from_disk(str(files[0]))
+    if isinstance(rows, dict):
+        if source.split not in rows:
+            raise UserError(f"dataset {source.name} has no split {source.split!r}, only {', '.join(rows)}")
+        rows = rows[source.split]
+    return rows.to_iterable_dataset() if streaming else rows
 
 
 def _no_column(source, names):
-    found = f"only {names}" if names else "nor any row"
-    return f"dataset {source.name} has no column {source.column!r}, {found}; name the text column with --column"
+    return f"dataset {source.name} has no column {source.column!r}, {f'only {names}' if names else 'nor any row'}; name it with --column"
 
 
 def _as_strings(rows, column, source):
@@ -196,36 +209,18 @@ def _as_strings(rows, column, source):
     return rows.cast_column(column, Value("string"))
 
 
-def _check_json(source, rows):
-    """The column must be in one of the first 100 objects."""
-    seen, objects = set(), 0
-    for number, row in enumerate(rows):
-        if number == 0 and row["text"].replace(" ", "")[:2] in ("[", "[{"):
-            raise UserError(f"dataset {source.name} holds one JSON array; write one object a line: jq -c '.[]' FILE.json > FILE.jsonl")
-        if objects == 100:
-            break
-        try:
-            record = json.loads(row["text"])
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            if source.column in record:
-                return
-            seen.update(record)
-            objects += 1
-    raise UserError(_no_column(source, ", ".join(sorted(seen))))
-
-
-def _warn_of_wrapped_lines(source, rows):
+@functools.lru_cache
+def _warn_of_wrapped_lines(name, files):
     """A book or an article whose lines are broken at a width is not one text a line."""
-    lines = [line for row in rows.take(1000) if (line := (row["text"] or "").strip())]
+    rows = itertools.islice(_texts(files, "text"), 1000)
+    lines = [line for row in rows if (line := (row["text"] or "").strip())]
     if len(lines) < 20 or not is_main():
         return
     longest = statistics.quantiles(map(len, lines), n=10)[-1]
     ends = sum(line.endswith((".", "!", "?", '"', "'", ":", "\u201d", "\u2019")) for line in lines) / len(lines)
     if 40 < longest <= 100 and ends < 0.5:
         print(
-            f"dataset {source.name}: its lines look broken at a width ({100 * ends:.0f} % of them end a sentence), but every line is taken as "
+            f"dataset {name}: its lines look broken at a width ({100 * ends:.0f} % of them end a sentence), but every line is taken as "
             "one text; if they belong together, give jsonl with one text a row",
             file=sys.stderr,
         )

@@ -28,7 +28,7 @@ class TokenStream:
     """Rows that are tokenised while they are read.
 
     Args:
-        rows: `datasets.IterableDataset` with the column "text" (jsonl: undecoded lines).
+        rows: `datasets.IterableDataset` with the column "text".
         tokenise: `Tokenise`.
         special: `SpecialTokens`, put around every text.
     """
@@ -172,11 +172,15 @@ class Reader:
             self.stream.load_state_dict(state)
         # Read in groups: row by row, `datasets` would deal the shards out to the workers of a DataLoader by a rule of its own.
         self.groups = self.stream.iter(batch_size=ROWS_AT_ONCE * self.sharers)
-        self._read_group()
+        self._read_group(state)
 
-    def _read_group(self):
-        """Reads the next rows of the shard and tokenises this reader's."""
-        self.before, self.row = self.stream.state_dict(), 0
+    def _read_group(self, before=None):
+        """Reads the next rows of the shard and tokenises this reader's.
+
+        Args:
+            before: the stream's state, where it was loaded; until its first row `datasets` says that of the shard's start.
+        """
+        self.before, self.row = self.stream.state_dict() if before is None else before, 0
         texts = next(self.groups, {"text": []})["text"]
         # Other rows in every pass, so that each reader comes to see all of them.
         own = texts[(self.place + self.number) % self.sharers :: self.sharers]

@@ -13,6 +13,7 @@ from ..common import optimisation
 from ..common.checkpoints import checkpoints
 from ..common.errors import UserError
 from ..common.files import write_json, write_text
+from ..common.loading import name_tokenizer_class
 from .batches import batch_counts
 from .streaming import COUNTS, STATE
 
@@ -210,12 +211,14 @@ class PretrainingTrainer(Trainer):
         start = "from the beginning (there is no checkpoint)" if newest is None else f"init_from {newest[1]} (the last checkpoint)"
         return UserError(f"the run has diverged: {what}; start again {start} with a lower learning_rate and another output")
 
-    def save_model(self, *args, **kwargs):
+    def save_model(self, output_dir=None, _internal_call=False):
         # A process of FSDP or ZeRO-3 looks at its own part of the weights.
         weights = (getattr(parameter, "to_local", parameter.detach)() for parameter in self.model.parameters())
         if not all(torch.isfinite(weight).all() for weight in weights):
             raise self._diverged(f"the weights after step {self.state.global_step} are not finite")
-        super().save_model(*args, **kwargs)
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            name_tokenizer_class(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, *args, **kwargs):
         super()._save_checkpoint(*args, **kwargs)

@@ -24,7 +24,7 @@ def make_texts(count, longest=20):
     return [" ".join(rng.choice(WORDS, size)) for size in lengths]
 
 
-def prepare(source, out, tokenizer, column="content", **more):
+def prepare(source, out, tokenizer, column="text", **more):
     return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
 
 

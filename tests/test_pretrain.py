@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from pretrain_runs import TINY, arguments_of, log_of, make_corpus, run_of  # noqa: F401
@@ -90,6 +91,53 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
 
 
+@pytest.mark.parametrize("kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, PADDED], ids=str)
+@pytest.mark.parametrize("interruptions", [2, 3])
+def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, interruptions):
+    """Killed, or stopped by SIGTERM, at random steps, one right after another too; the log of SIGTERM's steps has a line more."""
+    arguments = {"max_steps": 10, "save_steps": 2, **kind}
+    run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
+    random = np.random.default_rng(interruptions)
+    step = trainer_module.PretrainingTrainer.training_step
+    for at in sorted(random.integers(1, 10, size=interruptions).tolist()):
+        term = bool(random.integers(2))
+
+        def interrupted(self, *args, at=at, term=term, **kwargs):
+            if self.state.global_step >= at:
+                os.kill(os.getpid(), signal.SIGTERM if term else signal.SIGINT)
+            return step(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_module.PretrainingTrainer, "training_step", interrupted)
+            with pytest.raises(Stopped if term else KeyboardInterrupt):
+                run_of(arguments_of(corpus, tmp_path / "out", **arguments))
+    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
+    assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_cpu_seconds_are_those_of_all_continuations(corpus, tmp_path, monkeypatch):
+    """As if the step of the checkpoint that is continued from had taken 1,000 seconds more."""
+    save = trainer_module.PretrainingTrainer._save_checkpoint
+
+    def save_once(self, *args, **kwargs):
+        if self.state.global_step > 4:
+            raise KeyboardInterrupt
+        save(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.PretrainingTrainer, "_save_checkpoint", save_once)
+        with pytest.raises(KeyboardInterrupt):
+            run_of(arguments_of(corpus, tmp_path))
+    manifest = tmp_path / "checkpoint-4" / MANIFEST
+    content = json.loads(manifest.read_text())
+    assert 0 < content["cpu_seconds"] < 500
+    manifest.write_text(json.dumps({**content, "cpu_seconds": content["cpu_seconds"] + 1000}))
+    run_of(arguments_of(corpus, tmp_path))
+    assert 1000 < json.loads((tmp_path / "result.json").read_text())["cpu_seconds"] < 1500
+
+
 def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "each", max_steps=10))
     run_of(arguments_of(corpus, tmp_path / "some", max_steps=10, logging_steps=4))
@@ -150,25 +198,30 @@ def _text_files(name, *args, streaming=False, **more):
 
 
 @pytest.mark.slow
-def test_kill_9_and_the_same_command_again(corpus, tmp_path):
+def test_kill_9_then_sigterm_and_the_same_command_again(corpus, tmp_path):
     root = Path(pretrain.__file__).resolve().parent.parent
     package = tmp_path / "path"
     package.mkdir()
     (package / "neobert").symlink_to(root)
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "neobert", "pretrain", *arguments_of(corpus, out, max_steps=60, save_steps=5)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 240
-    while not list(out.glob(f"checkpoint-??/{MANIFEST}")) and time.time() < deadline and process.poll() is None:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run must have been killed in the middle"
-    assert newest_complete(out) is not None
+    arguments = {"max_steps": 60, "save_steps": 5, "streaming": "true"}
+    command = [sys.executable, "-m", "neobert", "pretrain", *arguments_of(corpus, out, **arguments)]
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
+        before = max(checkpoints(out), default=0)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 240
+        while max(checkpoints(out), default=0) <= before + 5 and time.time() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait() == code, "the run must have been stopped in the middle"
+        assert newest_complete(out) is not None
     subprocess.run(command, env=environment, check=True, capture_output=True)
     whole = tmp_path / "whole"
-    run_of(arguments_of(corpus, whole, max_steps=60, save_steps=5))
+    run_of(arguments_of(corpus, whole, **arguments))
     assert len(log_of(out)) == 60 and log_of(out) == log_of(whole)
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, out))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -241,6 +294,7 @@ def test_damage_costs_one_checkpoint_and_a_lost_optimizer_is_damage(corpus, tmp_
     weights = tmp_path / "out" / "checkpoint-8" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     (tmp_path / "out" / "checkpoint-6" / "optimizer.pt").unlink()
+    (tmp_path / "out" / "result.json").unlink()  # killed before it was written
     capsys.readouterr()
     run_of(arguments_of(corpus, tmp_path / "out", **arguments))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
@@ -448,6 +502,38 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
         run_of(arguments_of(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
 
 
+def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
+    """The start's own tokenizer is the default: the words of another one would meet other rows of its embedding."""
+    from neobert.pretraining.ablation_data import train_tokenizer
+
+    texts = (corpus / "train.txt").read_text().splitlines()
+    for kind in ("wordpiece", "bpe"):
+        train_tokenizer(texts, kind, 120, tmp_path / kind)
+    own = tmp_path / "wordpiece"
+    short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "prepared": None}
+    run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
+    size = load_tokenizer(own).get_vocab()
+    two = {**short, "init_from": tmp_path / "one", "model_config": "{}"}
+    with pytest.raises(UserError, match="bpe is another one than that of init_from .*one, which the weights belong to"):
+        run_of(arguments_of(corpus, tmp_path / "two", tokenizer=tmp_path / "bpe", **two))
+    with pytest.raises(UserError, match="is another one than that of init_from"):
+        run_of(arguments_of(corpus, tmp_path / "two", tokenizer=TOKENIZER, **two))
+    run_of(arguments_of(corpus, tmp_path / "two", tokenizer=own, **two))
+    assert load_tokenizer(tmp_path / "two").get_vocab() == size
+    run_of(arguments_of(corpus, tmp_path / "three", **two))
+    assert load_tokenizer(tmp_path / "three").get_vocab() == size
+    saved = json.loads((tmp_path / "three" / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", "the name that transformers 4 knows"
+    with pytest.raises(UserError, match="was started with init_from='[0-9a-f]{12}', now '[0-9a-f]{12}'"):
+        run_of(arguments_of(corpus, tmp_path / "three", **{**two, "init_from": tmp_path / "two"}))
+
+
+def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
+    for more, steps in (({}, 1), ({"max_steps": 1}, 0), ({"max_steps": 400}, 20), ({"warmup_steps": 3}, 3), ({"warmup_steps": 0.5}, 4)):
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **{"warmup_steps": None, **more}))
+        assert run.training.get_warmup_steps(run.training.max_steps) == steps, more
+
+
 def test_a_continued_run_has_the_same_text(corpus, tmp_path):
     """A prepared set knows its source; a stream does not, so the run remembers it."""
     other = tmp_path / "other.txt"
@@ -569,10 +655,10 @@ def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
 
 def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path))
-    log, weights = log_of(tmp_path), load_file(tmp_path / "model.safetensors")
-    run_of(arguments_of(corpus, tmp_path, raw_checkpoint="float32"))
-    again = load_file(tmp_path / "model.safetensors")
-    assert log_of(tmp_path) == log and all(torch.equal(weights[name], again[name]) for name in weights)
+    files = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir() if path.is_file()}
+    for more in ({}, {"raw_checkpoint": "float32"}):
+        run_of(arguments_of(corpus, tmp_path, **more))
+        assert files == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
     assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), "options about the output alone may be added"
 
 

@@ -53,6 +53,7 @@ def arguments(folder, output, **more):
         **more,
     }
     lists = ("lengths", "yarn")
+    given = {key: value for key, value in given.items() if value is not None}
     named = [(key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)]) for key, value in given.items()]
     return [part for key, values in named for part in (f"--{key}", *values)]
 
@@ -272,12 +273,30 @@ def test_yarn_from_another_length(folder, tmp_path):
     assert set(values) == {"2 from 12", "2"} and len(set(values.values())) == 2, values
 
 
-def test_texts_between_blank_lines(folder, tmp_path):
+def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
+    """299 of these lines were one text here, and 299 texts to the other commands."""
+    from neobert.common.rows import read_rows
+    from neobert.embeddings.distill_data import TextSource
+    from neobert.pretraining.sources import load_rows, parse_sources
+
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
-    for name, blank in (("unix", "\n\n"), ("windows", "\r\n\r\n"), ("spaces", "\n \t\n")):
-        (tmp_path / f"{name}.txt").write_bytes(blank.join(texts).encode())
-        rows = run(folder, tmp_path / name, text=tmp_path / f"{name}.txt", lengths=16, positions=2)
+    for name, end in (("unix", "\n"), ("windows", "\r\n"), ("blank lines", "\n\n")):
+        path = tmp_path / f"{name}.txt"
+        path.write_bytes(end.join(texts).encode())
+        rows = run(folder, tmp_path / name, text=path, lengths=16, positions=2)
         assert len({row["text"] for row in rows}) == 6, f"{name}: the file has six texts."
+        assert [row["text"] for _, row in read_rows(path)] == texts
+        assert [row["text"] for row in load_rows(parse_sources(str(path)))] == texts
+        assert list(TextSource.from_entry(str(path)).read()) == texts
+
+
+def test_usual_lengths_end_at_the_context(folder, tmp_path):
+    """48 positions, with YaRN by 1.2 then 58."""
+    assert module.usual_lengths(1024) == [128, 256, 512, 1024] and module.usual_lengths(100_000)[-1] == 8192
+    (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
+    for yarn, length in (("off", "48"), ("off,1.2", "58")):
+        rows = run(folder, tmp_path / yarn, text=tmp_path / "long.txt", lengths=None, yarn=yarn, positions=2)
+        assert {row["length"] for row in rows} == {length}
 
 
 def test_positions_that_start_behind_the_padding(folder, tmp_path):
@@ -314,7 +333,7 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
     assert len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2)) == 6
     assert "5 of 11 rows are broken or empty and were skipped" in caplog.text, "a blank line is not a row"
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="bad.parquet is not a parquet file"):
+    with pytest.raises(UserError, match="bad.parquet cannot be read"):
         run(folder, tmp_path / "none", text=tmp_path / "bad.parquet")
 
 
@@ -328,14 +347,14 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
         ({"lengths": "16,0"}, "lengths must be at least 1, but 0 was given"),
         ({"lengths": 512}, "no text of .* reaches 512 tokens: the longest has 72 tokens"),
         ({"yarn": "0.5"}, "yarn takes off or a factor above 1, but '0.5' was given"),
-        ({"column": "body"}, "no row with text in the column 'body'; it has text"),
-        ({"text": __file__}, "must end in .jsonl"),
-        ({"text": "no/such/folder"}, "there is no file or folder no/such/folder"),
-        ({"text": "missing.txt"}, "there is no file or folder missing.txt"),
-        ({"text": "tests/missing"}, "there is no file or folder tests/missing"),
+        ({"column": "body"}, "no column 'body', only text; name it with --column"),
+        ({"text": __file__}, "expected files of one format among .jsonl, .*, found .py"),
+        ({"text": "no/such/folder"}, "dataset no/such/folder: .* found nothing"),
+        ({"text": "missing.txt"}, "dataset missing.txt: .* found nothing"),
+        ({"text": "tests/missing"}, "dataset tests/missing: .* found nothing"),
         ({"yarn": "2", "yarn_from": 0}, "yarn_from must be at least 1"),
-        ({"text": "no_such_data"}, "'no_such_data' is not a local file, and was not loaded from the Hub"),
-        ({"model": "no_such_model"}, "the model 'no_such_model' was not loaded"),
+        ({"text": "no_such_data"}, "dataset no_such_data cannot be read from the Hub"),
+        ({"model": "no_such_model"}, "there is no no_such_model; give a folder, or a name on the Hub as ORGANISATION/MODEL"),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"bucketing": "both"}, "bucketing must be one of cut, own"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),

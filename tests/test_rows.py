@@ -34,13 +34,16 @@ def write(path, rows=ROWS):
         content = "\n".join(row["text"] for row in rows) + "\n\n"
     else:
         content = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    if path.suffix == ".zst":
+        path.write_bytes(pytest.importorskip("zstandard").compress(content.encode()))
+        return path
     opened = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     with opened(path, "wb") as file:
         file.write(content.encode())
     return path
 
 
-NAMES = ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv", "rows.tsv", "rows.txt", "rows.jsonl.gz", "rows.csv.xz"]
+NAMES = ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv", "rows.tsv", "rows.txt", "rows.jsonl.gz", "rows.csv.xz", "rows.jsonl.zst"]
 
 
 @pytest.mark.parametrize("name", NAMES)

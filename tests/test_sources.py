@@ -17,31 +17,33 @@ from neobert.pretraining.sources import parse_sources
 
 
 def test_jsonl_with_empty_and_broken_rows_is_counted(tmp_path, tokenizer):
-    rows = ['{"content": "a river"}', '{"content": ""}', "{broken", '{"other": 1}', '{"content": 7}', "", '{"content": "green stone"}']
+    rows = ['{"text": "a river"}', '{"text": ""}', "{broken", '{"other": 1}', '{"text": 7}', "", '{"text": "green stone"}']
     (tmp_path / "text.jsonl").write_text("\n".join(rows) + "\n")
     summary = prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer)
     counts = {name: summary[name] for name in ("rows", "kept", "empty", "broken", "tokens")}
-    assert counts == {"rows": 7, "kept": 2, "empty": 2, "broken": 3, "tokens": 8}, "every row must be kept or counted"
+    assert counts == {"rows": 6, "kept": 2, "empty": 1, "broken": 3, "tokens": 8}, (
+        "every row must be kept or counted; a blank line is not one"
+    )
     tokens, _ = load_prepared(tmp_path / "out", tokenizer)
     assert [tokenizer.decode(row) for row in tokens.rows["input_ids"]] == ["a river", "green stone"]
     assert tokens.lengths.tolist() == [4, 4], "the stored length counts [CLS] and [SEP]"
 
 
 BROKEN_ROWS = (
-    b"caf\xe9 in another encoding", b'{"content": null}', b"[1, 2]", b"null", b'{"content": "\\ud800 half a pair"}', b"[" * 100_000,
+    b"caf\xe9 in another encoding", b'{"text": null}', b"[1, 2]", b"null", b'{"text": "\\ud800 half a pair"}', b"[" * 100_000,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_no_broken_row_is_fatal(tmp_path, tokenizer, streaming):
     """Bytes that are no UTF-8, other JSON types, line separators within a text, a byte order mark, Windows line ends, no last line end."""
-    good = [b'\xef\xbb\xbf{"content": "a river"}\r', '{"content": "green\u2028stone\x85"}'.encode(), b'{"content": "winter"}']
+    good = [b'\xef\xbb\xbf{"text": "a river"}\r', '{"text": "green\u2028stone\x85"}'.encode(), b'{"text": "winter"}']
     (tmp_path / "text.jsonl").write_bytes(b"\n".join([good[0], *BROKEN_ROWS, b"", b"   ", *good[1:]]))
-    expected = {"kept": 3, "empty": 2, "broken": len(BROKEN_ROWS)}
+    expected = {"kept": 3, "empty": 0, "broken": len(BROKEN_ROWS)}
     assert _counts(tmp_path / "text.jsonl", tmp_path / "a", tokenizer, streaming) == expected
     (tmp_path / "lines.txt").write_bytes(b"a river\ncaf\xe9\n\ngreen\xe2\x80\xa8stone")
-    assert _counts(tmp_path / "lines.txt", tmp_path / "b", tokenizer, streaming) == {"kept": 2, "empty": 1, "broken": 1}
-    Dataset.from_dict({"content": ["a river", None, ""]}).to_parquet(str(tmp_path / "rows.parquet"))
+    assert _counts(tmp_path / "lines.txt", tmp_path / "b", tokenizer, streaming) == {"kept": 2, "empty": 0, "broken": 1}
+    Dataset.from_dict({"text": ["a river", None, ""]}).to_parquet(str(tmp_path / "rows.parquet"))
     assert _counts(tmp_path / "rows.parquet", tmp_path / "c", tokenizer, streaming) == {"kept": 1, "empty": 1, "broken": 1}
 
 
@@ -49,13 +51,13 @@ def _counts(source, out, tokenizer, streaming):
     if not streaming:
         summary = prepare(str(source), out, tokenizer)
         return {name: summary[name] for name in ("kept", "empty", "broken")}
-    rows, kind = rows_of(str(source), streaming=True)
-    lengths = [row["length"] for row in rows.map(Tokenise(tokenizer, kind, "content"), batched=True, batch_size=2, remove_columns=["text"])]
+    rows = rows_of(str(source), streaming=True)
+    lengths = [row["length"] for row in rows.map(Tokenise(tokenizer), batched=True, batch_size=2, remove_columns=["text"])]
     return {"kept": sum(length > 0 for length in lengths), "empty": lengths.count(EMPTY), "broken": lengths.count(BROKEN)}
 
 
 def test_the_column_may_appear_after_many_broken_rows(tmp_path, tokenizer):
-    (tmp_path / "text.jsonl").write_text("{broken\n" * 300 + '{"content": "a river"}\n')
+    (tmp_path / "text.jsonl").write_text("{broken\n" * 300 + '{"text": "a river"}\n')
     assert prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer)["kept"] == 1
 
 
@@ -65,19 +67,19 @@ def test_text_parquet_saved_and_several_sources(tmp_path, tokenizer):
     Dataset.from_dict({"body": ["north"]}).save_to_disk(str(tmp_path / "saved"))
 
     def read(dataset, column):
-        return list(rows_of(dataset, column=column)[0]["text"])
+        return list(rows_of(dataset, column=column)["text"])
 
-    assert read(str(tmp_path / "a.txt"), "content") == ["a river", "green stone"]
+    assert read(str(tmp_path / "a.txt"), "text") == ["a river", "green stone"]
     assert read(str(tmp_path / "b.parquet"), "body") == ["winter"]
     assert read(str(tmp_path / "saved"), "body") == ["north"]
     assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'saved'}", "body") == ["winter", "north"]
     large = Dataset.from_dict({"body": ["south"]}, features=Features({"body": Value("large_string")}))
     large.to_parquet(str(tmp_path / "l.parquet"))
     assert read(f"{tmp_path / 'b.parquet'}, {tmp_path / 'l.parquet'}", "body") == ["winter", "south"], "both kinds of strings must mix"
-    stream = rows_of(f"{tmp_path / 'a.txt'}, {tmp_path / 'l.parquet'}", column="body", streaming=True)[0]
+    stream = rows_of(f"{tmp_path / 'a.txt'}, {tmp_path / 'l.parquet'}", column="body", streaming=True)
     batches = stream.map(lambda batch: {"length": [len(text) for text in batch["text"]]}, batched=True, batch_size=64)
     assert [row["length"] for row in batches] == [7, 11, 5], "also in one batch of a stream"
-    streamed = rows_of([str(tmp_path / "saved")], column="body", streaming=True)[0]
+    streamed = rows_of([str(tmp_path / "saved")], column="body", streaming=True)
     assert [row["text"] for row in streamed] == ["north"], "a saved set can be streamed too"
 
 
@@ -86,10 +88,10 @@ def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
 
     def loaded(name, config, **more):
         asked.append((name, config, more["revision"], more["split"]))
-        return Dataset.from_dict({"content": ["a river"]})
+        return Dataset.from_dict({"text": ["a river"]})
 
     monkeypatch.setattr(sources, "load_dataset", loaded)
-    rows, _ = rows_of("me/one:big@v2, me/two@refs/convert/parquet, me/three", subset="small")
+    rows = rows_of("me/one:big@v2, me/two@refs/convert/parquet, me/three", subset="small")
     assert asked == [
         ("me/one", "big", "v2", "train"),
         ("me/two", "small", "refs/convert/parquet", "train"),
@@ -101,7 +103,7 @@ def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
         rows_of("me/one")
     monkeypatch.undo()
     (tmp_path / "a:b@c.txt").write_text("a river\n")
-    assert list(rows_of(str(tmp_path / "a:b@c.txt"))[0]["text"]) == ["a river"], "a file that is there is taken by its whole name"
+    assert list(rows_of(str(tmp_path / "a:b@c.txt"))["text"]) == ["a river"], "a file that is there is taken by its whole name"
 
 
 def test_a_comma_may_be_in_a_files_name(tmp_path):
@@ -117,17 +119,19 @@ def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     Dataset.from_dict({"body": ["winter"]}).to_parquet(str(tmp_path / "b.parquet"))
     (tmp_path / "c.csv").write_text("x")
+    (tmp_path / "c.odt").write_text("x")
     (tmp_path / "d.txt").write_text("\n\n")
     (tmp_path / "e.txt").write_text("")
     (tmp_path / "f.parquet").write_bytes(b"PAR1 and nothing else")
-    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b'{"content": "a river"}\n' * 999)[:-9])
-    Dataset.from_dict({"content": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
+    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a river"}\n' * 999)[:-9])
+    Dataset.from_dict({"text": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
     for dataset, words in (
-        (tmp_path / "a.jsonl", "no column 'content', only body"),
-        (tmp_path / "b.parquet", "no column 'content', only body"),
-        (tmp_path / "c.csv", "found .csv"),
+        (tmp_path / "a.jsonl", "no column 'text', only body"),
+        (tmp_path / "b.parquet", "no column 'text', only body"),
+        (tmp_path / "c.csv", "no column 'text', nor any row; name it with --column"),
+        (tmp_path / "c.odt", "found .odt"),
         (tmp_path / "no" / "such.jsonl", "found nothing"),
-        (tmp_path / "d.txt", "none of its 2 rows has text"),
+        (tmp_path / "d.txt", "it has no rows"),
         (tmp_path / "e.txt", "it has no rows"),
         (tmp_path / "f.parquet", "cannot be read .*arquet"),
         (tmp_path / "g.jsonl.gz", "cannot be read .*ended before"),
@@ -141,13 +145,13 @@ def test_bad_sources_are_one_sentence(tmp_path, tokenizer):
 
 def test_a_json_array_is_told_how_to_become_jsonl(tmp_path, tokenizer):
     for name, text in (
-        ("compact.json", '[{"content": "a river"}, {"content": "green"}]'),
-        ("indented.json", '[\n  {"content": "a river"}\n]'),
+        ("compact.json", '[{"text": "a river"}, {"text": "green"}]'),
+        ("indented.json", '[\n  {"text": "a river"}\n]'),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=rf"{name} holds one JSON array; write one object a line: jq -c"):
+        with pytest.raises(UserError, match=rf"{name}, line 1 .*; of an array make such lines: jq -c"):
             rows_of(str(tmp_path / name))
-    (tmp_path / "rows.jsonl").write_text('[1, 2]\n{"content": "a river"}\n')
+    (tmp_path / "rows.jsonl").write_text('[1, 2]\n{"text": "a river"}\n')
     assert prepare(str(tmp_path / "rows.jsonl"), tmp_path / "out", tokenizer)["kept"] == 1, "a broken first row is a broken row"
 
 
@@ -157,7 +161,7 @@ def test_a_book_is_not_one_text_a_line(tmp_path, capsys):
     longer = "\n".join(["a text of one line that goes on and on " * 10] * 30)
     for name, text, warned in (("book", book, True), ("verse", verse, False), ("longer", longer, False)):
         (tmp_path / f"{name}.txt").write_text(text)
-        assert len(rows_of(str(tmp_path / f"{name}.txt"))[0]) == text.count("\n") + 1
+        assert len(rows_of(str(tmp_path / f"{name}.txt"))) == text.count("\n") + 1
         error = capsys.readouterr().err
         warnings = [line for line in error.splitlines() if "its lines look broken at a width" in line]
         assert len(warnings) == warned, name
@@ -173,9 +177,9 @@ def test_zst_is_read_or_its_package_is_named(tmp_path, monkeypatch):
         with pytest.raises(ImportError, match="this needs zstandard, not installed here"):
             rows_of(str(tmp_path / "text.jsonl.zst"))
     zstandard = pytest.importorskip("zstandard")
-    (tmp_path / "text.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "a river"}\n{"content": "stone"}\n'))
+    (tmp_path / "text.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "a river"}\n{"text": "stone"}\n'))
     for streaming in (False, True):
-        assert len(list(rows_of(str(tmp_path / "text.jsonl.zst"), streaming=streaming)[0])) == 2
+        assert len(list(rows_of(str(tmp_path / "text.jsonl.zst"), streaming=streaming))) == 2
 
 
 def test_a_missing_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
@@ -197,7 +201,7 @@ def test_a_set_is_prepared_by_one_run_at_a_time(tmp_path, tokenizer):
 
 def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkeypatch):
     source = tmp_path / "text.jsonl"
-    source.write_text("".join(json.dumps({"content": text}) + "\n" for text in make_texts(30)))
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(30)))
     whole = prepare(str(source), tmp_path / "one", tokenizer)
     real = prepared._prepare_shard
 
@@ -272,9 +276,9 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
         return source_digest(parse_sources(str(path)), tokenizer)
 
     def write(folder, word, count=2):
-        (folder / "a.jsonl").write_text(f'{{"content": "{word}"}}\n' * count)
-        Dataset.from_dict({"content": [word]}).save_to_disk(str(folder / "saved"))
-        DatasetDict({"train": Dataset.from_dict({"content": [word]})}).save_to_disk(str(folder / "splits"))
+        (folder / "a.jsonl").write_text(f'{{"text": "{word}"}}\n' * count)
+        Dataset.from_dict({"text": [word]}).save_to_disk(str(folder / "saved"))
+        DatasetDict({"train": Dataset.from_dict({"text": [word]})}).save_to_disk(str(folder / "splits"))
         prepare(str(folder / "a.jsonl"), folder / "train", tokenizer)
 
     names = ("a.jsonl", "saved", "splits", "train")
@@ -294,9 +298,9 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
         text[max(0, i - 70_000) : i + 70_000] = b"x" * (min(len(text), i + 70_000) - max(0, i - 70_000))
         (tmp_path / "long.txt").write_bytes(text)
         assert digest(tmp_path / "long.txt") != before, f"a part rewritten around byte {i} must be seen"
-    Dataset.from_dict({"content": ["river"]}).save_to_disk(str(tmp_path / "saved"))
+    Dataset.from_dict({"text": ["river"]}).save_to_disk(str(tmp_path / "saved"))
     prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
-    Dataset.from_dict({"content": ["stone"]}).save_to_disk(str(tmp_path / "saved"))
+    Dataset.from_dict({"text": ["stone"]}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match="prepared with another content .*; choose another --prepared"):
         prepare(str(tmp_path / "saved"), tmp_path / "out", tokenizer)
 
@@ -310,4 +314,4 @@ def test_a_pattern_may_have_wildcards_in_folders(tmp_path):
         ("**/train.txt", ["a/x/train.txt", "b/train.txt"]),
         ("b/t*", ["b/test.txt", "b/train.txt"]),
     ):
-        assert list(rows_of(str(tmp_path / pattern))[0]["text"]) == found, pattern
+        assert list(rows_of(str(tmp_path / pattern))["text"]) == found, pattern

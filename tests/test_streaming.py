@@ -1,10 +1,12 @@
 """Pins streamed pre-training text: every row is tokenised by one reader alone, processes and workers resume exactly, shards change their order
 with the epoch."""
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from data_runs import WORDS, make_texts, make_tokenizer, rows_of, texts_of_batch  # noqa: F401
@@ -18,9 +20,9 @@ from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, Streame
 
 
 def _stream(path, tokenizer, rank=0, world_size=1, workers=0, **spec):
-    rows, kind = rows_of(str(path), column="text", streaming=True)
+    rows = rows_of(str(path), column="text", streaming=True)
     spec = BatchSpec(**{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec})
-    tokenise, masking = Tokenise(tokenizer, kind, "text"), TokenMasking(tokenizer)
+    tokenise, masking = Tokenise(tokenizer), TokenMasking(tokenizer)
     return StreamedBatches(TokenStream(rows, tokenise, SpecialTokens.of(tokenizer)), masking, spec, 1000, rank, world_size, workers)
 
 
@@ -74,6 +76,35 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
         assert len(seen) > 100 and len(set(seen)) == len(seen), "an epoch must hold every text once"
 
 
+def _in_turn(stream):
+    """Batches of all workers of a process in the order of a DataLoader, without its processes."""
+    workers = [stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)]
+    for worker in itertools.cycle(workers):
+        yield next(worker)
+
+
+@pytest.mark.parametrize("case", range(12))
+def test_any_interruptions_end_as_none(tmp_path, tokenizer, monkeypatch, case):
+    """Two and three random interruptions, also at once after a continuation: a checkpoint keeps the last snapshot of each worker."""
+    random = np.random.default_rng(case)
+    monkeypatch.setattr(streaming, "SNAPSHOT_EVERY", int(random.choice([1, 3, 50])))
+    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", int(random.choice([8, 40])))
+    _corpus(tmp_path, files=int(random.choice([1, 3, 5])), rows=150)
+    world_size = int(random.choice([1, 2]))
+    given = {"workers": int(random.choice([0, 1, 3])), "world_size": world_size, "rank": int(random.integers(world_size))}
+    given |= SPECS[case % len(SPECS)]
+    expected = list(itertools.islice(_in_turn(_stream(tmp_path, tokenizer, **given)), 60))
+    for interruptions in (2, 2, 3, 3):
+        states, consumed, batches = {}, 0, []
+        for stop in (*sorted(random.integers(61, size=interruptions).tolist()), 60):
+            stream = _stream(tmp_path, tokenizer, **given)
+            stream.load_state(json.loads(json.dumps(states)), consumed)
+            batches += (new := list(itertools.islice(_in_turn(stream), stop - consumed)))
+            states, consumed = {**states, **_states(new)}, stop
+        assert all(map(_same, expected, batches)), given
+        assert [batch[COUNTS] for batch in batches] == [batch[COUNTS] for batch in expected]
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("consumed", [1, 2, 7, 3 * SNAPSHOT_EVERY + 5])
 def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed):
@@ -92,7 +123,7 @@ def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed)
 def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, readers):
     """Files dealt out, also where they do not come out even, and rows where there are fewer files than readers."""
     _corpus(tmp_path, files=files, rows=31)
-    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True)[0])
+    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True))
     read, shares = Counter(), []
     for number in range(readers):
         stream = _stream(tmp_path, tokenizer, rank=number, world_size=readers)

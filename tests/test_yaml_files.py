@@ -6,7 +6,7 @@ import time
 import pytest
 
 from neobert.common.errors import UserError
-from neobert.common.yaml_files import read_mapping, read_scalar, read_yaml
+from neobert.common.yaml_files import read_collection, read_scalar, read_yaml
 
 
 def read(tmp_path, text):
@@ -79,7 +79,7 @@ def test_no_file_to_read(tmp_path):
 def test_a_value_of_the_command_line(text):
     assert read_scalar(text) == text
     with pytest.raises(ValueError):
-        read_mapping(text)
+        read_collection(text, dict)
 
 
 def test_truths_and_numbers_are_those_of_yaml_1_2(tmp_path):
