@@ -124,6 +124,10 @@ class ContrastiveArguments(Arguments):
             raise UserError(f"{self.instructions} has no instruction for {listed(lacking)}; give every data set one, '' for none")
         return [source.replaced(instruction=texts[source.name]) for source in sources]
 
+    def processes_together(self, training):
+        """Number of processes whose batches share their negatives."""
+        return training.world_size if self.gather_negatives else 1
+
     def loading(self):
         """The arguments of `load_sentence_transformer`."""
         names = ("max_length", "pooling", "tokenizer", "attn_implementation", "trust_remote_code")
@@ -174,9 +178,11 @@ def build_datasets(arguments, training, sources):
     data, prompts = DatasetDict(), {}
     for source in sources:
         data[source.name] = load_source(source, seed=training.seed)
-        if rows_per_batch(data[source.name], 2, None) < 2:
+        group = arguments.processes_together(training)
+        least = max(2, group)
+        if rows_per_batch(data[source.name], least, None) < least:
             raise UserError(
-                f"{source.name} ({source.path}): in-batch negatives need at least 2 rows without a common text, but its "
+                f"{source.name} ({source.path}): in-batch negatives need at least {least} rows without a common text, but its "
                 f"{len(data[source.name])} usable rows share theirs"
             )
         if text := prompt(arguments.instruction_template, source.instruction):
@@ -196,7 +202,9 @@ def build_trainer(model, data, prompts, arguments, training):
     """The library's trainer with our samplers."""
     # A nested dictionary must not be empty, or the trainer would not know the data sets apart.
     training.prompts = prompts or None
-    training.batch_sampler = functools.partial(TextsBatchSampler, texts_per_batch=arguments.texts_per_batch)
+    training.batch_sampler = functools.partial(
+        TextsBatchSampler, texts_per_batch=arguments.texts_per_batch, group=arguments.processes_together(training)
+    )
     training.multi_dataset_batch_sampler = functools.partial(
         SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size, names=list(data)
     )
@@ -330,7 +338,8 @@ def train(arguments, training):
 def _train(trainer, data, arguments):
     """Runs the trainer; returns what is told about it."""
     sizes = {name: len(part) for name, part in data.items()}
-    rows = {name: rows_per_batch(part, trainer.args.train_batch_size, arguments.texts_per_batch) for name, part in data.items()}
+    sizes_asked = (trainer.args.train_batch_size, arguments.texts_per_batch, arguments.processes_together(trainer.args))
+    rows = {name: rows_per_batch(part, *sizes_asked) for name, part in data.items()}
     drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
     if trainer.is_world_process_zero():
         for name, size in sizes.items():
