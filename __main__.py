@@ -26,6 +26,7 @@ COMMANDS = {
         ("eval", "sentence_transformers", "datasets", "accelerate"),
         "a sentence encoder that learns another one's vectors",
     ),
+    "retrieval": ("embeddings.retrieval", ("eval", "sentence_transformers", "datasets"), "recall and MRR of an encoder on pairs"),
     "mteb": ("embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb"), "MTEB evaluation and its table"),
     "encode": ("embeddings.encode", ("eval", "sentence_transformers", "pyarrow"), "embeddings of a large corpus"),
     "throughput": ("benchmarks.throughput", (), "tokens per second against other encoders"),

@@ -80,7 +80,7 @@ def save_for_all_versions(model, folder):
         folder: an existing folder.
     """
     folder = Path(folder)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), create_model_card=False)  # it would hold rows of the training data
     modules = read_json(folder / "modules.json")
     for module in modules:
         package, _, kind = module["type"].rpartition(".")
