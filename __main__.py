@@ -48,6 +48,10 @@ COMMANDS = {
         "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", "embeddings.distill_options",
         (*_SENTENCES, "scipy"),
     ),
+    "retrieval": Command(
+        "train and measure", "recall and MRR of an encoder on pairs", "embeddings.retrieval", "embeddings.retrieval_options",
+        ("eval", "sentence_transformers", "datasets"),
+    ),
     "mteb": Command(
         "train and measure", "MTEB evaluation and its table", "embeddings.mteb_evaluation", "embeddings.mteb_options",
         ("eval", "sentence_transformers", "mteb"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import transformers
 
 from ..common.arguments import Arguments, option, read_arguments
+from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP, base_model, licence, read_card
 from ..common.errors import UserError, printable
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, recover
 from ..common.pooling import write_sentence_transformers
@@ -43,6 +44,8 @@ class ConvertArguments(Arguments):
     tokenizer: str | None = option(None, "folder, or none; by default the files beside the checkpoint, then the BERT uncased tokenizer")
     sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
     force: bool = option(False, "replace a folder that this command wrote")
+    license: str | None = option(None, LICENSE_HELP)
+    base_model: str | None = option(None, BASE_MODEL_HELP)
     push_to_hub: str | None = option(None, "upload to USER/NAME afterwards")
     private: bool = option(False, "create that repository private")
     revision: str | None = option(None, "branch to upload to")
@@ -129,7 +132,10 @@ def convert(arguments):
         if pooled:
             write_sentence_transformers(folder, conversion.config.hidden_size, conversion.config.max_position_embeddings)
         rows = write_weights(folder, conversion, arguments.shard_bytes)
-        write_model_card(folder, conversion, rows, arguments.push_to_hub or output.name, tokenizer is not None, pooled)
+        name, card = arguments.push_to_hub or output.name, read_card(checkpoint.folders[0])
+        known = {key: text for key, text in card.items() if key.startswith("base_model")}
+        known |= licence(arguments.license, card) | base_model(arguments.base_model)
+        write_model_card(folder, conversion, rows, name, tokenizer is not None, pooled, known)
         expected = source_outputs(conversion, rounded=True)
         exact = source_outputs(conversion, rounded=False) if conversion.rounds else expected
         parameters = conversion.parameters

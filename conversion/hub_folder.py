@@ -6,6 +6,7 @@ import re
 import torch
 from tqdm.auto import tqdm
 
+from ..common.cards import front_matter
 from ..common.errors import UserError, printable
 from ..common.files import write_safetensors
 from ..common.loading import copy_code
@@ -74,15 +75,15 @@ def usage_lines(name, head, has_tokenizer, sentence_transformers):
     return lines
 
 
-def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_transformers):
-    """README.md with the metadata that the Hub reads."""
-    config, tag = conversion.config, conversion.head.pipeline_tag
-    task = "sentence-similarity" if sentence_transformers else tag
-    library = "sentence-transformers" if sentence_transformers else "transformers"
-    tags = ["neobert", "custom_code", "safetensors", tag]
+def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_transformers, known):
+    """README.md with the metadata that the Hub reads; `known` is what it says of licence and base model."""
+    config, task = conversion.config, conversion.head.pipeline_tag
+    tags, library = ["neobert", "custom_code", "safetensors", task], "transformers"
     if sentence_transformers:
         tags += ["sentence-transformers", "feature-extraction"]
-    metadata = ["license: mit", f"library_name: {library}", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in dict.fromkeys(tags))]
+    if sentence_transformers and conversion.head.option == "base":  # a masked LM with mean pooling is not trained for it
+        task, library = "sentence-similarity", "sentence-transformers"
+    metadata = front_matter(**known, library_name=library, pipeline_tag=task, tags=list(dict.fromkeys(tags)))
     facts = [
         ("parameters", f"{conversion.parameters:,}"),
         ("dtype", str(conversion.dtype).removeprefix("torch.")),
@@ -93,7 +94,7 @@ def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_tra
         ("context", f"{config.max_position_embeddings:,} tokens"),
         *((f"sha256 of {row['file']}", f"`{row['sha256']}`") for row in rows),
     ]
-    lines = ["---", *metadata, "---", "", f"# {printable(name).rpartition('/')[2]}", ""]
+    lines = [metadata, f"# {printable(name).rpartition('/')[2]}", ""]
     lines += ["A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a training checkpoint.", ""]
     lines += ["```python", *usage_lines(name, conversion.head, has_tokenizer, sentence_transformers), "```", ""]
     lines += ["The model's code is in this repository and runs on your machine: read it, and pin what you read with `revision=`.", ""]

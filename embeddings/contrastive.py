@@ -27,21 +27,25 @@ from transformers import set_seed
 
 from ..common import checkpoints
 from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
+from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError, listed, one_line
 from ..common.files import redacted, write_json
 from ..common.identity import files_digest, model_digest
 from ..common.lora import lora_config, trainable_parameters
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
 from ..common.pooling import save_for_all_versions
-from ..common.results import environment
+from ..common.results import environment, shown
+from .contrastive_card import write_card
 from .contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, inspected, load_source, probabilities, rows_per_batch
 from .instructions import TEMPLATE, check_template, prompt, read_instructions
-from .packed_encoder import POOLINGS, load_sentence_transformer
+from .packed_encoder import POOLINGS, is_sentence_transformer, load_sentence_transformer
+from .retrieval import described, measure, read_questions
 
 
 MANIFEST = "contrastive.json"
 # What a run writes before its manifest has the digests of the finished encoder.
 WORKING_FILES = ("checkpoints/checkpoint-[0-9]*/**", "checkpoints/damaged-checkpoint-[0-9]*/**", ".saving-*/**", ".lock")
+LENGTH = 1024  # tokens of a text, for a bare encoder: that of the authors' code
 ADAPTER = ".saving-adapter"  # until it moves in with the encoder
 # Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5 % of the steps.
 TRAINER = {
@@ -69,6 +73,8 @@ FIXED = {
     "data_seed": None,
     "resume_from_checkpoint": None,
 }
+# Options of ours that a continued run may change.
+_FREE = ("output", "overwrite", "heldout", "license", "base_model")
 
 
 @dataclass
@@ -79,6 +85,7 @@ class ContrastiveArguments(Arguments):
     output: str = option(help="folder of the sentence encoder")
     datasets: list[dict] = option(default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe")
     pairs: list[str] = option(default_factory=list, help="files of rows with columns anchor, positive, negative, negative_1, ...")
+    heldout: str | None = option(None, "file of pairs to measure retrieval on, before and after the training; never trained on")
     instruction: str = option("", "instruction before the anchors of --pairs")
     instructions: str | None = option(None, "YAML or JSON file {data set: instruction}, in place of those of the recipe")
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
@@ -87,7 +94,9 @@ class ContrastiveArguments(Arguments):
     texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
     mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
     gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
-    max_length: int = option(1024, "tokens per text", least=3, most=2**31 - 1)
+    max_length: int | None = option(
+        None, f"tokens per text; by default a sentence encoder's own limit, and {LENGTH:,} for a bare encoder", least=3, most=2**31 - 1
+    )
     pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
     tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
     attn_implementation: str | None = option(None, "attention implementation of transformers")
@@ -97,6 +106,8 @@ class ContrastiveArguments(Arguments):
     lora_alpha: float = option(32.0, above=0)
     lora_dropout: float = option(0.0, least=0, below=1)
     lora_targets: str = option("auto", "auto, all-linear, or module names separated by commas")
+    license: str | None = option(None, LICENSE_HELP)
+    base_model: str | None = option(None, BASE_MODEL_HELP)
     overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone")
 
     def __post_init__(self):
@@ -124,10 +135,15 @@ class ContrastiveArguments(Arguments):
             raise UserError(f"{self.instructions} has no instruction for {listed(lacking)}; give every data set one, '' for none")
         return [source.replaced(instruction=texts[source.name]) for source in sources]
 
+    def processes_together(self, training):
+        """Number of processes whose batches share their negatives."""
+        return training.world_size if self.gather_negatives else 1
+
     def loading(self):
         """The arguments of `load_sentence_transformer`."""
-        names = ("max_length", "pooling", "tokenizer", "attn_implementation", "trust_remote_code")
-        return {"model": self.model, **{name: getattr(self, name) for name in names}}
+        names = ("pooling", "tokenizer", "attn_implementation", "trust_remote_code")
+        length = self.max_length or (None if is_sentence_transformer(self.model) else LENGTH)
+        return {"model": self.model, "max_length": length, **{name: getattr(self, name) for name in names}}
 
 
 class ContrastiveTrainer(SentenceTransformerTrainer):
@@ -162,9 +178,25 @@ def check(arguments, training):
         given = training.per_device_train_batch_size
         raise UserError(f"per_device_train_batch_size must be at least 2 (the others of a batch are the negatives), but {given} was given")
     sources = arguments.sources()
-    local = [arguments.model, *(source.path for source in sources if source.is_local)]
-    check_apart(arguments.output, *(path for path in local if Path(path).exists()))
+    if arguments.heldout:
+        inspected(PairSource.from_file(arguments.heldout))
+    local = [arguments.model, arguments.heldout, *(source.path for source in sources if source.is_local)]
+    check_apart(arguments.output, *(path for path in local if path and Path(path).exists()))
     return sources
+
+
+def held_out(arguments, data):
+    """What `measure` takes, of --heldout without the questions that are trained on; None without that option."""
+    if arguments.heldout is None:
+        return None
+    relevant, texts = read_questions(arguments.heldout)
+    trained = {text for part in data.values() for text in part["anchor"] if text in relevant}
+    if trained:
+        print(f"{arguments.heldout}: {len(trained):,} of {len(relevant):,} questions are trained on, and not measured", file=sys.stderr)
+    relevant = {question: found for question, found in relevant.items() if question not in trained}
+    if not relevant:
+        raise UserError(f"all questions of {arguments.heldout} are in the training data; give rows that are held out")
+    return relevant, texts
 
 
 def build_datasets(arguments, training, sources):
@@ -174,9 +206,11 @@ def build_datasets(arguments, training, sources):
     data, prompts = DatasetDict(), {}
     for source in sources:
         data[source.name] = load_source(source, seed=training.seed)
-        if rows_per_batch(data[source.name], 2, None) < 2:
+        group = arguments.processes_together(training)
+        least = max(2, group)
+        if rows_per_batch(data[source.name], least, None) < least:
             raise UserError(
-                f"{source.name} ({source.path}): in-batch negatives need at least 2 rows without a common text, but its "
+                f"{source.name} ({source.path}): in-batch negatives need at least {least} rows without a common text, but its "
                 f"{len(data[source.name])} usable rows share theirs"
             )
         if text := prompt(arguments.instruction_template, source.instruction):
@@ -194,9 +228,12 @@ def build_loss(model, arguments):
 
 def build_trainer(model, data, prompts, arguments, training):
     """The library's trainer with our samplers."""
+    model.model_card_data.generate_widget_examples = False  # rows of the training data, for a card that is not written
     # A nested dictionary must not be empty, or the trainer would not know the data sets apart.
     training.prompts = prompts or None
-    training.batch_sampler = functools.partial(TextsBatchSampler, texts_per_batch=arguments.texts_per_batch)
+    training.batch_sampler = functools.partial(
+        TextsBatchSampler, texts_per_batch=arguments.texts_per_batch, group=arguments.processes_together(training)
+    )
     training.multi_dataset_batch_sampler = functools.partial(
         SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size, names=list(data)
     )
@@ -206,20 +243,25 @@ def build_trainer(model, data, prompts, arguments, training):
         raise UserError(one_line(error)) from error
 
 
-def save_encoder(model, folder, prompts, arguments, extra):
-    """Writes the SentenceTransformer folder beside what `folder` holds: first the manifest that owns the files, last modules.json.
-
-    Args:
-        prompts: {data set: prompt}; with "query" and "document" they become the model's prompts.
-        extra: content of contrastive.json.
-    """
+def model_prompts(prompts, arguments):
+    """The prompts of the encoder: those of the data sets by their names, "query" and "document"."""
     named = {name: texts["anchor"] for name, texts in prompts.items()}
     different = list(dict.fromkeys(named.values()))
     usual = prompt(arguments.instruction_template, "Retrieve text that answers the query.") if named else ""
-    model.prompts = {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
+    return {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
+
+
+def save_encoder(model, folder, sources, arguments, extra):
+    """Writes the SentenceTransformer folder beside what `folder` holds: first the manifest that owns the files, last modules.json.
+
+    Args:
+        sources: the `PairSource`s.
+        extra: content of contrastive.json.
+    """
     temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
     try:
         save_for_all_versions(model, temporary)
+        write_card(temporary, arguments, sources, model.max_seq_length, extra["training"])
         if (folder / ADAPTER).is_dir():
             os.replace(folder / ADAPTER, temporary / "adapter")
         write_manifest(temporary, "contrastive", extra)
@@ -248,11 +290,20 @@ def merge_lora(model, adapter_folder, arguments):
 def _recipe(arguments, training, sources):
     """The settings that a run is known by, with digests of the model that it starts from and of its local files."""
     recipe = number_options(training.to_dict())
-    recipe |= {name: value for name, value in asdict(arguments).items() if name not in ("output", "overwrite")}
+    recipe |= {name: value for name, value in asdict(arguments).items() if name not in _FREE}
     recipe |= {"processes": training.world_size, "model_digest": model_digest(arguments.model)}
     recipe["instructions"] = {source.name: source.instruction for source in sources}
-    recipe["files"] = {source.path: files_digest([source.path]) for source in sources if source.is_local}
-    return redacted(json.loads(json.dumps(recipe, default=str)))
+    recipe["files"] = {source.name: files_digest([source.path]) for source in sources if source.is_local}
+    return redacted(_without_folders(json.loads(json.dumps(recipe, default=str))))
+
+
+def _without_folders(value):
+    """`value` with every path in it as results show it: the file may be published."""
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 def _state(folder, recipe, overwrite):
@@ -306,6 +357,8 @@ def train(arguments, training):
         model.add_adapter(config)
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
+        heldout = held_out(arguments, data)
+        before = measure(model.to(training.device), *heldout) if heldout and training.process_index == 0 else None
     if state == "replaceable" and training.process_index == 0:
         set_aside(folder, "contrastive", WORKING_FILES)
     with checkpoints.lock_run(folder):
@@ -319,9 +372,13 @@ def train(arguments, training):
             trained = trainer.accelerator.unwrap_model(trainer.model)
             if arguments.lora:
                 trained = merge_lora(trained, folder / ADAPTER, arguments)
+            trained.prompts = model_prompts(prompts, arguments)
+            if heldout:
+                summary["heldout"] = {"questions": len(heldout[0]), "texts": len(heldout[1]), "before": before}
+                summary["heldout"]["after"] = measure(trained.to(training.device), *heldout)
             dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
             extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
-            save_encoder(trained, folder, prompts, arguments, extra)
+            save_encoder(trained, folder, sources, arguments, extra)
             checkpoints.remove(training.output_dir)
             remove_set_aside(folder, "contrastive", WORKING_FILES)
     return summary
@@ -330,7 +387,8 @@ def train(arguments, training):
 def _train(trainer, data, arguments):
     """Runs the trainer; returns what is told about it."""
     sizes = {name: len(part) for name, part in data.items()}
-    rows = {name: rows_per_batch(part, trainer.args.train_batch_size, arguments.texts_per_batch) for name, part in data.items()}
+    sizes_asked = (trainer.args.train_batch_size, arguments.texts_per_batch, arguments.processes_together(trainer.args))
+    rows = {name: rows_per_batch(part, *sizes_asked) for name, part in data.items()}
     drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
     if trainer.is_world_process_zero():
         for name, size in sizes.items():
@@ -372,4 +430,8 @@ def main(argv=None):
         else:
             seconds = f" in {summary['seconds']:.0f} s" if summary["seconds"] else ""
             print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps{seconds}")
+            if found := summary.get("heldout"):
+                print(f"retrieval of {found['questions']:,} held-out questions among {found['texts']:,} texts")
+                for when in ("before", "after"):
+                    print(f"  {when:<6}  {described(found[when])}")
     return 0

@@ -265,6 +265,7 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
 
     def __init__(self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1, names=None):
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
+        self.batch_size = None  # it differs between data sets; accelerate would drop the batches of any other size
         self.group = group
         self.names = names or range(len(batch_samplers))
         self.probabilities = probabilities([len(part) for part in dataset.datasets], alpha)
@@ -305,25 +306,33 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
 
 
 class TextsBatchSampler(NoDuplicatesBatchSampler):
-    """Batches without a text that occurs twice (it would be its own negative), cut to a number of encoded texts and of different rows.
+    """Batches without a text that occurs twice (it would be a negative of its own row), cut to encoded texts and to different rows.
 
     Args:
         texts_per_batch: texts of one batch over all its columns (the paper's code: 128), or None for `batch_size` rows.
+        group: batches in a row without a common text: those of the processes that share their negatives.
     """
 
-    def __init__(self, dataset, batch_size, drop_last=True, texts_per_batch=None, generator=None, **kwargs):
-        batch_size = rows_per_batch(dataset, batch_size, texts_per_batch)
-        super().__init__(dataset, batch_size=batch_size, drop_last=True, generator=torch.Generator(), **kwargs)
+    def __init__(self, dataset, batch_size, drop_last=True, texts_per_batch=None, group=1, generator=None, **kwargs):
+        self.group, self.rows = group, rows_per_batch(dataset, batch_size, texts_per_batch, group)
+        super().__init__(dataset, batch_size=self.rows * group, drop_last=True, generator=torch.Generator(), **kwargs)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch[start : start + self.rows] for start in range(0, len(batch), self.rows))
+
+    def __len__(self):
+        return super().__len__() * self.group
 
 
-def rows_per_batch(dataset, batch_size, texts_per_batch):
-    """Rows in a batch of `dataset`: as many as were asked for (at least 2), or as many as have no text in common."""
+def rows_per_batch(dataset, batch_size, texts_per_batch, group=1):
+    """Rows in a batch of `dataset`: as many as were asked for, or as many as `group` batches have without a common text."""
     columns = [name for name in dataset.column_names if name in ("anchor", "positive") or _is_negative(name)]
     rows = batch_size if texts_per_batch is None else max(2, texts_per_batch // len(columns))
     # The trainer gives every row the name of its data set, which all rows have in common.
     plain = dataset.with_format(None).select_columns(columns)
     # The count depends on the order of the rows: take the minimum of three orders.
-    return min(_different_rows(plain, rows, seed) for seed in range(3))
+    return min(_different_rows(plain, rows * group, seed) for seed in range(3)) // group
 
 
 def _different_rows(dataset, most, seed):

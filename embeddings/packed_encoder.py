@@ -66,7 +66,7 @@ def load_sentence_transformer(
     if attn_implementation:
         model_kwargs["attn_implementation"] = attn_implementation
     try:
-        if _is_sentence_transformer(model):
+        if is_sentence_transformer(model):
             encoder = SentenceTransformer(model, device=str(device), model_kwargs=model_kwargs, trust_remote_code=trust_remote_code)
         else:
             remote = {"trust_remote_code": trust_remote_code}
@@ -85,7 +85,8 @@ def load_sentence_transformer(
     return encoder.eval()
 
 
-def _is_sentence_transformer(model):
+def is_sentence_transformer(model):
+    """Whether a folder or Hub name is a sentence encoder, and not a bare one."""
     if Path(model).exists():
         return (Path(model) / "modules.json").is_file()
     from sentence_transformers.util import is_sentence_transformer_model

@@ -2,6 +2,7 @@
 
 import json
 
+from ..common.cards import front_matter
 from ..common.errors import printable
 
 
@@ -55,7 +56,7 @@ def card(source, name, targets):
     library = "transformers.js" if "onnx" in targets else "openvino"
     tags = ["neobert", "custom_code", *targets, *(["sentence-transformers", "feature-extraction"] if sentence else [])]
     task = "sentence-similarity" if sentence else source.head.pipeline_tag
-    lines = ["---", "license: mit", f"library_name: {library}", f"pipeline_tag: {task}", "tags:", *(f"- {tag}" for tag in tags), "---", ""]
+    lines = [front_matter(**source.known, library_name=library, pipeline_tag=task, tags=tags)]
     lines += [f"# {printable(name)}", "", "A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)), exported."]
     longest = min(512, source.max_length)
     lines += [f"The worst cosines to torch in float32, over texts of 3 to {longest} tokens, alone and in padded batches:", ""]

@@ -79,11 +79,19 @@ def export(source, reference, arguments):
         raise UserError("llama.cpp pools over prompts too, and this folder leaves them out; neobert export onnx and openvino carry it")
     remove_left_overs(output.parent, output.name)
     with new_path(output) as path:
-        write(path, source.model, source.tokenizer, pooling.mode, arguments.dtype, source.name, dict([MARK]))
+        write(path, source.model, source.tokenizer, pooling.mode, arguments.dtype, source.name, dict([MARK]) | _known(source))
         agreement = _compare(path, source, reference, BOUNDS[arguments.dtype])
         check_output(arguments)
         size = path.stat().st_size
     print(f"{output} ({arguments.dtype}, {size / 1e6:,.1f} MB): {agreement}")
+
+
+def _known(source):
+    """Licence and base model, as GGUF names them."""
+    keys = {f"general.{key.replace('_', '.')}": text for key, text in source.known.items() if key.startswith("license")}
+    if "base_model" in source.known:
+        keys["general.base_model.0.repo_url"] = f"https://huggingface.co/{source.known['base_model']}"
+    return keys
 
 
 def _compare(path, source, reference, bounds):

@@ -267,6 +267,7 @@ def write(path, model, tokenizer, pooling, dtype, name, mark):
     writer.add_name(name)
     for key, text in mark.items():
         writer.add_string(key, text)
+    writer.add_base_model_count(sum(key.endswith(".repo_url") for key in mark))
     describe_model(writer, model, pooling, dtype)
     describe_tokenizer(writer, tokenizer, rows)
     tensors = list(tensors_of(model))

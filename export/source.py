@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ..common.arguments import Arguments, option
+from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP, base_model, licence, read_card
 from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
@@ -37,6 +38,8 @@ class ExportArguments(Arguments):
         None, "by default base for a folder of sentence-transformers, and otherwise what the weights are", choices=tuple(HEADS)
     )
     tokenizer: str | None = option(None, "folder; by default the model's own, then the BERT uncased tokenizer")
+    license: str | None = option(None, LICENSE_HELP)
+    base_model: str | None = option(None, BASE_MODEL_HELP)
     force: bool = option(False, "replace what this command wrote")
 
 
@@ -89,6 +92,7 @@ class Source:
         pooling: of a folder of sentence-transformers; None for any other model.
         max_length: tokens of a text that are read.
         prompts: of a folder of sentence-transformers, {name: text}.
+        known: what a card says of licence and base model.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Source:
     pooling: Pooling | None
     max_length: int
     prompts: dict
+    known: dict
 
     @property
     def config(self):
@@ -250,4 +255,5 @@ def _read(arguments, given, folder, modules, scratch):
         pooling,
         min(longest, tokenizer.model_max_length),
         prompts,
+        licence(arguments.license, read_card(given)) | base_model(arguments.base_model, relation="quantized"),
     )

@@ -16,14 +16,14 @@ from jsonl import write_jsonl
 pytest.importorskip("sentence_transformers")
 
 import huggingface_hub
-from contrastive_runs import arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
+from contrastive_runs import ANIMALS, arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from neobert.common.errors import Stopped, UserError
 from neobert.common.identity import model_digest
 from neobert.common.locks import FolderLock
-from neobert.embeddings import contrastive
+from neobert.embeddings import contrastive, retrieval
 from neobert.embeddings.contrastive import ContrastiveArguments, build_loss, main
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
@@ -263,6 +263,73 @@ def test_no_secret_is_stored(model_folder, pairs, tmp_path, monkeypatch):
     assert "training_args.bin" in seen and "contrastive.json" in seen, "vacuous: nothing was looked at"
     assert not found, f"the token is in {found}"
     assert huggingface_hub.get_token() == SECRET, "the token does not reach the library that needs it"
+
+
+def test_the_card_holds_no_row_and_the_manifest_no_folder(model_folder, tmp_path):
+    """The folder is made to be published; the library's own card shows rows of the training data."""
+    rows = [{"anchor": f"unpublished question {i}", "positive": f"unpublished answer {i}"} for i in range(20)]
+    for name in ("faq", "heldout"):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows if name == "faq" else [{"anchor": "other", "positive": "text"}])
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", str(tmp_path / "faq.jsonl"), "--max_steps", "1")
+    assert main([*argv, "--heldout", str(tmp_path / "heldout.jsonl"), "--license", "cc0-1.0", "--base-model", "you/start"]) == 0
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.suffix in (".md", ".json")]
+    assert not [path.name for path in written if "unpublished question" in path.read_text()]
+    assert str(tmp_path.parent) not in (tmp_path / "out" / "contrastive.json").read_text()
+    card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+    assert (card["license"], card["base_model"], card["base_model_relation"]) == ("cc0-1.0", "you/start", "finetune")
+
+
+def test_a_sentence_encoder_keeps_its_own_length(model_folder, pairs, tmp_path):
+    short = load_sentence_transformer(str(model_folder), max_length=24)
+    short.save_pretrained(str(tmp_path / "short"))
+
+    def length(model, *options):
+        argv = arguments_for(model, tmp_path / "out", "--pairs", pairs, *options)
+        argv = [word for i, word in enumerate(argv) if "--max_length" not in (word, argv[i - 1])]
+        return load_sentence_transformer(**contrastive.parse(argv)[0].loading()).max_seq_length
+
+    assert length(tmp_path / "short") == 24, "the default raised the length of the folder"
+    assert length(tmp_path / "short", "--max-length", "50") == 50
+    assert length(model_folder) == 64, "a bare encoder of 64 positions"
+
+
+def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
+    """Against the definition: every question is searched among all texts of the held-out file, without those that were trained on."""
+    rows = [{"anchor": f"an animal: {animal} {i}", "positive": f"{i} {animal}"} for i, animal in enumerate(ANIMALS * 4)]
+    write_jsonl(tmp_path / "train.jsonl", rows[:20])
+    write_jsonl(
+        tmp_path / "heldout.jsonl",
+        [
+            *rows[19:],
+            {
+                "anchor": rows[-1]["anchor"],
+                "positive": "one more answer",
+            },
+        ],
+    )
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", str(tmp_path / "train.jsonl"), "--learning_rate", "2e-3")
+    assert main([*argv, "--heldout", str(tmp_path / "heldout.jsonl")]) == 0
+    found = json.loads((tmp_path / "out" / "contrastive.json").read_text())["training"]["heldout"]
+    assert (found["questions"], found["texts"]) == (12, 14)
+    told = capsys.readouterr()
+    assert "1 of 13 questions are trained on" in told.err and "12 held-out questions among 14 texts" in told.out
+    texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
+    for when, folder in (("before", model_folder), ("after", tmp_path / "out")):
+        model = load_sentence_transformer(str(folder), max_length=32, trust_remote_code=True)
+        scores = model.similarity(model.encode([row["anchor"] for row in rows[20:]]), model.encode(texts))
+        measures = []
+        for number, row in enumerate(scores):
+            right = {number + 1} | ({13} if number == 11 else set())
+            hits = [text in right for text in row.argsort(descending=True).tolist()[:10]]
+            first = hits.index(True) + 1 if any(hits) else None
+            measures.append([sum(hits[:1]) / len(right), sum(hits) / len(right), 1 / first if first else 0])
+        expected = dict(zip(("recall@1", "recall@10", "mrr@10"), torch.tensor(measures).mean(0).tolist()))
+        assert found[when] == pytest.approx(expected, abs=1e-6)
+        assert f"| {when} | {expected['recall@1']:.3f} |" in (tmp_path / "out" / "README.md").read_text()
+    assert retrieval.main([str(tmp_path / "out"), "--pairs", str(tmp_path / "heldout.jsonl"), "--trust-remote-code"]) == 0
+    assert "13 questions among 14 texts: recall@1 0." in capsys.readouterr().out
+    with pytest.raises(UserError, match="all questions of .*train.jsonl are in the training data"):
+        main([*argv, "--overwrite", "--heldout", str(tmp_path / "train.jsonl")])
 
 
 def test_the_folder_has_both_forms_of_a_pooling(model_folder, pairs, tmp_path):

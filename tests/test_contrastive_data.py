@@ -116,6 +116,43 @@ def test_no_text_is_its_own_negative():
         assert len(set(anchors)) == 8, "an anchor occurs twice in a batch"
 
 
+def test_no_text_is_a_negative_of_its_row_in_the_batches_of_all_processes():
+    """With --gather-negatives the batches of one step are one batch: 600 questions about 30 answers."""
+    data = Dataset.from_dict({"anchor": [f"q{i}" for i in range(600)], "positive": [f"p{i % 30}" for i in range(600)]})
+    sampler = TextsBatchSampler(data, batch_size=8, group=2)
+    batches = list(SizeAlphaBatchSampler(ConcatDataset([data]), batch_samplers=[sampler], group=2))
+    assert len(batches) == len(sampler) == 74 and {len(batch) for batch in batches} == {8}
+    for one, two in zip(batches[::2], batches[1::2]):
+        assert len(set(data[one + two]["positive"])) == 16, "an answer is a negative of its own question"
+    assert TextsBatchSampler(data, batch_size=64, group=4).rows == 7, "30 different answers are 4 batches of 7"
+
+
+def test_every_batch_reaches_a_process_whatever_its_size():
+    """accelerate drops batches of another size than the sampler's `batch_size`; data sets have batches of different sizes."""
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    parts = [Dataset.from_dict({name: [f"{k} {name} {i}" for i in range(40)] for name in ("anchor", "positive")}) for k in range(2)]
+    samplers = [TextsBatchSampler(part, batch_size=size) for part, size in zip(parts, (4, 5))]
+    sampler = SizeAlphaBatchSampler(ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2)
+    shards = [list(accelerate.BatchSamplerShard(sampler, 2, process)) for process in (0, 1)]
+    assert {len(batch) for batch in sampler} == {4, 5}, "one data set was not drawn, so this test would be vacuous"
+    assert [batch for step in zip(*shards) for batch in step] == list(sampler)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_gathered_negatives_ask_for_batches_that_go_together(model_folder, tmp_path, monkeypatch, gather):
+    rows = [{"anchor": f"question {i}", "positive": f"answer {i % 3}"} for i in range(60)]
+    path = str(write_jsonl(tmp_path / "faq.jsonl", rows))
+    given, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--gather_negatives", str(gather).lower()))
+    monkeypatch.setattr(type(training), "world_size", 3)
+    data, prompts = build_datasets(given, training, contrastive.check(given, training))
+    build_trainer(load_sentence_transformer(**given.loading()), data, prompts, given, training)
+    assert training.batch_sampler(data["faq"], batch_size=8).rows == (1 if gather else 3), "three processes share 3 answers"
+    monkeypatch.setattr(type(training), "world_size", 4)
+    if gather:
+        with pytest.raises(UserError, match="at least 4 rows without a common text"):
+            build_datasets(given, training, contrastive.check(given, training))
+
+
 def test_a_batch_is_no_larger_than_the_rows_that_differ():
     def rows(positives):
         return Dataset.from_dict({"anchor": [f"question {i}" for i in range(len(positives))], "positive": positives})

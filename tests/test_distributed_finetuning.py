@@ -45,7 +45,9 @@ def folder(tmp_path_factory):
     # 160 rows, a tenth held out: 9 whole batches of 16, so that no process repeats rows to fill the last one.
     write_jsonl(folder / "data" / "sst2" / "train.jsonl", rows[:160])
     write_jsonl(folder / "data" / "sst2" / "validation.jsonl", rows[160:])
-    write_jsonl(folder / "pairs.jsonl", [{"anchor": f"{word} number {i}", "positive": f"{i} {word}"} for i, word in enumerate(WORDS * 6)])
+    # Three rows share a positive: a batch of 8, of one process or of two, must not hold two of them.
+    rows = [{"anchor": f"{word} number {i}", "positive": f"{i % 24} {word}"} for i, word in enumerate(WORDS * 6)]
+    write_jsonl(folder / "pairs.jsonl", rows)
     return folder
 
 

@@ -10,7 +10,7 @@ import yaml
 from conversion_helpers import ROOT, convert, save
 from transformers import AutoTokenizer
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.common.loading import CODE_FILES
 from neobert.conversion.heads import HEADS
@@ -36,8 +36,10 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
     assert config["architectures"] == ["NeoBERTLMHead", "NeoBERTForMaskedLM"] and "max_length" not in config
     card = (output / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---")[1])
-    assert metadata["license"] == "mit" and metadata["pipeline_tag"] == "sentence-similarity"
-    assert metadata["library_name"] == "sentence-transformers" and {"neobert", "custom_code", "fill-mask"} <= set(metadata["tags"])
+    assert metadata["pipeline_tag"] == "fill-mask" and metadata["library_name"] == "transformers", (
+        "a masked LM was not trained for similarity"
+    )
+    assert {"neobert", "custom_code", "fill-mask", "sentence-transformers"} <= set(metadata["tags"])
     tokenizer = AutoTokenizer.from_pretrained(output, trust_remote_code=True)
     assert tokenizer.model_max_length == 128, "longer than the model's context"
     assert "SentenceTransformer(" in capsys.readouterr().out
@@ -51,6 +53,35 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
     mask = batch["attention_mask"][..., None]
     expected = (hidden * mask).sum(1) / mask.sum(1)
     assert torch.allclose(torch.tensor(encoder.encode(texts)), expected, atol=1e-5), "not the mean over real tokens"
+
+
+@pytest.mark.parametrize(
+    "card, options, expected",
+    [
+        (None, [], {}),
+        ("---\nlicense: cc-by-4.0\nbase_model: you/start\nbase_model_relation: finetune\n---\n# mine\n", [],
+         {"license": "cc-by-4.0", "base_model": "you/start", "base_model_relation": "finetune"}),
+        ("---\nlicense: other\nlicense_name: own\n---\n", ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"],
+         {"license": "mit", "base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}),
+        ("# no metadata ---\n---\n: [", [], {}),
+    ],
+    ids=["unknown", "of the source's card", "options", "damaged card"],
+)  # fmt: skip
+def test_licence_and_base_model_are_those_that_are_known(tmp_path, checkpoint, without_proof, card, options, expected):
+    if card is not None:
+        (tmp_path / "run" / "README.md").write_text(card)
+    convert(checkpoint, tmp_path / "out", "--tokenizer", "none", *options)
+    metadata = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+    keys = ("license", "license_name", "base_model", "base_model_relation")
+    assert {key: metadata[key] for key in keys if key in metadata} == expected
+
+
+def test_an_encoder_with_pooling_is_for_similarity(tmp_path, tiny_config, without_proof):
+    model = NeoBERTModel(NeoBERTConfig(**{**tiny_config, "vocab_size": 30522}))
+    source = save(tmp_path / "run", model.state_dict(), **{**tiny_config, "vocab_size": 30522})
+    assert convert(source, tmp_path / "out", "--sentence-transformers", "--head", "base") == 0
+    metadata = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
+    assert (metadata["pipeline_tag"], metadata["library_name"]) == ("sentence-similarity", "sentence-transformers")
 
 
 def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proof):

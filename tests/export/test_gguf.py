@@ -83,6 +83,7 @@ def make(tmp_path):
             pooling=Pooling(pooling) if pooling else None,
             max_length=64,
             prompts={},
+            known={"license": "cc0-1.0", "base_model": "you/yours"},
         )
 
     return source
@@ -152,6 +153,12 @@ def test_types_of_the_tensors(make, dtype, file_type):
     # Half a step: of float16's 11 bits, down to 2^-24; of 1/127 of the largest of 32 numbers, which float16 itself stores (127 times 2^-11).
     steps = np.abs(exact).reshape(-1, 32).max(axis=1).repeat(32).reshape(exact.shape) / 127
     assert (error <= {"f32": 0.0, "f16": np.maximum(2.0**-11 * np.abs(exact), 2.0**-25), "q8_0": 0.563 * steps}[dtype]).all()
+
+
+def test_licence_and_base_model_are_those_that_are_known(make):
+    keys, _ = read(export(make()))
+    assert keys["general.license"] == "cc0-1.0" and keys["general.base_model.count"] == 1
+    assert keys["general.base_model.0.repo_url"] == "https://huggingface.co/you/yours"
 
 
 def test_keys_of_the_architecture(make):

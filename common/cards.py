@@ -1,0 +1,46 @@
+"""The metadata of model cards, which the Hub reads: licence and base model are stated where they are known, and left out elsewhere."""
+
+from pathlib import Path
+
+from .errors import UserError
+from .files import read_text
+from .yaml_files import read_mapping
+
+
+LICENSE_HELP = "licence of the weights, for the card; by default what the card of the source says"
+BASE_MODEL_HELP = "for the card: the model on the Hub that this one was made from, USER/NAME"
+_KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
+
+
+def read_card(folder):
+    """What the card of a folder says of licence and base model, {key: text}; {} without a card."""
+    try:
+        found = read_mapping(read_text(Path(folder) / "README.md").split("---\n")[1])
+    except (UserError, OSError, IndexError, ValueError):
+        return {}
+    return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}
+
+
+def licence(given, card):
+    """The keys that state the licence: `given`, else those of `card`, as `read_card` found them."""
+    return {"license": given} if given else {key: card[key] for key in card if key.startswith("license")}
+
+
+def base_model(given, model=None, relation="finetune"):
+    """The keys that name the model that this one was made from; {} where its name on the Hub is not known.
+
+    Args:
+        given: USER/NAME, or None.
+        model: a folder or a Hub name, which counts where `given` is None.
+        relation: as the Hub has it: "finetune", "quantized", ...
+    """
+    of_hub = model and model.count("/") == 1 and not Path(model).exists()
+    name = given or (model if of_hub else None)
+    return {"base_model": name, "base_model_relation": relation} if name else {}
+
+
+def front_matter(**fields):
+    """The metadata at the top of README.md, with the lines around it; each field a text or a list of texts."""
+    from huggingface_hub import ModelCardData
+
+    return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n"

@@ -1,0 +1,64 @@
+"""The card of an encoder that `neobert contrastive` made: what it is, how to use it, what was measured; no row of the training data."""
+
+import json
+from pathlib import Path
+
+from ..common.cards import base_model, front_matter, licence, read_card
+from ..common.errors import printable
+from ..common.files import write_text
+from ..common.results import markdown_table, shown
+from .retrieval import METRICS
+
+
+def write_card(folder, arguments, sources, length, training):
+    """README.md of the encoder.
+
+    Args:
+        folder: where it is written.
+        arguments: `ContrastiveArguments`.
+        sources: the `PairSource`s.
+        length: tokens of a text that are read.
+        training: what `train` returns.
+    """
+    name = Path(arguments.output).resolve().name
+    metadata = front_matter(
+        **licence(arguments.license, read_card(arguments.model)),
+        **base_model(arguments.base_model, arguments.model),
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "contrastive", "custom_code"],
+        datasets=list(dict.fromkeys(source.path for source in sources if not source.is_local)) or None,
+    )
+    data = [[printable(key), f"{rows:,}", f"{training['probabilities'][key]:.3f}"] for key, rows in training["rows"].items()]
+    text = f"""
+# {printable(name)}
+
+A sentence encoder: `{printable(shown(arguments.model))}` after {training["steps"]:,} steps of contrastive training with
+[sentence-transformers](https://sbert.net). It reads at most {length:,} tokens of a text.
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer({json.dumps(printable(name))}, trust_remote_code=True)
+queries = model.encode_query(["A question."])  # puts the instruction of the training before the question
+documents = model.encode_document(["A text that may answer it."])
+print(model.similarity(queries, documents))
+```
+
+{_measured(training.get("heldout"))}## Training
+
+InfoNCE on cosine similarity / {arguments.temperature:g}. `contrastive.json` holds all settings and the losses.
+
+{markdown_table(["data set", "rows", "share of the batches"], data)}
+"""
+    write_text(folder / "README.md", metadata + text)
+
+
+def _measured(found):
+    if found is None:
+        return ""
+    rows = [[when, *(f"{found[when][name]:.3f}" for name in METRICS)] for when in ("before", "after")]
+    return (
+        f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched among {found['texts']:,} texts:\n\n"
+        f"{markdown_table(['training', *METRICS], rows)}\n"
+    )
