@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig,
 from ..common import figures
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
-from ..common.loading import TOKENIZER, choose_device
+from ..common.constants import TOKENIZER
+from ..common.loading import choose_device
 from ..common.local_text import wordnet_entries
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result

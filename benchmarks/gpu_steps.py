@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..common.loading import ROOT
+from ..common.constants import ROOT
 from ..common.memory import PeakMemory
 from ..common.results import markdown_table
 from . import profile_forward, training

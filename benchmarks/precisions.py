@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
+from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
-from ..common.loading import TOKENIZER, load_tokenizer
+from ..common.loading import load_tokenizer
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .engines import BATCH_SIZES, ENGINES, Files

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ..common.constants import TOKENIZER
 from ..common.errors import UserError
-from ..common.loading import TOKENIZER
 
 
 def draw_lengths(name, count, seed=0, file_lengths=None):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from .errors import UserError
 from .files import read_text
-from .yaml_files import read_mapping
+from .yaml_files import read_collection
 
 
 LICENSE_HELP = "licence of the weights, for the card; by default what the card of the source says"
@@ -15,7 +15,7 @@ _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_re
 def read_card(folder):
     """What the card of a folder says of licence and base model, {key: text}; {} without a card."""
     try:
-        found = read_mapping(read_text(Path(folder) / "README.md").split("---\n")[1])
+        found = read_collection(read_text(Path(folder) / "README.md").split("---\n")[1], dict)
     except (UserError, OSError, IndexError, ValueError):
         return {}
     return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}

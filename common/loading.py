@@ -10,15 +10,12 @@ from pathlib import Path
 
 import torch
 
+from .constants import DTYPES, ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
 
 
-ROOT = Path(__file__).resolve().parent.parent
-TOKENIZER = ROOT / "tokenizer"
-RECIPES = ROOT / "recipes"
 CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def copy_code(folder):

@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
+from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
 from ..common.files import check_file, read_json
-from ..common.loading import TOKENIZER
 from .fresh import run_fresh
 from .fresh_tokenizer import SETTINGS
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from ..common.errors import require
@@ -26,45 +26,26 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 from transformers import set_seed
 
 from ..common import checkpoints
-from ..common.arguments import Arguments, number_options, option, read_arguments, training_arguments
-from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
-from ..common.errors import UserError, listed, one_line
+from ..common.errors import UserError, one_line
 from ..common.files import redacted, write_json
 from ..common.identity import files_digest, model_digest
 from ..common.lora import lora_config, trainable_parameters
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment, shown
+from ..common.trainer_options import number_options, training_arguments
 from .contrastive_card import write_card
 from .contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, inspected, load_source, probabilities, rows_per_batch
-from .instructions import TEMPLATE, check_template, prompt, read_instructions
-from .packed_encoder import POOLINGS, is_sentence_transformer, load_sentence_transformer
+from .instructions import prompt
+from .options import OPTIONS
+from .packed_encoder import load_sentence_transformer
 from .retrieval import described, measure, read_questions
 
 
 MANIFEST = "contrastive.json"
 # What a run writes before its manifest has the digests of the finished encoder.
 WORKING_FILES = ("checkpoints/checkpoint-[0-9]*/**", "checkpoints/damaged-checkpoint-[0-9]*/**", ".saving-*/**", ".lock")
-LENGTH = 1024  # tokens of a text, for a bare encoder: that of the authors' code
 ADAPTER = ".saving-adapter"  # until it moves in with the encoder
-# Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5 % of the steps.
-TRAINER = {
-    "max_steps": 2000,
-    "per_device_train_batch_size": 64,
-    "learning_rate": 1e-4,
-    "weight_decay": 0.01,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "max_grad_norm": 1.0,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.05,
-    "logging_steps": 20,
-    "save_steps": 500,
-    "save_total_limit": 2,
-    "report_to": "none",
-    "logging_nan_inf_filter": False,
-    "seed": 42,
-}
 # Trainer's options that a run could not be continued with, or that would be ignored.
 FIXED = {
     "ignore_data_skip": False,
@@ -75,75 +56,6 @@ FIXED = {
 }
 # Options of ours that a continued run may change.
 _FREE = ("output", "overwrite", "heldout", "license", "base_model")
-
-
-@dataclass
-class ContrastiveArguments(Arguments):
-    """What to train on what."""
-
-    model: str = option(help="encoder to start from: a folder or a Hub name")
-    output: str = option(help="folder of the sentence encoder")
-    datasets: list[dict] = option(default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe")
-    pairs: list[str] = option(default_factory=list, help="files of rows with columns anchor, positive, negative, negative_1, ...")
-    heldout: str | None = option(None, "file of pairs to measure retrieval on, before and after the training; never trained on")
-    instruction: str = option("", "instruction before the anchors of --pairs")
-    instructions: str | None = option(None, "YAML or JSON file {data set: instruction}, in place of those of the recipe")
-    instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
-    temperature: float = option(0.07, "the cosine similarity is divided by this", above=0)
-    alpha: float = option(0.5, "a batch's data set is drawn with probability proportional to size^alpha", least=0, most=10)
-    texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
-    mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
-    gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
-    max_length: int | None = option(
-        None, f"tokens per text; by default a sentence encoder's own limit, and {LENGTH:,} for a bare encoder", least=3, most=2**31 - 1
-    )
-    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
-    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
-    attn_implementation: str | None = option(None, "attention implementation of transformers")
-    trust_remote_code: bool = option(False, "run the model repository's own code")
-    lora: bool = option(False, "train low-rank adapters; the output has them merged, and alone in adapter/")
-    lora_rank: int = option(16, least=1)
-    lora_alpha: float = option(32.0, above=0)
-    lora_dropout: float = option(0.0, least=0, below=1)
-    lora_targets: str = option("auto", "auto, all-linear, or module names separated by commas")
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
-    overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_template(self.instruction_template)
-
-    def sources(self):
-        """The `PairSource`s, each with its instruction. Local files are read completely, and so checked."""
-        sources = [PairSource.from_dict(entry) for entry in self.datasets]
-        sources += [PairSource.from_file(path, self.instruction) for path in self.pairs]
-        if not sources:
-            raise UserError("no training data: give datasets in a recipe (neobert contrastive recipes/contrastive.yaml) or --pairs FILE")
-        names = [source.name for source in sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"two data sets are called {name!r}; names must differ")
-        return [inspected(source) for source in self._instructed(sources, names)]
-
-    def _instructed(self, sources, names):
-        """`sources` with the instructions of the file."""
-        if self.instructions is None:
-            return sources
-        texts = read_instructions(self.instructions, names)
-        if lacking := [name for name in names if name not in texts]:
-            raise UserError(f"{self.instructions} has no instruction for {listed(lacking)}; give every data set one, '' for none")
-        return [source.replaced(instruction=texts[source.name]) for source in sources]
-
-    def processes_together(self, training):
-        """Number of processes whose batches share their negatives."""
-        return training.world_size if self.gather_negatives else 1
-
-    def loading(self):
-        """The arguments of `load_sentence_transformer`."""
-        names = ("pooling", "tokenizer", "attn_implementation", "trust_remote_code")
-        length = self.max_length or (None if is_sentence_transformer(self.model) else LENGTH)
-        return {"model": self.model, "max_length": length, **{name: getattr(self, name) for name in names}}
 
 
 class ContrastiveTrainer(SentenceTransformerTrainer):
@@ -410,7 +322,7 @@ def _train(trainer, data, arguments):
 
 def parse(argv):
     """(ContrastiveArguments, SentenceTransformerTrainingArguments) of a command line."""
-    arguments, given = read_arguments([ContrastiveArguments], argv, "neobert contrastive", __doc__, trainer=TRAINER)
+    arguments, given = OPTIONS["contrastive"].read(argv)
     if "num_train_epochs" in given and given["max_steps"] > 0:
         raise UserError(f"max_steps {given['max_steps']} decides, so that num_train_epochs would be ignored; give --max-steps -1 with it")
     if given.get("bf16") and not torch.cuda.is_available() and not given.get("use_cpu"):

@@ -10,7 +10,7 @@ Two folders: `--work` holds the teacher's vectors and the checkpoints of a run t
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from ..common.errors import require
@@ -23,101 +23,26 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import set_seed
 
 from ..common import checkpoints
-from ..common.arguments import BLOCKS_ONLY, Arguments, number_options, option, read_arguments, training_arguments
 from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json, redacted, write_json
 from ..common.identity import files_digest, model_digest
 from ..common.loading import check_model, choose_device, set_attention
-from ..common.model_fields import check_model_fields
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
+from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
 from .distill_card import precision_check, write_card
-from .distill_data import SimilarLengths, TeacherVectors, TextSource, read_texts, token_lengths, training_dataset
+from .distill_data import SimilarLengths, TeacherVectors, read_texts, token_lengths, training_dataset
 from .distill_loss import Agreement, DistillLoss
-from .distill_student import STORAGE_DTYPES, as_shipped, build_student, save_student
-from .packed_encoder import POOLINGS, PackedEncoder
+from .distill_student import as_shipped, build_student, save_student
+from .options import OPTIONS
+from .packed_encoder import PackedEncoder
 
 
 SETTINGS, LENGTHS = "run.json", "lengths.npy"
-# Trainer's options where this command has other defaults.
-TRAINER = {
-    "per_device_train_batch_size": 256,
-    "num_train_epochs": 1,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.01,
-    "adam_beta2": 0.98,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 200,
-    "logging_steps": 50,
-    "save_steps": 500,
-    "save_total_limit": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 500,
-    "ddp_find_unused_parameters": False,
-    "report_to": "none",
-    "seed": 0,
-}
 FIGURES = "figures.json"
 # Options that a continued run may change: they touch neither the numbers nor the order of the data. An evaluation only measures here.
 _FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
-
-
-@dataclass
-class DistillArguments(Arguments):
-    """What learns from what."""
-
-    teacher: str = option(help="sentence encoder to learn from: a folder or a Hub name", positional=True)
-    texts: list[str | dict] = option(
-        default_factory=list,
-        help="required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license",
-    )
-    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
-    output: str | None = option(None, "required: folder of the student")
-    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
-    overwrite: bool = option(False, "train anew, also where output holds a student of this command")
-    model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
-    init_from: str | None = option(None, "a NeoBERT to start from: a folder or a Hub name")
-    trust_remote_code: bool = option(False, "run the Python code that the teacher or the student brings")
-    embeddings_from_teacher: bool = option(False, "start from the teacher's token embeddings, by PCA where the student is narrower")
-    freeze_embeddings: bool = option(False, "do not train the token embeddings")
-    pooling: str = option("mean", "of a student without one", choices=POOLINGS)
-    max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
-    cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
-    mse_weight: float = option(0.0, "of the mean squared error between the two vectors of a text", least=0)
-    similarity_weight: float = option(1.0, "of the KL divergence between the similarities within a batch", least=0)
-    similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
-    keep_projection: bool = option(True, "where the widths differ: whether the linear map to the teacher's width stays, as a Dense module")
-    teacher_dtype: str = option(
-        "auto", "of the teacher's weights while its vectors are computed", choices=("auto", "float32", "float16", "bfloat16")
-    )
-    dtype: str = option("float32", "of the saved weights", choices=tuple(STORAGE_DTYPES))
-    embedding_dtype: str = option("float32", "of the saved token embeddings", choices=tuple(STORAGE_DTYPES))
-    held_out_percent: float = option(1.0, "of the texts, by hash, to measure with", above=0, most=50)
-    held_out_texts: int = option(2000, "at most so many of them", least=3)
-    attn_implementation: str | None = option(None, "attention implementation while training")
-    compile: bool = option(False, "torch.compile the blocks while training")
-    device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
-    title: str | None = option(None, "heading of the card; by default the name of the output folder")
-    license: str = option("other", "licence of the student, for the card")
-    language: str = option("en", "language of the texts, for the card")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.texts:
-            raise UserError("there are no texts to learn from: give texts in the recipe, or --texts FILE")
-        if not self.output:
-            raise UserError("give --output, the folder for the student")
-        if bool(self.model_config) == bool(self.init_from):
-            raise UserError("give either model_config, for a new student, or --init-from, a NeoBERT to start from")
-        check_model_fields(self.model_config, "model_config")
-        if not (self.cosine_weight or self.mse_weight or self.similarity_weight):
-            raise UserError("at least one of cosine_weight, mse_weight and similarity_weight must be above 0")
-        self.work = self.work or f"{self.output.rstrip('/')}.work"
-
-    def sources(self):
-        """`TextSource`s to learn from, and those of other kinds."""
-        return [TextSource.from_entry(entry) for entry in self.texts], [TextSource.from_entry(entry) for entry in self.other_texts]
 
 
 class DistillTrainer(SentenceTransformerTrainer):
@@ -311,7 +236,7 @@ def write_student(arguments, student, sets, figures):
 
 def main(argv=None):
     """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
-    arguments, trainer_options = read_arguments((DistillArguments,), argv or [], "neobert distill", __doc__.split("\n\n")[0], TRAINER)
+    arguments, trainer_options = OPTIONS["distill"].read(argv or [])
     figures = train(arguments, trainer_options)
     if checkpoints.is_main():
         last = figures["agreement"][-1] if figures["agreement"] else {}

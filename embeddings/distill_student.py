@@ -14,7 +14,8 @@ from .packed_encoder import load_sentence_transformer
 
 
 # float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype that is asked for (4 keeps e4m3 as it is).
-STORAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e5m2}
+# The torch dtypes of options.STORAGE_DTYPES.
+_STORED_AS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e5m2}
 
 
 def build_student(arguments, teacher, width):
@@ -38,7 +39,7 @@ def build_student(arguments, teacher, width):
         parts.append(modules.Normalize())
     student = SentenceTransformer(modules=parts, device="cpu")
     if arguments.embeddings_from_teacher:
-        take_embeddings(student, teacher, STORAGE_DTYPES[arguments.embedding_dtype])
+        take_embeddings(student, teacher, _STORED_AS[arguments.embedding_dtype])
     if arguments.freeze_embeddings:
         student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
     student.max_seq_length = arguments.max_length
@@ -135,7 +136,7 @@ def save_student(student, folder, dtype, embedding_dtype):
     copy_code(folder)
     path = folder / "model.safetensors"
     weights = {
-        name: tensor.to(STORAGE_DTYPES[embedding_dtype if name.endswith("encoder.weight") else dtype])
+        name: tensor.to(_STORED_AS[embedding_dtype if name.endswith("encoder.weight") else dtype])
         for name, tensor in load_file(path).items()
     }
     save_file(weights, path, metadata={"format": "pt"})

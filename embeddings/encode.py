@@ -17,59 +17,23 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError
 from ..common.files import redacted, remove_left_overs, write_json
 from ..common.identity import model_digest
-from ..common.loading import DTYPES, choose_device, choose_dtype
+from ..common.loading import choose_device, choose_dtype
 from ..common.locks import FolderLock
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
 from ..common.results import environment
 from ..common.rows import row_columns, row_files
-from .encode_parts import FORMATS, Plan, is_output, make_plan, merge_parts
+from .encode_parts import Plan, is_output, make_plan, merge_parts
 from .encode_workers import Rank, Run, build_encoder, encode_in_processes, encode_windows
-from .packed_encoder import POOLINGS, TOKENS_HELP
+from .options import FORMATS, OPTIONS
 
 
 MANIFEST, PLAN = "encode.json", "plan.json"
 # Files that a run has in its folder beside the manifest.
 WORKING_FILES = (PLAN, ".lock", *(f"{dot}part-[0-9]*.{format}{end}" for format in FORMATS for dot, end in (("", ""), (".", ".*"))))
 MARK = {"neobert": "encode"}
-
-
-@dataclass
-class EncodeArguments(Arguments):
-    """Options of `neobert encode`."""
-
-    source: str = option(help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True)
-    output: str = option(help="a file (.parquet or .safetensors), or a folder of parts", positional=True)
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
-    text_column: str = option("text", "column that holds the text")
-    keep: list[str] | None = option(None, "columns to copy to a parquet output; 'id' where there is one")
-    format: str = option("parquet", "of the parts, where OUTPUT is a folder", choices=FORMATS)
-    prompt_name: str | None = option(None, "name of one of the model's prompts to put before each text")
-    prompt: str | None = option(None, "text to put before each text")
-    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
-    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
-    max_length: int | None = option(None, "tokens per text; longer texts are truncated", least=3)
-    normalize: bool = option(False, "scale the vectors to length 1")
-    dtype: str = option("auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES)
-    output_dtype: str = option("float32", "of the vectors in the output", choices=("float32", "float16"))
-    attn_implementation: str | None = option(None, "attention implementation of transformers")
-    tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
-    shard_rows: int = option(8192, "most rows in a part", least=1)
-    shard_characters: int = option(32_000_000, "most characters in a part; a longer text is a part of its own", least=1)
-    processes: int | None = option(None, "worker processes; by default one a GPU, or one; one a rank under a launcher", least=1)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes")
-    patience: float = option(300, "seconds without a new part of the other ranks until the first rank makes theirs", least=0)
-    trust_remote_code: bool = option(False, "run the model repository's own code")
-    overwrite: bool = option(False, "make OUTPUT anew where neobert encode wrote it; any other file is left alone")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.prompt is not None and self.prompt_name is not None:
-            raise UserError("give either prompt or prompt_name, not both")
-        choose_device(self.device)
 
 
 # Settings that change the vectors or how they are laid out in the parts: a run is only continued with the same ones.
@@ -169,6 +133,7 @@ def encode(arguments, progress_bar=True, encoder=None):
     Raises:
         UserError: bad input, before any work; or the output holds something else.
     """
+    choose_device(arguments.device)
     rank, target = Rank.from_environment(), _Target.of(arguments)
     keep, alike = _kept_columns(arguments, target.format)
     manifest = _manifest(arguments, target.format)
@@ -305,8 +270,7 @@ def _finish(run, target, manifest, summary, rank):
 
 def main(argv=None):
     """`neobert encode SOURCE OUTPUT --model MODEL`; returns the exit code."""
-    description = f"{__doc__.splitlines()[0]}\n\n{__doc__.split(chr(10), 2)[2].strip()}"
-    (arguments,) = read_arguments([EncodeArguments], argv or [], "neobert encode", description)
+    (arguments,) = OPTIONS["encode"].read(argv or [])
     summary = encode(arguments)
     if summary.get("finished"):
         print(f"{arguments.output}: finished already with these settings; --overwrite makes it anew")

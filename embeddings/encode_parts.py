@@ -20,7 +20,6 @@ from ..common.files import new_file, write_json
 from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format, short
 
 
-FORMATS = ("parquet", "safetensors")
 # Windows that a reader goes through to reach one further on, rather than enter the file anew.
 _AHEAD = 32
 

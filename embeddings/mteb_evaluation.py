@@ -4,8 +4,6 @@
 
 import hashlib
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import require
@@ -19,58 +17,22 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.constants import DTYPES
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.identity import model_digest
-from ..common.loading import DTYPES, choose_device
+from ..common.loading import choose_device
 from ..common.outputs import check_folder, check_result_files
 from ..common.results import environment
-from .instructions import TEMPLATE, check_template
 from .instructions import read_instructions as read_file
 from .local_tasks import LOCAL_TASKS
-from .mteb_tables import PAPER_BENCHMARK, averages, read_run, read_runs, task_table, write_tables
-from .packed_encoder import POOLINGS, TOKENS_HELP, PackedEncoder
+from .mteb_tables import averages, read_run, read_runs, task_table, write_tables
+from .options import OPTIONS
+from .packed_encoder import PackedEncoder
 
 
 # Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone does.
 _INSTRUCTED_SIDES = (None, PromptType.query)
-
-
-@dataclass
-class MtebArguments(Arguments):
-    """Options of `neobert mteb`."""
-
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
-    output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
-    tasks: list[str] = option(
-        default_factory=lambda: [PAPER_BENCHMARK], help="task names, benchmark names, or 'local' (WordNet, movie sentiment)"
-    )
-    name: str | None = option(None, "name of the row; the model's by default")
-    dtype: str = option("auto", "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement", choices=DTYPES)
-    instructions: str = option("mteb", "mteb (each task's own prompt), none, or a YAML or JSON file {task or type: text}")
-    instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
-    max_length: int | None = option(None, "tokens per text", least=3)
-    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
-    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
-    tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...")
-    attn_implementation: str | None = option(None, "attention implementation of transformers")
-    trust_remote_code: bool = option(False, "run the model repository's own code")
-    stop_on_error: bool = option(False, "stop at the first task that fails, rather than after the others")
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_template(self.instruction_template)
-        if not self.tasks:
-            raise UserError("no task was given; give names, a benchmark such as 'MTEB(eng, v1)', or 'local'")
-        if not re.fullmatch(r"[\w.+-]+", self.row):
-            raise UserError(f"name may hold letters, digits and . _ + -, but {self.row!r} was given")
-
-    @property
-    def row(self):
-        """Name of the row in the table."""
-        return self.name or Path(self.model.rstrip("/")).name
 
 
 def choose_tasks(names):
@@ -257,7 +219,7 @@ def _earlier_dtype(arguments):
 
 def main(argv=None):
     """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
-    (arguments,) = read_arguments([MtebArguments], argv or [], "neobert mteb", __doc__)
+    (arguments,) = OPTIONS["mteb"].read(argv or [])
     _check_output(arguments)
     read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
     dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype

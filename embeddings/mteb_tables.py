@@ -12,9 +12,9 @@ from ..common.outputs import earlier_result
 from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
 from ..common.results import markdown_table
 from .instructions import TEMPLATE
+from .options import PAPER_BENCHMARK
 
 
-PAPER_BENCHMARK = "MTEB(eng, v1)"
 _RESULT = ("name", "scores", "types", "averages", "instructions", "max_length", "environment")
 
 

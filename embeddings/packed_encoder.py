@@ -11,15 +11,13 @@ import torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
+from ..common.constants import POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
-from ..common.loading import TOKENIZER, check_model, choose_device, choose_dtype, position_limit
+from ..common.loading import check_model, choose_device, choose_dtype, position_limit
 from ..common.packing import mean_of_sequences, pack
+from .options import CPU_TOKENS, CUDA_TOKENS
 
 
-# Tokens of a batch where none are given; on the CPU more leave the caches.
-CUDA_TOKENS, CPU_TOKENS = 65536, 3072
-TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
-POOLINGS = ("mean", "cls")
 _PROBE = "A short text."
 
 

@@ -1,31 +1,16 @@
 """`neobert retrieval MODEL --pairs FILE`: how often an encoder finds the text that belongs to a question, among all texts of the file."""
 
 import sys
-from dataclasses import dataclass
 
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 
-from ..common.arguments import Arguments, option, read_arguments
 from ..common.loading import choose_device
 from .contrastive_data import PairSource, inspected, load_source
-from .packed_encoder import POOLINGS, load_sentence_transformer
+from .options import OPTIONS
+from .packed_encoder import load_sentence_transformer
 
 
 METRICS = ("recall@1", "recall@10", "mrr@10")
-
-
-@dataclass
-class RetrievalArguments(Arguments):
-    """Options of `neobert retrieval`."""
-
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name", positional=True)
-    pairs: str = option(help="file of rows with columns anchor, positive, and perhaps negative, negative_1, ...")
-    max_length: int | None = option(None, "tokens per text; by default the model's own limit", least=3)
-    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
-    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...")
-    attn_implementation: str | None = option(None, "attention implementation of transformers")
-    trust_remote_code: bool = option(False, "run the model repository's own code")
 
 
 def read_questions(path):
@@ -69,7 +54,7 @@ def described(found):
 def main(argv=None):
     """`neobert retrieval MODEL --pairs FILE`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (arguments,) = read_arguments([RetrievalArguments], argv, "neobert retrieval", __doc__)
+    (arguments,) = OPTIONS["retrieval"].read(argv)
     relevant, texts = read_questions(arguments.pairs)
     model = load_sentence_transformer(
         arguments.model,

@@ -19,8 +19,9 @@ import ray
 import torch
 from pyarrow import fs
 
+from neobert.common.constants import DTYPES
 from neobert.common.identity import model_digest
-from neobert.common.loading import DTYPES, choose_dtype
+from neobert.common.loading import choose_dtype
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..common.arguments import Arguments, check_ranges, number_options, option, read_arguments, typed
+from ..common.constants import RECIPES
 from ..common.errors import UserError
-from ..common.loading import RECIPES
 from .glue_tasks import HUB_DATA, metric_function
 
 

@@ -6,7 +6,7 @@ A rung is a file of recipes/ablations: m0 to m9, and m9 with one optional method
 import math
 from dataclasses import dataclass
 
-from ..common.loading import RECIPES
+from ..common.constants import RECIPES
 from ..common.published import ABLATIONS
 from ..common.yaml_files import read_yaml
 

@@ -7,9 +7,10 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from ..common.checkpoints import newest_complete
+from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.files import read_json
-from ..common.loading import TOKENIZER, check_there, load_tokenizer
+from ..common.loading import check_there, load_tokenizer
 from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM

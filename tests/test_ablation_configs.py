@@ -9,8 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from neobert import __main__ as cli
+from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
-from neobert.common.loading import TOKENIZER
 from neobert.common.optimisation import make_schedule
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig

@@ -22,8 +22,9 @@ from neobert import __main__ as cli
 from neobert import modeling_neobert
 from neobert.common import locks
 from neobert.common.checkpoints import MANIFEST, checkpoints, newest_complete
+from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
-from neobert.common.loading import RECIPES, TOKENIZER, load_tokenizer
+from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module

@@ -8,8 +8,9 @@ from pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert import __main__ as cli
 from neobert.common import trackers
+from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
-from neobert.common.loading import TOKENIZER, load_tokenizer
+from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 from neobert.pretraining import pretrain

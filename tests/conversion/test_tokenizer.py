@@ -12,8 +12,8 @@ from conversion_helpers import convert, save
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
+from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError, one_line
-from neobert.common.loading import TOKENIZER
 from neobert.conversion import fresh, fresh_tokenizer, tokenizer
 from neobert.conversion.tokenizer import check_rows, find_tokenizer, write_tokenizer
 

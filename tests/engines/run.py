@@ -23,9 +23,10 @@ import torch
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.benchmarks.engines import Llama
+from neobert.common.constants import ROOT, TOKENIZER
 from neobert.common.errors import UserError, one_line
 from neobert.common.files import read_json
-from neobert.common.loading import ROOT, TOKENIZER, load_tokenizer
+from neobert.common.loading import load_tokenizer
 from neobert.common.pooling import write_sentence_transformers
 from neobert.common.results import environment, markdown_table, write_result
 from neobert.export import command as export_command
