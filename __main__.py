@@ -18,57 +18,43 @@ class Command:
     Attributes:
         topic: heading of --help that it is under.
         about: what it does, in a few words.
-        module: whose `main(argv)` runs it.
-        options: module whose `OPTIONS` has its --help; imports neither torch nor transformers.
+        module: whose `main(argv)` runs it. The options module of its room has its --help, and imports neither torch nor transformers.
         needs: the extra of setup.cfg and the modules that it brings, checked before the command's own imports.
     """
 
     topic: str
     about: str
     module: str
-    options: str
     needs: tuple = ()
+
+    @property
+    def room(self):
+        return "conversion" if self.module == "convert_checkpoint" else self.module.partition(".")[0]
 
 
 _TRAIN = ("train", "accelerate", "datasets")
 _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
-    "encode": Command(
-        "use a model", "embeddings of a corpus", "embeddings.encode", "embeddings.encode_options",
-        ("eval", "sentence_transformers", "pyarrow"),
-    ),
-    "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command", "export.options"),
-    "glue": Command(
-        "train and measure", "GLUE fine-tuning and its table", "finetuning.glue", "finetuning.glue_options", ("eval", "accelerate", "sklearn"),
-    ),
-    "contrastive": Command(
-        "train and measure", "contrastive fine-tuning to a sentence encoder", "embeddings.contrastive", "embeddings.contrastive_options", _SENTENCES,
-    ),
+    "encode": Command("use a model", "embeddings of a corpus", "embeddings.encode", ("eval", "sentence_transformers", "pyarrow")),
+    "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
+    "glue": Command("train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "sklearn")),
+    "contrastive": Command("train and measure", "contrastive fine-tuning to a sentence encoder", "embeddings.contrastive", _SENTENCES),
     "distill": Command(
-        "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", "embeddings.distill_options",
-        (*_SENTENCES, "scipy"),
+        "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", (*_SENTENCES, "scipy")
     ),
     "retrieval": Command(
-        "train and measure", "recall and MRR of an encoder on pairs", "embeddings.retrieval", "embeddings.retrieval_options",
-        ("eval", "sentence_transformers", "datasets"),
+        "train and measure", "recall and MRR of an encoder on pairs", "embeddings.retrieval", ("eval", "sentence_transformers", "datasets")
     ),
     "mteb": Command(
-        "train and measure", "MTEB evaluation and its table", "embeddings.mteb_evaluation", "embeddings.mteb_options",
-        ("eval", "sentence_transformers", "mteb"),
+        "train and measure", "MTEB evaluation and its table", "embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb")
     ),
-    "convert": Command("pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint", "conversion.options"),
-    "pretrain": Command("pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", "pretraining.arguments", _TRAIN),
-    "ablations": Command(
-        "pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", "pretraining.ablation_options", _TRAIN,
-    ),
-    "pseudo-perplexity": Command(
-        "pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity", "pretraining.pseudo_perplexity_options",
-    ),
-    "throughput": Command(
-        "benchmarks", "tokens a second against other encoders", "benchmarks.throughput", "benchmarks.throughput_options",
-    ),
-    "report": Command("benchmarks", "one page from results/", "benchmarks.report", "benchmarks.report"),
-}  # fmt: skip
+    "convert": Command("pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"),
+    "pretrain": Command("pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN),
+    "ablations": Command("pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", _TRAIN),
+    "pseudo-perplexity": Command("pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity"),
+    "throughput": Command("benchmarks", "tokens a second against other encoders", "benchmarks.throughput"),
+    "report": Command("benchmarks", "one page from results/", "benchmarks.report"),
+}
 
 
 def usage():
@@ -104,13 +90,14 @@ def main(argv=None):
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
         print(f"neobert: there is no command {command!r}; {hint}", file=sys.stderr)
         return 2
-    return guarded(f"neobert {command}", lambda: _run(COMMANDS[command], arguments))
+    return guarded(f"neobert {command}", lambda: _run(command, arguments))
 
 
-def _run(command, arguments):
+def _run(name, arguments):
     """Runs a command, or prints its help, for which none of what it needs is imported."""
+    command = COMMANDS[name]
     if {"-h", "--help"} & set(arguments):
-        print(importlib.import_module(f".{command.options}", __package__).OPTIONS.help(arguments))
+        print(importlib.import_module(f".{command.room}.options", __package__).OPTIONS[name].help(arguments))
         return 0
     if "--version" in arguments:
         print(f"neobert {__version__}")

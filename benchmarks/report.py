@@ -12,31 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common import published
-from ..common.arguments import Arguments, Options, option
 from ..common.errors import UserError
 from ..common.files import write_text
 from ..common.outputs import check_folder
 from ..common.results import environment_line, markdown_table
+from .options import OPTIONS
 
 
 LEAD = (
     "Every figure here was written by a script, with its command, commit, machine and versions beside it. Figures of the paper (arXiv "
     '2502.19587v2) were not measured here: they are under "Published figures", or in rows whose source is "published". A command is that of '
     "its commit: later ones may spell it otherwise."
-)
-
-
-@dataclass
-class ReportArguments(Arguments):
-    """Options of `neobert report`."""
-
-    results: str = option("results", "folder with the result files")
-    output: str | None = option(None, "the page; RESULTS/report.md by default")
-    title: str = option("NeoBERT: measured results", "heading of the page")
-
-
-OPTIONS = Options(
-    "neobert report", "One markdown page from the result files of a folder.", (ReportArguments,), "neobert report --results results"
 )
 
 
@@ -276,7 +262,7 @@ def build(folder, title, beside):
 def main(argv=None):
     """`neobert report`; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = OPTIONS.read(argv)
+    (given,) = OPTIONS["report"].read(argv)
     folder = Path(given.results)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give --results FOLDER")

@@ -16,8 +16,8 @@ from ..common.errors import one_line
 from ..common.memory import PeakMemory
 from ..common.results import environment
 from .measuring import CLOCKS, BatchLimit, MatrixProduct, in_turns, out_of_memory, synchronise
+from .options import OPTIONS
 from .throughput_models import MODELS, build
-from .throughput_options import OPTIONS
 from .throughput_results import load_done, tables, write_results
 from .throughput_sets import draw_lengths, lengths_of_file, make_batch
 
@@ -181,7 +181,7 @@ def _figures(run, batch, timing, peak, size):
 def main(argv=None, small=None):
     """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status, 130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else argv
-    (arguments,) = OPTIONS.read(argv)
+    (arguments,) = OPTIONS["throughput"].read(argv)
     rows = load_done(arguments.output, arguments.settings(), arguments.resume)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, ModernBertConfig, ModernBertMode
 from ..common.blocks import compile_blocks
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
-from .throughput_options import IMPLEMENTATIONS
+from .options import IMPLEMENTATIONS
 
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

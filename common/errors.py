@@ -84,7 +84,9 @@ def require(extra, *modules):
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         names = " ".join(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in missing)
-        raise ImportError(f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip install -e '.[{extra}]' in a clone")
+        raise ImportError(
+            f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip install -e '.[{extra}]' in a clone"
+        )
     old = [name for name, least in wanted.items() if least and Version(version(name)) < Version(least)]
     if old:
         told = ", ".join(f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old)

@@ -8,59 +8,23 @@ import signal
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import transformers
 
-from ..common.arguments import Arguments, option, read_arguments
-from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP, base_model, licence, read_card
+from ..common.cards import base_model, licence, read_card
 from ..common.errors import UserError, printable
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, recover
 from ..common.pooling import write_sentence_transformers
-from .architecture import DTYPES, check_values, plan
+from .architecture import check_values, plan
 from .config_files import find_config, read_config
-from .heads import HEADS
-from .hub_folder import size_in_bytes, usage_lines, write_config, write_model_card, write_weights
+from .hub_folder import usage_lines, write_config, write_model_card, write_weights
 from .locate import open_checkpoint
+from .options import OPTIONS
 from .push import check_push, push
 from .tokenizer import find_tokenizer, write_tokenizer
 from .verify import source_outputs, verify
-
-
-@dataclass
-class ConvertArguments(Arguments):
-    """The options, in the order of --help."""
-
-    checkpoint: str = option(help="file, folder of a step, or folder of a run", positional=True)
-    output: str = option(help="folder to write; it must not exist", positional=True)
-    config: str | None = option(
-        None, "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, then the shapes"
-    )
-    step: str | None = option(None, "which step of a run, a number or latest; by default the latest")
-    dtype: str | None = option(None, "by default the checkpoint's own; float32 if it mixes several", choices=tuple(DTYPES))
-    head: str | None = option(None, "by default what the checkpoint has", choices=tuple(HEADS))
-    max_shard_size: str = option("5GB", "largest weight file")
-    tokenizer: str | None = option(None, "folder, or none; by default the files beside the checkpoint, then the BERT uncased tokenizer")
-    sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
-    force: bool = option(False, "replace a folder that this command wrote")
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
-    push_to_hub: str | None = option(None, "upload to USER/NAME afterwards")
-    private: bool = option(False, "create that repository private")
-    revision: str | None = option(None, "branch to upload to")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.shard_bytes = size_in_bytes(self.max_shard_size)
-        if self.step not in (None, "latest") and not (self.step.isascii() and self.step.isdigit() and len(self.step) < 19):
-            raise UserError(f"--step takes a number or latest, but {self.step!r} was given.")
-        if not self.push_to_hub and (self.private or self.revision):
-            raise UserError("--private and --revision go with --push-to-hub REPO.")
-        if self.sentence_transformers and self.tokenizer == "none":
-            raise UserError("--sentence-transformers needs a tokenizer, but --tokenizer none was given.")
-        if self.sentence_transformers and self.head not in (None, "base", "masked-lm"):
-            raise UserError("--sentence-transformers goes with --head masked-lm or base.")
 
 
 def _check_output(output, given, force):
@@ -194,7 +158,7 @@ def _quiet_and_clean():
 
 def main(argv=None, prog="neobert convert"):
     """`neobert convert`. Raises UserError for bad input, which the command line turns into one sentence and exit code 2."""
-    (arguments,) = read_arguments([ConvertArguments], sys.argv[1:] if argv is None else argv, prog=prog, description=__doc__)
+    (arguments,) = OPTIONS["convert"].read(sys.argv[1:] if argv is None else argv)
     with _quiet_and_clean():
         convert(arguments)
     return 0

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from .. import modeling_neobert
 from ..common.errors import UserError, listed
-from ..configuration_neobert import ARCHITECTURES, AUTO_MAP
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,21 @@ class Head:
 
     @property
     def class_name(self):
+        from ..configuration_neobert import AUTO_MAP
+
         return AUTO_MAP[self.auto_class].rpartition(".")[2]
 
     @property
     def architectures(self):
         """What config.json calls the class: the published name, which others match on, and names beside it."""
+        from ..configuration_neobert import ARCHITECTURES
+
         return ARCHITECTURES.get(self.class_name, [self.class_name])
 
     @property
     def model_class(self):
+        from .. import modeling_neobert
+
         return getattr(modeling_neobert, self.class_name)
 
     @property

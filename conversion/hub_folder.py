@@ -1,29 +1,18 @@
 """What is written: weights, configuration, the model's code, and a model card that the Hub understands."""
 
 import json
-import re
 
 import torch
 from tqdm.auto import tqdm
 
 from ..common.cards import front_matter
-from ..common.errors import UserError, printable
+from ..common.errors import printable
 from ..common.files import write_safetensors
 from ..common.loading import copy_code
 
 
 # As safetensors names them.
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def size_in_bytes(text):
-    """Bytes of a size as "5GB", "500 MB" or "2GiB"; UserError for anything else."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT]?i?B)", text, re.IGNORECASE)
-    size = int(float(match.group(1)) * _UNITS.get(match.group(2).upper(), 0)) if match else 0
-    if size < 1:
-        raise UserError(f"--max-shard-size takes a size as 5GB or 500MB, but {text!r} was given.")
-    return size
 
 
 def write_weights(folder, conversion, max_shard_size):

@@ -1,30 +1,21 @@
 """One GGUF file for llama.cpp and what is built on it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ..common.arguments import option
 from ..common.errors import UserError, listed
 from ..common.files import check_file, new_path, remove_left_overs
 from ..common.outputs import check_apart, check_folder
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .check import SENTENCES, Reference
-from .source import ExportArguments, Pooling
+from .source import Pooling
 
 
 # Least cosine to torch, (token, pooled), of the numbers in a file of each dtype. The engine itself adds up to 1e-3: its attention is in float16.
 BOUNDS = {"f32": (0.99999, 0.99999), "f16": (0.999, 0.999), "q8_0": (0.98, 0.99)}
 # What a file of ours says of itself, so that --force replaces no other one.
 MARK = ("neobert.command", "export gguf")
-
-
-@dataclass
-class Options(ExportArguments):
-    """Options of `neobert export gguf`."""
-
-    dtype: str = option("f16", "of the matrices", choices=tuple(BOUNDS))
-    check: bool = option(False, "write nothing, but compare the file OUTPUT, whoever made it, with the model")
 
 
 def check_output(arguments):

@@ -4,17 +4,13 @@ OUTPUT is complete for transformers.js, text-embeddings-inference, fastembed and
 ONNX Runtime and compared with torch before the folder is kept.
 """
 
-from dataclasses import dataclass
-
 import torch
 from tqdm.auto import tqdm
 
-from ..common.arguments import option
 from ..common.errors import UserError, one_line
 from . import folder
 from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
-from .source import ExportArguments
 
 
 check_output = folder.check_output
@@ -31,15 +27,6 @@ PRECISIONS = {
     "int8": Precision("model_quantized.onnx", 0.9, 0.99),
     "q4": Precision("model_q4.onnx", 0.3, 0.8),
 }
-
-
-@dataclass
-class Options(ExportArguments):
-    """Options of `neobert export onnx`."""
-
-    precisions: list[str] = option(
-        help="fp32, fp16 (for GPUs, WebGPU), int8 (for CPUs), q4 (smallest)", default_factory=lambda: ["fp32"], choices=tuple(PRECISIONS)
-    )
 
 
 def export(source, reference, arguments):

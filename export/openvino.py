@@ -5,19 +5,15 @@ newer server CPUs. So `openvino/ov_config.json` beside the models says float32. 
 folder is kept.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..common.arguments import option
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from . import folder
 from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
-from .source import ExportArguments
 
 
 check_output = folder.check_output
@@ -31,16 +27,6 @@ PRECISIONS = {
     "fp16": Precision("openvino_model_fp16.xml", 0.995, 0.999),
     "int8": Precision("openvino_model_qint8_quantized.xml", 0.9, 0.99),
 }
-
-
-@dataclass
-class Options(ExportArguments):
-    """Options of `neobert export openvino`."""
-
-    precisions: list[str] = option(
-        help="fp32; fp16 and int8, whose weights take a half and a quarter of the space", default_factory=lambda: ["fp32"],
-        choices=tuple(PRECISIONS),
-    )  # fmt: skip
 
 
 def export(source, reference, arguments):

@@ -12,35 +12,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from ..common.arguments import Arguments, option
-from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP, base_model, licence, read_card
+from ..common.cards import base_model, licence, read_card
 from ..common.errors import UserError, listed, one_line
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
 from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion import command as converter
-from ..conversion.heads import HEADS, Head, choose_head
+from ..conversion.heads import Head, choose_head
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}
-
-
-@dataclass
-class ExportArguments(Arguments):
-    """Options of every target; a target's own come after them."""
-
-    folder: str = option(help="Hub folder (config.json and safetensors), or a raw checkpoint, which is converted first", positional=True)
-    output: str = option(help="what to write", positional=True)
-    head: str | None = option(
-        None, "by default base for a folder of sentence-transformers, and otherwise what the weights are", choices=tuple(HEADS)
-    )
-    tokenizer: str | None = option(None, "folder; by default the model's own, then the BERT uncased tokenizer")
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
-    force: bool = option(False, "replace what this command wrote")
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from ..common.errors import UserError, require
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, load_tokenizer
 from ..common.outputs import check_apart, check_folder
-from .glue_arguments import RunSettings, parse
 from .glue_table import finished_runs, read_result, same_row, write_tables
 from .glue_tasks import TASKS, load_task, parse_tasks, rows_digest
+from .options import OPTIONS, RunSettings
 
 
 logger = logging.getLogger("neobert.glue")
@@ -191,7 +191,7 @@ def _check_same_origin(arguments, revision, rows):
 
 def main(argv=None):
     """Runs `neobert glue`; bad input is a UserError before any work."""
-    arguments, trainer = parse(sys.argv[1:] if argv is None else argv)
+    arguments, trainer = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
     require("train", "accelerate", "datasets")
     require("eval", "sklearn", "scipy")
     from .glue_run import process_state

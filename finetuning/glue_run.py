@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from ..common import checkpoints
-from ..common.arguments import check_trainer_options, training_arguments
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import check_model, check_vocabulary, save_tokenizer, text_limit
@@ -29,6 +28,7 @@ from ..common.lora import head_modules, lora_config, save_adapter_and_merge, tra
 from ..common.memory import PeakMemory, mebibytes
 from ..common.optimisation import decay_parameter_names
 from ..common.results import environment
+from ..common.trainer_options import check_trainer_options, training_arguments
 from .glue_tasks import TASKS, scores
 
 

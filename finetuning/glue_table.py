@@ -8,8 +8,8 @@ from ..common.files import write_json, write_text
 from ..common.outputs import check_result_files, earlier_result
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import environment, markdown_table
-from .glue_arguments import RunSettings, parse
 from .glue_tasks import HUB_DATA, TASKS
+from .options import OPTIONS, RunSettings
 
 
 logger = logging.getLogger("neobert.glue")
@@ -125,7 +125,7 @@ def _departures(settings, task):
         lora = {f"lora_{name}": value for name, value in (values.get("lora") or {}).items()}
         return {**values, **lora, **values.get("trainer", {})}
 
-    arguments, trainer = parse(["--task", task.name, "--model", "model", *(["--lora"] if settings["lora"] else [])])
+    arguments, trainer = OPTIONS["glue"].read(["--task", task.name, "--model", "model", *(["--lora"] if settings["lora"] else [])])
     hyper = arguments.combinations(task)[0]
     protocol = flat(vars(RunSettings.of(arguments, trainer, task, hyper, None, revision=None)))
     own = ("task", "revision", "data", "rows", "lora", "start", "seed", "trainer")  # of every run, or said elsewhere

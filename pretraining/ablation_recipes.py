@@ -1,6 +1,6 @@
 """The recipes of the ablation ladder (Table 2 of the paper), and how they are made small.
 
-A rung is a file of recipes/ablations: m0 to m9, and m9 with one optional method of ours each (m9_muon, ...).
+A rung is a file of recipes/ablations: m0 to m9, and m9 with one optional method of ours each (m9_wsd, ...).
 """
 
 import math
@@ -14,7 +14,7 @@ from ..common.yaml_files import read_yaml
 CONFIGS = RECIPES / "ablations"
 # {rung: (change, published GLUE dev, kept)}; the last rung of the table is a search of hyper-parameters, not a training.
 PUBLISHED = {name.lower(): rest for name, *rest in ABLATIONS if name != "M10"}
-METHODS = {"m9_muon": "+ Muon", "m9_mask_schedule": "+ masking falls from 30 to 15 %", "m9_wsd": "+ warm-up, stable, decay"}
+METHODS = {"m9_mask_schedule": "+ masking falls from 30 to 15 %", "m9_wsd": "+ warm-up, stable, decay"}
 # A method once at M9's tokens, once at its CPU seconds.
 EQUAL_SECONDS = "_seconds"
 RUNGS = (*PUBLISHED, *(name + suffix for name in METHODS for suffix in ("", EQUAL_SECONDS)))

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import require
@@ -20,57 +19,19 @@ require("train", "accelerate", "datasets")
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from ..common.arguments import Arguments, option, read_arguments  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
 from ..common.files import write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
-from ..common.outputs import check_folder, check_result_files, earlier_result  # noqa: E402
+from ..common.outputs import check_result_files, earlier_result  # noqa: E402
 from ..common.results import environment  # noqa: E402
 from ..common.rows import read_rows  # noqa: E402
 from ..modeling_neobert import NeoBERTForMaskedLM  # noqa: E402
 from . import pretrain  # noqa: E402
 from .ablation_data import COLUMNS, make_data, some  # noqa: E402
 from .ablation_measures import majority, measure  # noqa: E402
-from .ablation_recipes import EQUAL_SECONDS, PUBLISHED, RUNGS, SCALES, rung_values  # noqa: E402
+from .ablation_recipes import EQUAL_SECONDS, RUNGS, rung_values  # noqa: E402
 from .ablation_report import write_report  # noqa: E402
-
-
-@dataclass
-class AblationArguments(Arguments):
-    """The ladder's run."""
-
-    scale: str = option("small", "size; for the paper's run the recipes with neobert pretrain", choices=tuple(SCALES))
-    seeds: int = option(3, "runs of each rung", least=1)
-    steps: int | None = option(None, "optimizer steps of a run; default: the scale's", least=1)
-    rungs: str = option(",".join(PUBLISHED), f"which rungs, separated by commas, among {', '.join(RUNGS)}")
-    work: str | None = option(None, "models and data; a finished run is not run again; default runs/ablations_SCALE")
-    output: str = option("results", "folder of the table, the chart and the numbers")
-    curated: str | None = option(None, "jsonl with text in place of Wiki + Books (M0, M1); default: WordNet")
-    diverse: str | None = option(None, "jsonl with text in place of RefinedWeb (M2 on); default: WordNet and GCIDE")
-    heldout: str | None = option(None, "jsonl with text that no rung sees; default: held-out part of both")
-    probe: str | None = option(None, "jsonl with text and label (0, 1); default: rated movie-review sentences")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.sizes = SCALES[self.scale] if self.steps is None else dataclasses.replace(SCALES[self.scale], steps=self.steps)
-        names = [name.strip() for name in self.rungs.split(",") if name.strip()]
-        unknown = sorted(set(names) - set(RUNGS))
-        if unknown or not names:
-            raise UserError(f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among {', '.join(RUNGS)}")
-        self.rung_names = [name for name in RUNGS if name in names]
-        self.work = self.work or f"runs/ablations_{self.scale}"
-        for name in ("work", "output"):
-            check_folder(getattr(self, name), name)
-        for name in COLUMNS:
-            if getattr(self, name) is not None:
-                labels = {row.get("label") for _, row in read_rows(getattr(self, name), COLUMNS[name], ["text"])}
-        if self.probe is not None and labels != {0, 1}:
-            raise UserError(f"probe {self.probe}: the labels must be 0 and 1, and both must be there")
-
-    @property
-    def report(self):
-        """Path of the report without its ending."""
-        return Path(self.output) / f"ablations_{self.scale}"
+from .options import OPTIONS  # noqa: E402
 
 
 def run_ladder(arguments):
@@ -151,7 +112,7 @@ def main(argv=None):
     """Entry point of `neobert ablations`; returns the exit code."""
     require("eval", "sklearn", "matplotlib")
     argv = sys.argv[1:] if argv is None else argv
-    (arguments,) = read_arguments((AblationArguments,), argv, prog="neobert ablations", description=__doc__.splitlines()[0])
+    (arguments,) = OPTIONS["ablations"].read(argv)
     rows, baseline, probe_tests = run_ladder(arguments)
     ladder = json.loads((Path(arguments.work) / "ladder.json").read_text())
     env = environment(dtype="float32")

@@ -11,11 +11,8 @@ import torch
 
 from ..common.errors import UserError
 from ..common.packing import pack
+from .options import LAYOUTS, LONG_TEXTS
 from .plans import CHUNK, ByRows, ByTexts, ByTokens
-
-
-LAYOUTS = ("packed", "padded", "packed_without_boundaries")
-LONG_TEXTS = ("truncate", "split")
 
 
 @dataclass(frozen=True)

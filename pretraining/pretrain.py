@@ -20,7 +20,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from transformers import TrainingArguments  # noqa: E402
 
-from ..common.arguments import read_arguments  # noqa: E402
 from ..common.blocks import compile_blocks  # noqa: E402
 from ..common.checkpoints import lock_run, train  # noqa: E402
 from ..common.errors import UserError  # noqa: E402
@@ -29,12 +28,13 @@ from ..common.identity import model_digest  # noqa: E402
 from ..common.loading import set_attention  # noqa: E402
 from ..common.outputs import check_apart, check_folder  # noqa: E402
 from ..common.results import environment  # noqa: E402
-from .arguments import GROUPS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments, make_training_arguments  # noqa: E402
 from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
 from .masking import TokenMasking  # noqa: E402
 from .model import choose_tokenizer, make_model, weights_folder  # noqa: E402
+from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments  # noqa: E402
 from .prepared import Tokenise, describe, load_prepared, prepare, source_digest  # noqa: E402
 from .raw_checkpoint import raw_from_model  # noqa: E402
+from .schedule import make_training_arguments  # noqa: E402
 from .sources import load_rows  # noqa: E402
 from .streaming import StreamedBatches, TokenStream  # noqa: E402
 from .trainer import PretrainingTrainer  # noqa: E402
@@ -114,7 +114,7 @@ class Run:
 
 def read_run(argv):
     """The `Run` of a command line; UserError for bad input."""
-    *groups, given = read_arguments(GROUPS, argv, prog="neobert pretrain", description=__doc__.splitlines()[0], trainer=TRAINER)
+    *groups, given = OPTIONS["pretrain"].read(argv)
     return make_run(*groups, given)
 
 
@@ -241,11 +241,8 @@ def _check(run, tokenizer, model):
     if batch.max_length > limit:
         raise UserError(f"max_length {batch.max_length} is more than the model's max_position_embeddings {limit}")
     sharded = training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for name, given in (("optimizer", run.run.optimizer), ("init_optimizer", run.model.init_optimizer)):
-        if sharded and given:
-            raise UserError(
-                f"{name} {given} needs all of a weight in one process; DeepSpeed and FSDP cut them: use recipes/accelerate/ddp.yaml"
-            )
+    if sharded and run.model.init_optimizer:
+        raise UserError("init_optimizer needs all of a weight in one process; DeepSpeed and FSDP cut them: use recipes/accelerate/ddp.yaml")
     if training.deepspeed_plugin is not None and training.deepspeed_plugin.zero_stage == 3:
         config = training.deepspeed_plugin.hf_ds_config
         if not config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save"):

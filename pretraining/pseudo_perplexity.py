@@ -17,7 +17,6 @@ import io
 import logging
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,79 +25,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, one_line, require
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
 from ..common.locks import FolderLock
 from ..common.outputs import check_folder, check_result_files
+from .options import LENGTHS, OPTIONS
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
 from .pseudo_perplexity_texts import make_units, open_texts
-
-
-LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
-
-
-@dataclass
-class PseudoPerplexityArguments(Arguments):
-    """Options of `neobert pseudo-perplexity`."""
-
-    model: str = option(help="folder or Hub name of a masked language model")
-    text: str = option(help=".txt (a text a line), .jsonl, .parquet, .csv, a folder of such files, or a Hub data set")
-    column: str = option("text", "column with the text")
-    subset: str | None = option(None, "subset of the Hub data set")
-    split: str = option("train", "split of the Hub data set")
-    output: str = option("results/pseudo_perplexity", "folder of the CSV, the table and the plot")
-    name: str | None = option(None, "name in the plot; default: last part of --model")
-    tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
-    lengths: list[int] | None = option(
-        None, f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's context", least=1, most=2**31 - 1
-    )
-    bucketing: str = option(
-        "cut", "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up",
-        choices=("cut", "own"),
-    )  # fmt: skip
-    texts: int = option(100, "so many texts are used: the first that reach the largest length, then the longest", least=1)
-    max_documents: int = option(20000, "how many rows of the data are looked at", least=1)
-    positions: str = option("64", "sampled positions a text, or exact for all of them")
-    seed: int = option(0, "of the sampled positions")
-    yarn: list[str] = option(help="off, or factors by which YaRN extends the context: off 2", default_factory=lambda: ["off"])
-    yarn_from: int | None = option(None, "length that YaRN extends from; default: the model's max_position_embeddings", least=1)
-    batch_tokens: int = option(16384, "tokens of a forward: masked copies of a text go through together", least=1)
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
-    device: str | None = option(None, "default: cuda if there is one, else cpu")
-    attn_implementation: str | None = option(None, "of transformers")
-    trust_remote_code: bool = option(False, "run Python code that the model brings (NeoBERT itself needs none)")
-    title: str | None = option(None, "title of the plot")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(",", ";")
-        self.position_count = None if self.positions == "exact" else _count(self.positions)
-        self.yarn_factors = [None if part == "off" else _factor(part) for part in self.yarn]
-        if self.lengths == [] or not self.yarn_factors:
-            raise UserError("lengths and yarn need a value each")
-
-
-def _count(text):
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise UserError(f"positions must be a whole number of at least 1, or exact, but {text!r} was given")
-    return count
-
-
-def _factor(text):
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 1 < factor < math.inf:
-        raise UserError(f"yarn takes off or a factor above 1, but {text!r} was given")
-    return factor
 
 
 # --------------------------------------------------------------------------------------------------------------- arithmetic
@@ -314,7 +249,7 @@ def _special_ids(tokenizer):
 def main(argv=None):
     """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = read_arguments((PseudoPerplexityArguments,), argv, prog="neobert pseudo-perplexity", description=__doc__.splitlines()[0])
+    (given,) = OPTIONS["pseudo-perplexity"].read(argv)
     require("eval", "accelerate", "matplotlib")
     logging.basicConfig(format="%(message)s")
     check_folder(given.output, "output")

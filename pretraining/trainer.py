@@ -113,13 +113,8 @@ class PretrainingTrainer(Trainer):
         return optimisation.decay_parameter_names(model)
 
     def create_optimizer(self, model=None):
-        args = self.args
         if self.optimizer is None:
-            if self.run.optimizer == "muon":
-                model, betas = self.model if model is None else model, (args.adam_beta1, args.adam_beta2)
-                self.optimizer = optimisation.MuonAdamW(model, args.learning_rate, args.weight_decay, betas, args.adam_epsilon)
-            else:
-                super().create_optimizer(*(() if model is None else (model,)))
+            super().create_optimizer(*(() if model is None else (model,)))
             if self.moments is not None:
                 moments = torch.load(self.moments, map_location="cpu", weights_only=True)
                 self.optimizer.load_state_dict(optimisation.with_moments(self.optimizer.state_dict(), moments))

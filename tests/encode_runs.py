@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.embeddings import encode_workers
-from neobert.embeddings.encode import EncodeArguments, encode
+from neobert.embeddings.encode import encode
+from neobert.embeddings.options import EncodeArguments
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()

@@ -15,7 +15,7 @@ from neobert.common.optimisation import make_schedule
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.pretraining import ablation_recipes, ablation_report, ablations, pretrain
-from neobert.pretraining.arguments import paper_schedule
+from neobert.pretraining.schedule import paper_schedule
 
 
 COSINE = {"num_stable_steps": 0, "num_decay_steps": 898_000, "decay_type": "cosine", "min_lr_ratio": 0.1}
@@ -44,7 +44,6 @@ CHANGES = {
         "dropout": (0.1, 0.0),
     }),
     # Ours, each one line.
-    "m9_muon": ("m9", {"optimizer": (None, "muon")}),
     "m9_mask_schedule": ("m9", {"mask_schedule": (None, [0.3, 0.15])}),
     "m9_wsd": ("m9", {"lr_scheduler_kwargs": (COSINE, {"num_decay_steps": 200_000, "decay_type": "1-sqrt", "min_lr_ratio": 0.0})}),
 }  # fmt: skip
@@ -159,7 +158,7 @@ def test_shrinking_keeps_what_the_rungs_differ_in():
     assert trainer["m0"]["weight_decay"] == 0.0 and trainer["m4"]["weight_decay"] == 0.1 and small["m5"]["mlm_probability"] == 0.2
     # 90 % of 1,500 steps less the warm-up of 150; the last 20 % of them.
     assert [trainer[name]["lr_scheduler_kwargs"]["num_decay_steps"] for name in ("m4", "m9", "m9_wsd")] == [1200, 1200, 300]
-    assert small["m9_muon"]["optimizer"] == "muon" and small["m9_mask_schedule_seconds"]["mask_schedule"] == [0.3, 0.15]
+    assert small["m9_mask_schedule_seconds"]["mask_schedule"] == [0.3, 0.15]
 
 
 @pytest.fixture
@@ -270,14 +269,17 @@ def test_a_method_at_equal_seconds_gets_the_steps_that_take_as_long(corpora, tmp
     monkeypatch.setattr(ablations, "run_rung", rung)
     arguments = ["--scale", "tiny", "--steps", "99", "--seeds", "2", "--work", "work", "--output", "results"]
     arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
-    with pytest.raises(UserError, match="m9_muon_seconds needs finished runs of m9"):
-        ablations.main([*arguments, "--rungs", "m9_muon_seconds"])
-    assert cli.main(["ablations", *arguments, "--rungs", "m9_muon_seconds,m9,m9_muon"]) == 0
-    assert asked == [(name, seed, 99) for seed in range(2) for name in ("m9", "m9_muon")] + [
-        ("m9_muon_seconds", seed, 66) for seed in range(2)
+    with pytest.raises(UserError, match="m9_wsd_seconds needs finished runs of m9"):
+        ablations.main([*arguments, "--rungs", "m9_wsd_seconds"])
+    assert cli.main(["ablations", *arguments, "--rungs", "m9_wsd_seconds,m9,m9_wsd"]) == 0
+    assert asked == [(name, seed, 99) for seed in range(2) for name in ("m9", "m9_wsd")] + [
+        ("m9_wsd_seconds", seed, 66) for seed in range(2)
     ]
     text = (tmp_path / "results" / "ablations_tiny.md").read_text()
-    assert "| M9 + Muon | ours, equal CPU seconds | - |  |" in text and "| M9 + Muon | ours, equal tokens | - |  |" in text
+    assert (
+        "| M9 + warm-up, stable, decay | ours, equal CPU seconds | - |  |" in text
+        and "| M9 + warm-up, stable, decay | ours, equal tokens | - |  |" in text
+    )
 
 
 def test_the_spread_is_over_seeds():

@@ -273,7 +273,7 @@ def test_a_recipe_of_the_package_is_found_where_there_is_none_of_that_name(tmp_p
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "contrastive.yaml").write_text("hidden_size: 5\n")
     assert read_arguments((Model,), ["recipes/contrastive.yaml"]) == [Model(5)], "a user's own file comes first"
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="there is no file"):
         read_arguments((Model,), ["recipes/nothing.yaml"])
 
 

@@ -24,7 +24,8 @@ from neobert.common.errors import Stopped, UserError
 from neobert.common.identity import model_digest
 from neobert.common.locks import FolderLock
 from neobert.embeddings import contrastive, retrieval
-from neobert.embeddings.contrastive import ContrastiveArguments, build_loss, main
+from neobert.embeddings.contrastive import build_loss, main
+from neobert.embeddings.options import ContrastiveArguments
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 

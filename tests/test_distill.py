@@ -26,10 +26,11 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import DistillArguments, train
+from neobert.embeddings.distill import train
 from neobert.embeddings.distill_data import SimilarLengths, TeacherVectors, TextSource, is_held_out, read_texts, token_lengths
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
 from neobert.embeddings.distill_student import as_shipped, build_student, save_student, take_embeddings
+from neobert.embeddings.options import DistillArguments
 
 
 ROOT = Path(__file__).resolve().parent.parent

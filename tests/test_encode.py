@@ -31,6 +31,7 @@ from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
 from neobert.embeddings import encode, encode_workers
 from neobert.embeddings.encode_parts import merge_parts
+from neobert.embeddings.options import EncodeArguments
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
 
 
@@ -199,7 +200,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_begun_run_goes_on_with_the_same_settings_alone(corpus, model_folder, tmp_path, name):
     def manifest(**more):
-        given = encode.EncodeArguments(source=str(corpus), output="out", model=str(model_folder), **more)
+        given = EncodeArguments(source=str(corpus), output="out", model=str(model_folder), **more)
         return encode._manifest(given, given.format)
 
     (tmp_path / "parts").mkdir()

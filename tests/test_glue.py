@@ -11,8 +11,8 @@ from neobert.common import loading
 from neobert.common.arguments import training_arguments
 from neobert.common.errors import UserError
 from neobert.finetuning import glue_run, glue_tasks
-from neobert.finetuning.glue_arguments import RunSettings, parse
 from neobert.finetuning.glue_tasks import TASKS
+from neobert.finetuning.options import OPTIONS, RunSettings
 
 
 # ------------------------------------------------------------------------------------------------------------------ metrics
@@ -82,17 +82,17 @@ def test_hyper_parameters_are_the_papers():
         "stsb": ((32, 2e-5, 1e-5), (8, 1e-5, 1e-2)),
     }
     for i, preset in enumerate(("neobert-4096", "neobert-1024")):
-        arguments, trainer = parse(["--task", "all", "--model", "m", "--preset", preset])
+        arguments, trainer = OPTIONS["glue"].read(["--task", "all", "--model", "m", "--preset", preset])
         for task in glue_tasks.parse_tasks("all"):
             assert [tuple(found.values()) for found in arguments.combinations(task)] == [paper[task.name][i]], f"{preset}, {task.name}"
-    grid = parse(["--task", "rte", "--model", "m", "--grid"])[0]
+    grid = OPTIONS["glue"].read(["--task", "rte", "--model", "m", "--grid"])[0]
     assert len(grid.combinations(TASKS["rte"])) == 5 * 6 * 2, "The grid is 5 batch sizes, 6 learning rates, 2 weight decays."
-    pinned = parse(["--task", "rte", "--model", "m", "--grid", "--batch-size", "7"])[0].combinations(TASKS["rte"])
+    pinned = OPTIONS["glue"].read(["--task", "rte", "--model", "m", "--grid", "--batch-size", "7"])[0].combinations(TASKS["rte"])
     assert len(pinned) == 12 and {found["batch_size"] for found in pinned} == {7}, "A value given by hand pins its axis of the grid."
     assert (arguments.patience, arguments.warmup_ratio, arguments.head_dropout, arguments.max_eval_interval) == (15, 0.06, 0.1, 500)
     assert (trainer["num_train_epochs"], trainer["lr_scheduler_type"]) == (10, "linear")
     assert arguments.seeds == [1, 2, 3], "One seed is not a default."
-    lora = parse(["--task", "rte", "--model", "m", "--lora"])[0]
+    lora = OPTIONS["glue"].read(["--task", "rte", "--model", "m", "--lora"])[0]
     assert lora.combinations(TASKS["rte"])[0]["learning_rate"] == lora.lora_learning_rate, "LoRA has its own learning rate."
 
 
@@ -142,7 +142,7 @@ def test_held_out_rows_are_not_trained_on(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
     hyper = {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}
-    settings = RunSettings.of(*parse(["--task", "sst2", "--model", "m"]), TASKS["sst2"], hyper, 1, revision="")
+    settings = RunSettings.of(*OPTIONS["glue"].read(["--task", "sst2", "--model", "m"]), TASKS["sst2"], hyper, 1, revision="")
     train, evaluation, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)}), (
         "160 rows: 144 and a tenth, then 40 of dev."
@@ -157,7 +157,9 @@ def test_held_out_rows_are_not_trained_on(world):
 def test_a_quick_look_trains_on_random_rows(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     hyper = {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}
-    given = parse(["--task", "sst2", "--model", "m", "--selection", "dev", "--max-train-samples", "20", "--max-eval-samples", "7"])
+    given = OPTIONS["glue"].read(
+        ["--task", "sst2", "--model", "m", "--selection", "dev", "--max-train-samples", "20", "--max-eval-samples", "7"]
+    )
     settings = RunSettings.of(*given, TASKS["sst2"], hyper, 1, revision="")
     tokenizer = loading.load_tokenizer(str(world / "model"))
     train, _, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
@@ -169,7 +171,7 @@ def test_a_quick_look_trains_on_random_rows(world):
 
 def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
     """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are 7.68."""
-    arguments, trainer = parse(["--task", "sst2", "--model", "m", "--num-train-epochs", "4"])
+    arguments, trainer = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", "--num-train-epochs", "4"])
     hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
     settings = RunSettings.of(arguments, trainer, TASKS["sst2"], hyper, 1, revision="")
     training, steps = glue_run.trainer_arguments(settings, trainer, tmp_path, 1000)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSeque
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.finetuning import glue_run, glue_tasks
-from neobert.finetuning.glue_arguments import parse
 from neobert.finetuning.glue_tasks import TASKS
+from neobert.finetuning.options import OPTIONS
 
 
 # ---------------------------------------------------------------------------------------------------------------- bad input
@@ -80,8 +80,12 @@ def test_the_output_is_apart_from_what_is_read(world, tmp_path):
     for output in (world / "model", world / "data", world):
         with pytest.raises(UserError, match=f"the output {output} (is|holds) the input"):
             run(world, output)
-    assert parse(["--task", "sst2", "--model", f"{tmp_path}/sub/.."])[0].name == tmp_path.name, "a row's folder is below the output"
-    grid = parse(["--task", "sst2", "--model", "m", "--grid", "--grid-values", "{batch_size: 3, learning_rate: [1e-4], weight_decay: [0]}"])
+    assert OPTIONS["glue"].read(["--task", "sst2", "--model", f"{tmp_path}/sub/.."])[0].name == tmp_path.name, (
+        "a row's folder is below the output"
+    )
+    grid = OPTIONS["glue"].read(
+        ["--task", "sst2", "--model", "m", "--grid", "--grid-values", "{batch_size: 3, learning_rate: [1e-4], weight_decay: [0]}"]
+    )
     assert grid[0].combinations(TASKS["sst2"]) == [{"batch_size": 3, "learning_rate": 1e-4, "weight_decay": 0.0}]
 
 

@@ -11,8 +11,8 @@ from jsonl import write_jsonl
 from neobert.common.errors import UserError
 from neobert.common.published import GLUE
 from neobert.finetuning import glue, glue_run, glue_table
-from neobert.finetuning.glue_arguments import RunSettings, parse
 from neobert.finetuning.glue_tasks import TASKS
+from neobert.finetuning.options import OPTIONS, RunSettings
 
 
 # -------------------------------------------------------------------------------------------------------------------- table
@@ -95,7 +95,7 @@ def test_grid_runs_the_best_with_all_seeds(world, tmp_path, monkeypatch):
 
     monkeypatch.setattr(glue_run, "fine_tune", fine_tune)
     given = ["--task", "sst2", "--model", "mine", "--output", str(tmp_path), "--grid"]
-    arguments, trainer = parse([*given, "--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"])
+    arguments, trainer = OPTIONS["glue"].read([*given, "--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"])
     monkeypatch.setattr(glue, "_prune", lambda *_: None)
     results = glue.run_task(arguments, trainer, TASKS["sst2"], {}, None, "revision")
     assert len(done) == 7, f"Six learning rates with the first seed and one more seed of the best, but {done}."
@@ -111,7 +111,7 @@ def _give_weights(folder):
 def test_the_mnli_run_to_start_from_is_the_best_selected_one_of_the_same_weights(tmp_path):
     for seed, score, selected, revision in ((1, 0.9, 0.5, "ours"), (2, 0.6, 0.8, "ours"), (3, 0.7, 0.7, "ours"), (4, 0.95, 0.99, "others")):
         fake_result(tmp_path, "mnli", seed, score, selected=selected, revision=revision)
-    arguments, _ = parse(["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)])
+    arguments, _ = OPTIONS["glue"].read(["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)])
     assert glue.mnli_start(arguments, "ours") is None, "a run whose weights are gone is no start"
     _give_weights(tmp_path)
     assert glue.mnli_start(arguments, "ours") == ("2-1e-05", tmp_path / "mine" / "mnli" / "2-1e-05" / "best")
@@ -125,7 +125,9 @@ def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         fake_result(tmp_path, task, seed, score, selected=selected)
     _give_weights(tmp_path)
-    arguments, _ = parse(["--task", task, "--model", "m", "--name", "mine", "--output", str(tmp_path), "--keep-models", keep])
+    arguments, _ = OPTIONS["glue"].read(
+        ["--task", task, "--model", "m", "--name", "mine", "--output", str(tmp_path), "--keep-models", keep]
+    )
     glue._prune(arguments, TASKS[task])
     assert {int(path.parent.name[0]) for path in tmp_path.rglob("best")} == left
     assert len(glue_table.finished_runs(tmp_path)) == 3, "results stay"
@@ -133,7 +135,7 @@ def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep
 
 def test_the_table_says_how_each_row_was_made(tmp_path):
     """Each cell: seeds, rows, what is not glue.yaml's; each run: its command and commit, also where a row was made by several."""
-    arguments, trainer = parse(["--task", "sst2", "--model", "m", "--num-train-epochs", "3", "--lora", "--lora-rank", "4"])
+    arguments, trainer = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", "--num-train-epochs", "3", "--lora", "--lora-rank", "4"])
     for task, seed, command in (("sst2", 2, "first"), ("sst2", 1, "first"), ("stsb", 1, "second")):
         hyper = {**arguments.combinations(TASKS[task])[0], "batch_size": 32}
         settings = vars(RunSettings.of(arguments, trainer, TASKS[task], hyper, seed, revision=""))

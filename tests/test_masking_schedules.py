@@ -1,6 +1,5 @@
-"""Pins masking (rates, kinds, special tokens, seeds), schedules, optimizer groups and Muon against their formulas."""
+"""Pins masking (rates, kinds, special tokens, seeds), schedules and optimizer groups against their formulas."""
 
-import copy
 import math
 
 import pytest
@@ -8,11 +7,12 @@ import torch
 from transformers import AutoTokenizer, TrainingArguments
 
 from neobert.common.errors import UserError
-from neobert.common.optimisation import MuonAdamW, decay_parameter_names, make_schedule, matrices_of, weight_of
+from neobert.common.optimisation import make_schedule
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.pretraining.arguments import RunArguments, paper_schedule
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import RunArguments
+from neobert.pretraining.schedule import paper_schedule
 from neobert.pretraining.trainer import PretrainingTrainer
 
 
@@ -173,103 +173,6 @@ def test_adam_is_adamw_without_decay():
     assert torch.equal(*values)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- Muon
-
-
 def _model(tiny_config, **more):
     torch.manual_seed(0)
     return NeoBERTForMaskedLM(NeoBERTConfig(**{**tiny_config, **more}))
-
-
-def test_the_matrices_of_a_block_are_its_linear_maps(tiny_config):
-    """q, k and v of PAPER section 1: rows per head, split on the last axis of (B, L, heads, 3 K); SwiGLU's halves one after another."""
-    block = _model(tiny_config).model.transformer_encoder[0]
-    x, heads = torch.randn(5, 64), 4
-    split = (x @ block.qkv.weight.T).view(5, heads, 3 * 16).chunk(3, dim=-1)
-    found = matrices_of("transformer_encoder.0.qkv.weight", block.qkv.weight, heads)
-    assert found.shape == (3, 64, 64)
-    for part, matrix in zip(split, found):
-        torch.testing.assert_close(x @ matrix.T, part.reshape(5, 64))
-    gate, value = (x @ block.ffn.w12.weight.T).chunk(2, dim=-1)
-    halves = matrices_of("transformer_encoder.0.ffn.w12.weight", block.ffn.w12.weight, heads)
-    torch.testing.assert_close(x @ halves[0].T, gate)
-    torch.testing.assert_close(x @ halves[1].T, value)
-    for name, weight in (("qkv.weight", block.qkv.weight), ("w12.weight", block.ffn.w12.weight), ("wo.weight", block.wo.weight)):
-        assert torch.equal(weight_of(name, matrices_of(name, weight, heads), heads), weight), "there and back"
-
-
-def _set_gradients(model, step):
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + number))
-
-
-@pytest.mark.parametrize("extra", [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}])
-def test_muon_is_torchs_on_each_matrix_and_adamw_elsewhere(tiny_config, extra):
-    """Against torch.optim.Muon on separate copies of q, k, v, gate, value, ...; two steps, so that the momentum counts."""
-    model, twin = _model(tiny_config, **extra), _model(tiny_config, **extra)
-    optimizer = MuonAdamW(model, 0.01, 0.1, (0.9, 0.95), 1e-8)
-    blocks = {name: p for name, p in twin.named_parameters() if "transformer_encoder" in name and p.dim() == 2}
-    matrices = {name: [torch.nn.Parameter(part.clone()) for part in matrices_of(name, p.detach(), 4)] for name, p in blocks.items()}
-    others = [(name, p) for name, p in twin.named_parameters() if name not in blocks]
-    muon = torch.optim.Muon([part for parts in matrices.values() for part in parts], 0.01, 0.1, adjust_lr_fn="match_rms_adamw")
-    decayed = decay_parameter_names(twin)
-    groups = [{"params": [p for name, p in others if (name in decayed) == kept], "weight_decay": 0.1 * kept} for kept in (True, False)]
-    adamw = torch.optim.AdamW(groups, 0.01, (0.9, 0.95), 1e-8)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for step in range(2):
-        _set_gradients(model, step)
-        _set_gradients(twin, step)
-        for name, parts in matrices.items():
-            for part, gradient in zip(parts, matrices_of(name, blocks[name].grad, 4)):
-                part.grad = gradient
-        for each in (optimizer, muon, adamw):
-            each.step()
-    mine = dict(model.named_parameters())
-    for name, parts in matrices.items():
-        assert torch.equal(mine[name], weight_of(name, torch.stack(list(parts)).detach(), 4)), name
-        assert not torch.equal(mine[name], start[name]), f"{name} must move"
-    assert all(torch.equal(mine[name], p) for name, p in others), "embedding, decoder, norms and biases must be AdamW's"
-
-
-def test_muons_update_of_q_is_orthogonal(tiny_config):
-    """All singular values of the first update alike, in the size of AdamW's: 0.2 sqrt(width) lr; k's gradient, a thousand times q's, changes nothing."""
-    model = _model(tiny_config)
-    weight = model.model.transformer_encoder[0].qkv.weight
-    before = matrices_of("qkv.weight", weight.detach().clone(), 4)
-    optimizer = MuonAdamW(model, 0.01, 0.0, (0.9, 0.95), 1e-8)
-    _set_gradients(model, 0)
-    parts = matrices_of("qkv.weight", weight.grad, 4)
-    weight.grad = weight_of("qkv.weight", torch.stack([parts[0], 1000 * parts[1], parts[2]]), 4)
-    optimizer.step()
-    for update in before - matrices_of("qkv.weight", weight.detach(), 4):
-        values = torch.linalg.svdvals(update) / (0.01 * 0.2 * math.sqrt(64))
-        # The five Newton-Schulz steps bring singular values to about 1, the smallest ones not all the way.
-        assert values.max() < 1.3 and values.median() > 0.6, values
-
-
-def test_muons_state_is_kept_and_its_rate_follows_the_schedule(tiny_config):
-    first, second = _model(tiny_config), _model(tiny_config)
-    one, two = (MuonAdamW(model, 0.01, 0.1, (0.9, 0.95), 1e-8) for model in (first, second))
-    _set_gradients(first, 0)
-    one.step()
-    second.load_state_dict(first.state_dict())
-    for group in one.param_groups:
-        group["lr"] = 0.003
-    two.load_state_dict(copy.deepcopy(one.state_dict()))
-    assert [group["lr"] for group in two.param_groups] == [0.003] * 3
-    for model, optimizer in ((first, one), (second, two)):
-        _set_gradients(model, 1)
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
-    start = [parameter.detach().clone() for parameter in first.parameters()]
-    for group in one.param_groups:
-        group["lr"] = 0.0
-    _set_gradients(first, 2)
-    one.step()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), start)), "at rate 0 nothing may move"
-
-
-def test_muon_needs_a_new_torch(tiny_config, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(UserError, match="optimizer muon needs torch 2.9 or newer"):
-        MuonAdamW(_model(tiny_config), 0.01, 0.1, (0.9, 0.95), 1e-8)

@@ -28,8 +28,9 @@ from neobert.common.errors import UserError
 from neobert.common.local_text import is_held_out
 from neobert.common.published import MTEB
 from neobert.embeddings import local_tasks, mteb_evaluation
-from neobert.embeddings.mteb_evaluation import MtebArguments, PackedModel, choose_tasks, evaluate, fingerprint, main, read_instructions
+from neobert.embeddings.mteb_evaluation import PackedModel, choose_tasks, evaluate, fingerprint, main, read_instructions
 from neobert.embeddings.mteb_tables import averages, is_paper_benchmark, settings_table, table4, task_table, write_tables
+from neobert.embeddings.options import MtebArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 

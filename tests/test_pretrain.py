@@ -31,6 +31,7 @@ from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.batches import pad
+from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
 from neobert.pretraining.trainer import evaluate_batches, flops_per_batch, masked_correct
@@ -61,7 +62,7 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
 PADDED = {"layout": "padded", "texts_per_step": 12, "texts_per_batch": 6, "tokens_per_batch": None}
 
 
-@pytest.mark.parametrize("more", [{}, PADDED, {"peak_tflops": None, "logging_steps": 3}, {"optimizer": "muon"}], ids=str)
+@pytest.mark.parametrize("more", [{}, PADDED, {"peak_tflops": None, "logging_steps": 3}], ids=str)
 def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     """Dropout is on, so that the state of the random numbers counts too; measuring the machine's peak must not draw from them."""
     model = json.dumps({**TINY, "dropout": 0.1})
@@ -370,7 +371,7 @@ def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
 def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch):
     def accumulation(processes, **more):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        groups = pretrain.read_arguments(pretrain.GROUPS, arguments_of(corpus, tmp_path, **more), trainer=pretrain.TRAINER)
+        groups = OPTIONS["pretrain"].read(arguments_of(corpus, tmp_path, **more))
         return groups[2].accumulation(processes)
 
     paper = {"tokens_per_batch": None, "max_length": 32}

@@ -18,14 +18,15 @@ from neobert.conversion import command as converter
 from neobert.export import check, command, folder, source
 from neobert.export.check import Agreement, Reference
 from neobert.export.graph import Graph
-from neobert.export.source import ExportArguments, Pooling, open_source
+from neobert.export.options import ExportArguments
+from neobert.export.source import Pooling, open_source
 
 
 pytestmark = pytest.mark.usefixtures("plain_tokenizers")
 
 
 def opened(path, **options):
-    with open_source(ExportArguments(str(path), "out", **options)) as found:
+    with open_source(ExportArguments(folder=str(path), output="out", **options)) as found:
         return found
 
 
@@ -69,13 +70,13 @@ def test_an_output_of_others_is_refused(hub_folder, tmp_path, prepare, message):
     out = tmp_path / "out"
     prepare(out)
     with pytest.raises(UserError, match=message):
-        folder.check_output(ExportArguments(str(hub_folder()), str(out), force=True))
+        folder.check_output(ExportArguments(folder=str(hub_folder()), output=str(out), force=True))
 
 
 def test_an_output_inside_the_input_is_refused(hub_folder):
     given = hub_folder()
     with pytest.raises(UserError, match="is inside the input"):
-        folder.check_output(ExportArguments(str(given), str(given / "out")))
+        folder.check_output(ExportArguments(folder=str(given), output=str(given / "out")))
 
 
 # -------------------------------------------------------------------------------------------------------------------- source

@@ -20,12 +20,12 @@ from neobert import (
     NeoBERTForTokenClassification,
     NeoBERTModel,
 )
-from neobert.common.arguments import read_arguments
 from neobert.common.errors import UserError
 from neobert.conversion.heads import HEADS
 from neobert.export import command
 from neobert.export import gguf as target
 from neobert.export.check import Reference
+from neobert.export.options import OPTIONS
 from neobert.export.source import Pooling, Source
 
 
@@ -92,7 +92,7 @@ def make(tmp_path):
 def export(source, *options, name="out.gguf"):
     """The target's part of `neobert export gguf`; returns the path of the file."""
     output = source.folder.parent / name
-    (arguments,) = read_arguments([target.Options], [str(source.folder), str(output), *options])
+    _, arguments = OPTIONS["export"].read(["gguf", str(source.folder), str(output), *options])
     target.check_output(arguments)
     target.export(source, Reference(source), arguments)
     return output

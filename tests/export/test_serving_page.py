@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from neobert import NeoBERTForSequenceClassification
-from neobert.common.arguments import read_arguments
-from neobert.export import command
+from neobert.export.options import OPTIONS
 
 from .conftest import build
 
@@ -22,9 +21,7 @@ def test_its_commands_are_understood():
     lines = re.findall(r"^neobert export .*$", PAGE, re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:
-        target, *rest = shlex.split(line, comments=True)[2:]
-        module = importlib.import_module(f"neobert.export.{command.TARGETS[target][0]}")
-        (arguments,) = read_arguments([module.Options], rest)
+        _, arguments = OPTIONS["export"].read(shlex.split(line, comments=True)[2:])
         assert arguments.folder in ("FOLDER", "examples/sentence-encoder")
 
 

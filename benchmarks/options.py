@@ -1,4 +1,4 @@
-"""Options of `neobert throughput`: the models, implementations and presets."""
+"""Options of `neobert throughput` and `neobert report`, with the models, implementations and presets. Imports neither torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -65,20 +65,26 @@ def check_set(name, texts=None):
         raise UserError(f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, short, fill-30, texts")
 
 
-@dataclass
-class ThroughputArguments(Arguments):
-    """Options of `neobert throughput`."""
+@dataclass(kw_only=True)
+class ComparedOptions(Arguments):
+    """What is compared."""
 
     output: str = option(help="folder for throughput.json, .csv, .md and the plots")
     preset: str | None = option(None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS))
     models: list[str] | None = option(None, "what to compare", choices=MODELS)
     implementations: list[str] | None = option(None, "attention and layout", choices=tuple(IMPLEMENTATIONS))
     sets: list[str] | None = option(None, "text lengths, see above")
-    texts: str | None = option(None, "text file, one text a line, whose lengths make the set 'texts'")
-    tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
     device: str | None = option(None, "cuda, cpu")
     dtype: str | None = option(None, "by default bfloat16 on GPUs, else float32", choices=("float32", "bfloat16", "float16"))
-    threads: int | None = option(None, "CPU threads", least=1)
+    resume: bool = option(False, "keep what --output already holds and measure the rest")
+
+
+@dataclass(kw_only=True)
+class SetOptions(Arguments):
+    """The texts and the size of a batch."""
+
+    texts: str | None = option(None, "text file, one text a line, whose lengths make the set 'texts'")
+    tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
     batch: int | None = option(None, "texts a batch; by default the largest that fits, found by search", least=1)
     max_batch: int | None = option(None, "upper end of the search, in texts", least=1)
     max_tokens: int | None = option(None, "upper end of the search, in padded tokens", least=1)
@@ -86,15 +92,26 @@ class ThroughputArguments(Arguments):
         True, "find the largest batch that fits; false: as many texts as max_batch and max_tokens allow, all models in turns"
     )
     memory_gib: float | None = option(None, "memory that a batch may take on the CPU; by default half of the free", above=0)
+    seed: int = option(0, "of the lengths and token ids", least=0)
+
+
+@dataclass(kw_only=True)
+class ClockOptions(Arguments):
+    """How time is taken."""
+
+    threads: int | None = option(None, "CPU threads", least=1)
     repeats: int | None = option(None, "timed repeats", least=1)
     warmup: int | None = option(None, "repeats before, not timed", least=1)
     clock: str = option(
         "wall", "processor: CPU seconds of this process, with --threads 1 on a machine in use", choices=("wall", "processor")
     )
-    seed: int = option(0, "of the lengths and token ids", least=0)
     layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
-    resume: bool = option(False, "keep what --output already holds and measure the rest")
     plots: bool = option(True, "draw the plots (needs matplotlib)")
+
+
+@dataclass(kw_only=True)
+class ThroughputArguments(ClockOptions, SetOptions, ComparedOptions):
+    """Options of `neobert throughput`."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -126,12 +143,26 @@ class ThroughputArguments(Arguments):
         return [(model, i) for model, i in pairs if model == "neobert" or i not in NEOBERT_ONLY]
 
 
-OPTIONS = Options(
-    "neobert throughput",
-    """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
+@dataclass(kw_only=True)
+class ReportArguments(Arguments):
+    """Options of `neobert report`."""
+
+    results: str = option("results", "folder with the result files")
+    output: str | None = option(None, "the page; RESULTS/report.md by default")
+    title: str = option("NeoBERT: measured results", "heading of the page")
+
+
+OPTIONS = {
+    "throughput": Options(
+        "neobert throughput",
+        """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
 
 Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
 fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line).""",
-    (ThroughputArguments,),
-    "neobert throughput --preset cpu --output results/throughput_cpu",
-)
+        (ThroughputArguments,),
+        "neobert throughput --preset cpu --output results/throughput_cpu",
+    ),
+    "report": Options(
+        "neobert report", "One markdown page from the result files of a folder.", (ReportArguments,), "neobert report --results results"
+    ),
+}

@@ -1,4 +1,4 @@
-"""Options of `neobert glue`, the protocol that recipes/glue.yaml holds, and what identifies one run."""
+"""Options of `neobert glue`, the protocol that recipes/glue.yaml holds, and what identifies one run. Imports neither torch nor transformers."""
 
 import itertools
 import json
@@ -6,9 +6,10 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..common.arguments import Arguments, check_ranges, number_options, option, read_arguments, typed
+from ..common.arguments import Arguments, Options, check_ranges, option, typed
 from ..common.constants import RECIPES
 from ..common.errors import UserError
+from ..common.trainer_options import number_options
 from .glue_tasks import HUB_DATA, metric_function
 
 
@@ -16,9 +17,9 @@ RECIPE = RECIPES / "glue.yaml"
 HYPER_PARAMETERS = {"batch_size": int, "learning_rate": float, "weight_decay": float}
 
 
-@dataclass
-class GlueArguments(Arguments):
-    """Options of `neobert glue`; recipes/glue.yaml holds the paper's values."""
+@dataclass(kw_only=True)
+class GlueData(Arguments):
+    """What is fine-tuned on what."""
 
     task: str = option(help="all, or a comma-separated list of mnli, qnli, qqp, rte, sst2, mrpc, cola, stsb")
     model: str = option(help="model folder, or name on the Hub; any encoder")
@@ -34,33 +35,56 @@ class GlueArguments(Arguments):
         "RTE, STS-B, MRPC, QNLI start from: auto (best MNLI run if there is one), mnli (required), none",
         choices=("auto", "mnli", "none"),
     )
+    max_length: int = option(512, "tokens; a pair has 3 special ones", least=8, most=2**31 - 1)
+
+
+@dataclass(kw_only=True)
+class GlueSelection(Arguments):
+    """What stops and selects a run."""
+
     selection: str = option("heldout", "what stops and selects: training rows, or dev as published", choices=("heldout", "dev"))
     heldout_fraction: float = option(0.1, "share of the training rows", least=0, below=1)
     heldout_rows: int = option(2000, "at most so many of them", above=0)
     metric: str = option("mean", "what stops and selects: mean of the task's metrics (as in the paper), or the name of one of them")
+    patience: int = option(15, "evaluations without progress until a run ends", above=0)
+    max_eval_interval: int = option(500, "most steps between evaluations", above=0)
+    evaluations_per_epoch: int = option(10, above=0)
+    max_train_samples: int | None = option(None, "a random subset, for a quick look", above=0)
+    max_eval_samples: int | None = option(None, "the first rows, for a quick look", above=0)
+    keep_models: str = option("best", "of each task; MNLI's best is always kept", choices=("best", "all", "none"))
+
+
+@dataclass(kw_only=True)
+class GlueHyperParameters(Arguments):
+    """Hyper-parameters; the defaults are those of a preset."""
+
     preset: str = option("neobert-4096", "one of presets")
     batch_size: int | None = option(None, "of all processes together; default: the preset's", above=0)
     learning_rate: float | None = option(None, "default: the preset's, or lora_learning_rate", above=0)
     weight_decay: float | None = option(None, "default: the preset's", least=0)
     warmup_ratio: float = option(0.06, "share of the steps, then linear decay to 0", least=0, below=1)
-    patience: int = option(15, "evaluations without progress until a run ends", above=0)
-    max_eval_interval: int = option(500, "most steps between evaluations", above=0)
-    evaluations_per_epoch: int = option(10, above=0)
     classifier_pooling: str | None = option(None, "for NeoBERT; default: what its config.json says", choices=("cls", "mean"))
     head_dropout: float = option(0.1, least=0, below=1)
-    max_length: int = option(512, "tokens; a pair has 3 special ones", least=8, most=2**31 - 1)
+    presets: dict[str, dict[str, dict]] | None = option(None, "{preset: {task: hyper-parameters}}")
+    grid_values: dict[str, list] | None = option(None, "{hyper-parameter: values}")
+
+
+@dataclass(kw_only=True)
+class GlueLora(Arguments):
+    """Low-rank adapters."""
+
     lora: bool = option(False, "adapt with LoRA instead of training all weights")
     lora_rank: int = option(16, least=1)
     lora_alpha: float = option(32.0, above=0)
     lora_dropout: float = option(0.0, least=0, below=1)
     lora_targets: str = option("auto", "comma-separated, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT")
     lora_learning_rate: float = option(3e-4, above=0)
-    max_train_samples: int | None = option(None, "a random subset, for a quick look", above=0)
-    max_eval_samples: int | None = option(None, "the first rows, for a quick look", above=0)
-    keep_models: str = option("best", "of each task; MNLI's best is always kept", choices=("best", "all", "none"))
-    presets: dict[str, dict[str, dict]] | None = option(None, "{preset: {task: hyper-parameters}}")
-    grid_values: dict[str, list] | None = option(None, "{hyper-parameter: values}")
     lora_grid_values: dict[str, list] | None = option(None, "the same, for LoRA")
+
+
+@dataclass(kw_only=True)
+class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
+    """Options of `neobert glue`; recipes/glue.yaml holds the paper's values."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -150,7 +174,19 @@ class RunSettings:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "seed"}, sort_keys=True)
 
 
-def parse(argv):
-    """GlueArguments and {option of Trainer: value} from recipes/glue.yaml, then YAML files and options of `argv`."""
-    about = "The paper's GLUE protocol for any encoder, full or LoRA, with several seeds, and its table."
-    return read_arguments([GlueArguments], [str(RECIPE), *argv], "neobert glue", about, trainer={})
+class GlueOptions(Options):
+    """Reads the protocol of recipes/glue.yaml before what is given."""
+
+    def read(self, argv):
+        return super().read([str(RECIPE), *argv])
+
+
+OPTIONS = {
+    "glue": GlueOptions(
+        "neobert glue",
+        "The paper's GLUE protocol for any encoder, full or LoRA, with several seeds, and its table.",
+        (GlueArguments,),
+        "neobert glue --task rte --model chandar-lab/NeoBERT",
+        {},
+    )
+}

@@ -1,0 +1,67 @@
+"""Trainer's options of a pre-training run: the paper's schedule, and what goes together."""
+
+import math
+import os
+
+import torch
+
+from ..common.errors import UserError
+from ..common.trainer_options import BLOCKS_ONLY, check_trainer_options, training_arguments
+
+
+# An item of the data is a complete micro-batch, and a loss that is not finite must be seen.
+_FIXED = {
+    "per_device_train_batch_size": 1,
+    "remove_unused_columns": False,
+    "logging_nan_inf_filter": False,
+    "label_smoothing_factor": 0.0,
+    "auto_find_batch_size": False,
+    **BLOCKS_ONLY,
+}
+
+
+def paper_schedule(max_steps, warmup_steps):
+    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at 90 % of the steps, then constant."""
+    decay = max(1, round(0.9 * max_steps) - int(warmup_steps))
+    kwargs = {"num_stable_steps": 0, "num_decay_steps": decay, "decay_type": "cosine", "min_lr_ratio": 0.1}
+    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
+
+
+def make_training_arguments(run, batch, given):
+    """transformers' TrainingArguments of a run.
+
+    Args:
+        run: RunArguments. batch: BatchArguments.
+        given: Trainer's options as `read_arguments` returns them.
+    Raises:
+        UserError: as of `training_arguments`; values that do not go together.
+    """
+    given = dict(given)
+    check_trainer_options(given)
+    if given["max_steps"] < 1:
+        raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
+    if 0 < given["warmup_steps"] < 1:  # a share of the steps
+        given["warmup_steps"] = min(math.ceil(given["warmup_steps"] * given["max_steps"]), given["max_steps"] - 1)
+    if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
+        given |= paper_schedule(given["max_steps"], given["warmup_steps"])
+    accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))
+    if accumulation is not None:
+        if given.get("gradient_accumulation_steps", accumulation) != accumulation:
+            raise UserError(
+                f"gradient_accumulation_steps {given['gradient_accumulation_steps']} was given, but the size of a step asks for {accumulation}; "
+                "leave it out"
+            )
+        given["gradient_accumulation_steps"] = accumulation
+    accelerated = torch.accelerator.is_available()
+    if given.get("bf16") and not (given.get("use_cpu") or accelerated):
+        raise UserError(
+            "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in it; leave it out, or give use_cpu"
+        )
+    given.setdefault("dataloader_pin_memory", accelerated)
+    training = training_arguments(run.output, given, _FIXED)
+    if training.n_gpu > 1:
+        raise UserError(f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch or torchrun")
+    warmup = training.get_warmup_steps(training.max_steps)
+    if not 0 <= warmup < training.max_steps:
+        raise UserError(f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}")
+    return training
