@@ -114,7 +114,7 @@ def check_there(name):
     """
     path, name = Path(name), str(name)
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
-    if not path.exists() and not on_hub and not _is_cached(name):
+    if not (name and path.exists()) and not on_hub and not _is_cached(name):
         raise UserError(f"there is no {name or repr(name)}; give a folder, or a name on the Hub as ORGANISATION/MODEL")
 
 

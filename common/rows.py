@@ -125,10 +125,11 @@ def row_columns(path):
 
 
 def check_column(files, column, option):
-    """Raises UserError unless one of the first 100 rows has a column, whose name is the value of `option`."""
-    seen, broken = {}, []
+    """Raises UserError unless one of the first 100 rows, or a parquet file's schema, has a column, whose name is the value of `option`."""
+    broken = []
+    seen = dict.fromkeys(open_parquet(files[0]).schema_arrow.names) if row_format(files[0]) == ".parquet" else {}
     rows = itertools.chain.from_iterable(read_rows(file, start=Place(file, 1), broken=broken.append) for file in files)
-    for _, row in itertools.islice(rows, 100):
+    for _, row in itertools.islice(rows, 0 if seen else 100):
         seen.update(row)
         if column in row:
             break

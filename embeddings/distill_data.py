@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..common.arguments import Arguments, option, typed
 from ..common.errors import UserError
 from ..common.files import new_file, read_json, write_json
-from ..common.rows import read_rows, row_format
+from ..common.rows import check_column, read_rows, row_format
 
 
 SHARD = 65_536
@@ -51,6 +51,7 @@ class TextSource(Arguments):
     def read(self):
         """The texts in file order, without surrounding spaces; empty ones are left out."""
         column = "text" if row_format(Path(self.path)) == ".txt" else self.column
+        check_column([Path(self.path)], column, "column in texts")
         yield from filter(None, (row[column].strip() for _, row in read_rows(self.path, [column], [column])))
 
 

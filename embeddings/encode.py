@@ -24,7 +24,7 @@ from ..common.loading import choose_device, choose_dtype
 from ..common.locks import FolderLock
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
 from ..common.results import environment
-from ..common.rows import row_columns, row_files
+from ..common.rows import check_column, row_columns, row_files
 from .encode_parts import Plan, is_output, make_plan, merge_parts
 from .encode_workers import Rank, Run, build_encoder, encode_in_processes, encode_windows
 from .options import FORMATS, OPTIONS
@@ -159,6 +159,7 @@ def encode(arguments, progress_bar=True, encoder=None):
     arguments = replace(arguments, dtype=dtype, device=device)
     plan = Plan.load(target.folder / PLAN, Path(arguments.source)) if begun else None
     if plan is None:
+        check_column(row_files(arguments.source), arguments.text_column, "--text-column")
         # A model that cannot be loaded is found before the corpus is read.
         one = build_encoder(arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder)
         encoder = one[0] if _processes(arguments, rank) == 1 else None

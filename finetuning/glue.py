@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..common.errors import UserError, require
 from ..common.identity import model_digest
-from ..common.loading import check_model, check_vocabulary, load_tokenizer
+from ..common.loading import check_model, check_there, check_vocabulary, load_tokenizer
 from ..common.outputs import check_apart, check_folder
 from .glue_table import finished_runs, read_result, same_row, write_tables
 from .glue_tasks import TASKS, load_task, parse_tasks, rows_digest
@@ -140,6 +140,7 @@ def check(arguments, trainer, tasks):
         arguments.combinations(task)
         arguments.check_metric(task)
     check_model(arguments.model)
+    check_there(arguments.tokenizer or arguments.model)
     check_apart(
         arguments.output, *(path for path in (arguments.model, arguments.data, arguments.tokenizer) if path and Path(path).exists())
     )

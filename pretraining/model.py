@@ -37,6 +37,7 @@ def choose_tokenizer(given, start):
     """
     if start is None:
         return load_tokenizer(given or str(TOKENIZER), padding=False)
+    _config_of(start, start)
     try:
         tokenizer = load_tokenizer(start, padding=False)
     except UserError:

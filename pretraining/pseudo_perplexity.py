@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from ..common.errors import UserError, one_line, require
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
-from ..common.loading import check_model, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
+from ..common.loading import check_model, check_there, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
 from ..common.locks import FolderLock
 from ..common.outputs import check_folder, check_result_files
 from .options import LENGTHS, OPTIONS
@@ -257,6 +257,7 @@ def main(argv=None):
     finished = read_finished(path)
     check_result_files(given.output, "pseudo-perplexity", finished, *(f"{path.stem}{ending}" for ending in (".json", ".md", ".png")))
     check_model(given.model)
+    check_there(given.tokenizer or given.model)
     rows = open_texts(given)
     model = load_model(given, given.yarn_factors[0])
     tokenizer = load_tokenizer(given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code)

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -111,12 +113,58 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "weights.pt").write_bytes(b"")
-    for name in ("/nope", "./nope", "runs/embed", "weights.pt", "a/b/c", "", "with spaces"):
-        with pytest.raises(UserError, match="there is no model in"):
+    for name in ("/nope", "./nope", "runs/embed", "a/b/c", "", "with spaces", "nofolder"):
+        with pytest.raises(UserError, match=f"there is no {name or repr(name)}; give a folder, or a name on the Hub"):
             check_model(name)
+    with pytest.raises(UserError, match="there is no model in weights.pt"):
+        check_model("weights.pt")
     (tmp_path / "runs" / "config.json").write_text("{}")
-    for name in ("runs", "chandar-lab/NeoBERT", "bert-base-uncased", "sentence-transformers/all-MiniLM-L6-v2"):
+    for name in ("runs", "chandar-lab/NeoBERT", "sentence-transformers/all-MiniLM-L6-v2"):
         check_model(name)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert nofolder out",
+        "export onnx nofolder out",
+        "pretrain --dataset texts.txt --init-from nofolder --output out",
+        "pretrain --dataset texts.txt --tokenizer nofolder --output out",
+        "pseudo-perplexity --model nofolder --text texts.txt --output out",
+        "glue --task rte --model nofolder --output out",
+        "contrastive --model nofolder --pairs pairs.jsonl --output out",
+        'distill nofolder --texts texts.txt --model-config {"hidden_size":32} --output out',
+        "encode texts.txt out.parquet --model nofolder",
+        "mteb --model nofolder --tasks STSBenchmark --output out",
+    ],
+)
+def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", lambda *given: pytest.fail("the network was asked"))
+    (tmp_path / "texts.txt").write_text("a river\na stone\n")
+    (tmp_path / "pairs.jsonl").write_text('{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d"}\n')
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "there is no nofolder" in error or "nofolder does not exist" in error, error
+
+
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model --output out", "--column"),
+        ("pseudo-perplexity --model model --text rows.jsonl --column body --output out", "--column"),
+        ("encode rows.jsonl out.parquet --model model --text-column body", "--text-column"),
+        ('distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out', "column in texts"),
+    ],
+)
+def test_a_missing_column_is_named_before_a_model_is_loaded(command, option, tmp_path, monkeypatch, capsys, tokenizer_dir):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tokenizer_dir, "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "neobert", "not": "a model"}')
+    (tmp_path / "rows.jsonl").write_text('{"content": "a river"}\n{"content": "a stone"}\n')
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f", only content; name it with {option}" in error, error
 
 
 def test_an_error_of_one_number_has_its_name():

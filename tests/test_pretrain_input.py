@@ -28,6 +28,7 @@ BAD = [
     ({"model_config": '{"hidden_size": 30, "num_attention_heads": 4}'}, "multiple of num_attention_heads"),
     ({"init_from": "{corpus}/bert"}, "is a 'bert' model"),
     ({"init_from": "{corpus}/nothing"}, "neither a model"),
+    ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
     ({"warmup_steps": 50}, "warmup_steps 50 must be at least 0 and below max_steps 8"),
     ({"warmup_steps": -1}, "warmup_steps"),
     ({"optim": "sgdd"}, "sgdd"),
@@ -42,8 +43,8 @@ BAD = [
     ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": '{"a": 1}'}, "unexpected keyword argument"),
     ({"tokenizer": "{corpus}/nothing"}, "no tokenizer"),
     ({"model_config": '{"hidden_size": "wide"}'}, "hidden_size must be a positive whole number"),
-    ({"init_from": "{corpus}/torn"}, "its weights cannot be loaded"),
-    ({"init_from": "{corpus}/backbone"}, "a masked-LM checkpoint is needed"),
+    ({"init_from": "{corpus}/torn", "tokenizer": TOKENIZER}, "its weights cannot be loaded"),
+    ({"init_from": "{corpus}/backbone", "tokenizer": TOKENIZER}, "a masked-LM checkpoint is needed"),
     ({"init_from": "{corpus}/list"}, "holds no model (config.json with model_type)"),
     ({"init_from": "{corpus}/width"}, "its config.json cannot be loaded (hidden_size must be a positive whole number"),
     ({"init_from": "{corpus}/labels"}, "its config.json cannot be loaded ("),
@@ -154,7 +155,8 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
 def test_moments_need_weights_in_one_piece(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "make_model", lambda *given: SimpleNamespace(config=NeoBERTConfig(**TINY)))
     monkeypatch.setattr(pretrain, "_moments", lambda run: None)
-    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", init_optimizer="true", init_from="{corpus}/backbone"))
+    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", init_optimizer="true", init_from="me/model"))
+    vars(run)["start"] = None
     run.training.deepspeed_plugin = SimpleNamespace(zero_stage=2)
     with pytest.raises(UserError, match="needs all of a weight in one process; DeepSpeed and FSDP cut them"):
         pretrain.execute(run)
