@@ -42,7 +42,7 @@ from .packed_encoder import PackedEncoder
 SETTINGS, LENGTHS = "run.json", "lengths.npy"
 FIGURES = "figures.json"
 # Options that a continued run may change: they touch neither the numbers nor the order of the data. An evaluation only measures here.
-_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language")
+_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language", "base_model")
 
 
 class DistillTrainer(SentenceTransformerTrainer):
@@ -71,8 +71,25 @@ def check(arguments):
         check_model(model)
     if output.is_dir() and any(output.iterdir()):
         check_replaceable(output, "distill")
-        if not arguments.overwrite:
-            raise UserError(f"{output} holds a finished student; give another --output, or --overwrite to train it anew")
+
+
+def is_finished(arguments, settings):
+    """Whether the output is a student of these very settings, and is not to be made anew.
+
+    Raises:
+        UserError: it is one of other settings.
+    """
+    path = Path(arguments.output) / FIGURES
+    if arguments.overwrite or not path.is_file():
+        return False
+    old = read_json(path)["settings"]
+    changed = [name for name in settings if old.get(name) != settings[name]]
+    if changed:
+        raise UserError(
+            f"{arguments.output} holds a finished student of other settings ({', '.join(changed)} differ); give another --output, "
+            "or --overwrite to train it anew"
+        )
+    return True
 
 
 def settings_of(arguments, trainer_options, sources, others):
@@ -131,7 +148,7 @@ def train(arguments, trainer_options):
     """Trains the student and writes its folder; a run that was interrupted goes on at its last checkpoint.
 
     Returns:
-        dict of figures: agreement over the steps, losses, precision, seconds.
+        dict of figures: agreement over the steps, losses, precision, seconds. None if the output was finished already.
     Raises:
         UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
     """
@@ -144,6 +161,8 @@ def train(arguments, trainer_options):
         fixed["use_cpu"] = True
     training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
     settings = settings_of(arguments, trainer_options, sources, others)
+    if is_finished(arguments, settings):
+        return None
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
     set_seed(training.seed)
     teacher = load_teacher(arguments, "cpu")
@@ -238,7 +257,9 @@ def main(argv=None):
     """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
     arguments, trainer_options = OPTIONS["distill"].read(argv or [])
     figures = train(arguments, trainer_options)
-    if checkpoints.is_main():
+    if checkpoints.is_main() and figures is None:
+        print(f"{arguments.output}: finished already with these settings; --overwrite trains it anew")
+    elif checkpoints.is_main():
         last = figures["agreement"][-1] if figures["agreement"] else {}
         agreed = "".join(f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step")
         print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..common.cards import base_model, front_matter
 from ..common.errors import UserError
 from ..common.files import write_text
 from ..common.results import markdown_table, shown
@@ -45,12 +46,14 @@ def write_card(folder, arguments, figures):
     """README.md of the student."""
     title = arguments.title or folder.name.lstrip(".").partition(".writing")[0]
     sources, others = arguments.sources()
-    header = ["---", "library_name: sentence-transformers", "pipeline_tag: sentence-similarity", f"language: {arguments.language}"]
-    header += [
-        f"license: {arguments.license}",
-        "tags: [sentence-transformers, sentence-similarity, feature-extraction, neobert, distillation]",
-        "---",
-    ]
+    metadata = front_matter(
+        library_name="sentence-transformers",
+        pipeline_tag="sentence-similarity",
+        language=arguments.language,
+        license=arguments.license,
+        **base_model(arguments.base_model, arguments.init_from or arguments.teacher),
+        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "neobert", "distillation"],
+    )
     rows = [
         [dtype, f"{found.get('to_float32', 1.0):.4f}", *(f"{found[key]:.3f}" for key in found if key != "to_float32")]
         for dtype, found in figures["precision"].items()
@@ -87,7 +90,7 @@ texts. `held out`: texts of the training sources, kept back by hash. {_others(ot
 
 {markdown_table(["texts", "licence"], kinds)}
 """
-    write_text(folder / "README.md", "\n".join(header) + text)
+    write_text(folder / "README.md", metadata + text)
 
 
 def _others(others):

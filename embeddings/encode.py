@@ -25,7 +25,7 @@ from ..common.locks import FolderLock
 from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside
 from ..common.results import environment
 from ..common.rows import check_column, row_columns, row_files
-from .encode_parts import Plan, is_output, make_plan, merge_parts
+from .encode_parts import CUT, Cut, Plan, is_output, make_plan, merge_parts
 from .encode_workers import Rank, Run, build_encoder, encode_in_processes, encode_windows
 from .options import FORMATS, OPTIONS
 
@@ -129,7 +129,8 @@ def encode(arguments, progress_bar=True, encoder=None):
         arguments: `EncodeArguments`.
         encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one process.
     Returns:
-        dict with the rows and parts of the corpus, and the rows, tokens and seconds of this run.
+        dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in the first rank "cut": how many texts
+        of the corpus were longer than the limit, how many of their tokens were not read, the tokens of the longest text.
     Raises:
         UserError: bad input, before any work; or the output holds something else.
     """
@@ -175,6 +176,7 @@ def encode(arguments, progress_bar=True, encoder=None):
             plan.save(target.folder / PLAN)  # last: the other ranks wait for it
         summary = _work(run, rank, encoder, progress_bar)
         if rank.rank == 0:
+            summary["cut"] = run.cut()._asdict()
             _finish(run, target, begun, summary, rank)
     return summary
 
@@ -255,7 +257,8 @@ def _await_others(run, encode_all):
 def _finish(run, target, manifest, summary, rank):
     """The file made of all parts, or the manifest of a finished folder; then what the run needed on its way is removed."""
     if target.is_file:
-        merge_parts([run.path(number) for number in range(len(run.plan.windows))], target.output, run.mark)
+        parts = [run.path(number) for number in range(len(run.plan.windows))]
+        merge_parts(parts, target.output, {**run.mark, CUT: Cut(**summary["cut"]).text()})
         remove_left_overs(target.output.parent, target.output.name)
     remove_set_aside(run.folder, "encode", WORKING_FILES)
     if not target.is_file and (summary["encoded_rows"] or "finished" not in manifest):
@@ -279,6 +282,15 @@ def main(argv=None):
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
     print(
         f"{arguments.output}: {summary['rows']:,} texts; this run {summary['encoded_rows']:,} texts of {summary['encoded_tokens']:,} tokens "
-        f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s)"
+        f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s){_told(summary.get('cut'))}"
     )
     return 0
+
+
+def _told(cut):
+    """What the last line says of texts that were cut; the first rank alone knows."""
+    if cut is None:
+        return ""
+    if not cut["texts"]:
+        return f"; none cut, the longest has {cut['longest']:,} tokens"
+    return f"; {cut['texts']:,} texts cut by {cut['tokens']:,} tokens, the longest has {cut['longest']:,}"

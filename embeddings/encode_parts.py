@@ -24,6 +24,35 @@ from ..common.rows import Place, check_characters, open_parquet, read_rows, row_
 _AHEAD = 32
 
 
+CUT = "neobert_cut"  # key of a `Cut` in the metadata of a part and of an output file
+
+
+class Cut(NamedTuple):
+    """What the limit on the tokens of a text cost."""
+
+    texts: int  # that are longer than the limit
+    tokens: int  # of theirs that were not read
+    longest: int  # tokens of the longest text
+
+    @classmethod
+    def of(cls, tokens, lengths):
+        """Of texts that have these tokens left of so many."""
+        lost = [length - len(ids) for ids, length in zip(tokens, lengths)]
+        return cls(sum(count > 0 for count in lost), sum(lost), max(lengths))
+
+    @classmethod
+    def of_part(cls, path):
+        return cls(*json.loads(read_mark(path)[1][CUT]))
+
+    @classmethod
+    def total(cls, parts):
+        texts, tokens, longest = zip(*parts)
+        return cls(sum(texts), sum(tokens), max(longest))
+
+    def text(self):
+        return json.dumps(self)
+
+
 class Window(NamedTuple):
     """Neighbouring rows of a corpus that become one part."""
 

@@ -15,7 +15,7 @@ import torch
 
 from ..common.errors import UserError
 from ..common.loading import choose_device
-from .encode_parts import Plan, WindowReader, is_part, part_path, read_mark, write_part
+from .encode_parts import CUT, Cut, Plan, WindowReader, is_part, part_path, read_mark, write_part
 from .packed_encoder import NotFinite, PackedEncoder
 
 
@@ -41,6 +41,10 @@ class Run:
 
     def path(self, number):
         return part_path(self.folder, number, self.format)
+
+    def cut(self):
+        """The `Cut` of all texts of the corpus, when all parts are there."""
+        return Cut.total(Cut.of_part(self.path(number)) for number in range(len(self.plan.windows)))
 
     def missing(self, numbers, progress=None):
         """Those of the windows whose part is not there; a damaged part is removed.
@@ -113,14 +117,15 @@ def encode_windows(encoder, prompt, run, numbers, progress):
     def tokenized():
         for number in numbers:
             if not run.path(number).exists():  # another rank may have made it meanwhile
-                rows = reader.read(number)
-                return number, rows, encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt)
+                rows, lengths = reader.read(number), []
+                tokens = encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt, lengths)
+                return number, rows, tokens, Cut.of(tokens, lengths)
         return None
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(tokenized)
         while (job := following.result()) is not None:
-            number, rows, tokens = job
+            number, rows, tokens, cut = job
             following = pool.submit(tokenized)
             try:
                 vectors = encoder.embed(tokens, lambda count: progress(count, 0), prompt)
@@ -128,7 +133,8 @@ def encode_windows(encoder, prompt, run, numbers, progress):
                 raise UserError(f"{rows[error.index][0]}: {error}") from None
             if run.arguments.normalize:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-            write_part(run.path(number), rows, vectors.astype(run.arguments.output_dtype, copy=False), run.plan.schema, run.mark)
+            mark = {**run.mark, CUT: cut.text()}
+            write_part(run.path(number), rows, vectors.astype(run.arguments.output_dtype, copy=False), run.plan.schema, mark)
             progress(0, sum(map(len, tokens)))
 
 

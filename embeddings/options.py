@@ -273,6 +273,7 @@ class StudentCardOptions(Arguments):
     title: str | None = option(None, "heading; by default the name of the output folder")
     license: str = option("other", "licence of the student")
     language: str = option("en", "language of the texts")
+    base_model: str | None = option(None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name")
 
 
 @dataclass(kw_only=True)

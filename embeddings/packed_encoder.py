@@ -179,15 +179,27 @@ class PackedEncoder:
             raise UserError(f"the model has no prompt called {name!r}; it has: {', '.join(prompts) or 'none'}")
         return prompts[name] or ""
 
-    def tokenize(self, texts, prompt=""):
-        """Token ids of each text with `prompt` before it, a list of int32 arrays, at most `max_length` tokens each."""
+    def tokenize(self, texts, prompt="", lengths=None):
+        """Token ids of each text with `prompt` before it, a list of int32 arrays, at most `max_length` tokens each.
+
+        Args:
+            lengths: a list that gets the number of tokens of each text before it is cut.
+        """
         tokens = []
         for start in range(0, len(texts), 1024):
             # Like SentenceTransformer.encode, which strips the text with its prompt.
             batch = [(prompt + text).strip() for text in texts[start : start + 1024]]
-            ids = self._tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)["input_ids"]
-            tokens.extend(np.asarray(row, dtype=np.int32) for row in ids)
+            found = self._tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)
+            tokens.extend(np.asarray(row, dtype=np.int32) for row in found["input_ids"])
+            if lengths is not None:
+                lengths += self._full_lengths(batch, found)
         return tokens
+
+    def _full_lengths(self, batch, found):
+        """Tokens of each text without the cut; `found` is what the tokenizer made of them with it."""
+        if found.encodings is None:  # a tokenizer in Python
+            return list(map(len, self._tokenizer(batch, verbose=False)["input_ids"]))
+        return [len(text.ids) + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing) for text in found.encodings]
 
     def batches(self, lengths):
         """Index arrays that cover all texts, shortest first; each batch holds at most `tokens_per_batch` tokens, or one text.

@@ -76,6 +76,14 @@ def interrupt_once(monkeypatch, parts):
     return written
 
 
+def cut_of(model_folder, texts, limit=64):
+    """What a limit on the tokens costs, by the definition: every text tokenized without one."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    lost = [max(0, length - limit) for length in lengths]
+    return {"texts": sum(map(bool, lost)), "tokens": sum(lost), "longest": max(lengths)}
+
+
 def read_parquet(path):
     table = pyarrow.parquet.read_table(path)
     return table, np.array(table["embedding"].to_pylist(), dtype=np.float32)

@@ -279,6 +279,7 @@ def finished(tmp_path_factory, teacher, files):
         "embedding_dtype": "float8",
         "title": "animal-encoder",
         "license": "mit",
+        "base_model": "you/teacher",
     }
     options["texts"] = [{"path": files[0], "name": "Animals", "license": "CC0"}]
     path = recipe(folder, teacher, files, **options, trainer={"max_steps": 40, "learning_rate": 3e-3, "save_steps": 20, "eval_steps": 20})
@@ -314,6 +315,7 @@ def test_the_folder_is_complete_and_small(finished):
     }
     card = (folder / "README.md").read_text()
     assert "# animal-encoder" in card and "| Animals | CC0 |" in card and "license: mit" in card and "birds" in card
+    assert "\nbase_model: you/teacher\n" in card and "\nbase_model_relation: finetune\n" in card
     assert f"{figures['precision']['bfloat16']['held_out_spearman']:.3f}" in card
     assert not (folder.parent / "student.work" / "checkpoints").exists(), "a finished run needs no checkpoints"
 
@@ -465,8 +467,12 @@ def test_what_a_user_had_is_never_replaced(tmp_path, teacher, files, capsys):
     assert (tmp_path / "student" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "student" / "thesis.txt").unlink()
     assert command(["distill", path]) == 0
-    assert command(["distill", path]) == 2
-    assert "holds a finished student" in capsys.readouterr().err
+    before = {file: file.read_bytes() for file in (tmp_path / "student").rglob("*") if file.is_file()}
+    assert command(["distill", path]) == 0, "a finished run is no error"
+    assert "finished already with these settings" in capsys.readouterr().out
+    assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
+    assert "holds a finished student of other settings (trainer differ)" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in (tmp_path / "student").rglob("*") if file.is_file()}
     assert command(["distill", path, "--overwrite"]) == 0
     (tmp_path / "student" / "notes.txt").write_text("mine")
     assert command(["distill", path, "--overwrite"]) == 2

@@ -19,11 +19,11 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from encode_runs import embed, interrupt_once, make_corpus, make_model_folder, make_reference, read_parquet, texts_of_many_lengths  # noqa: F401
+from encode_runs import cut_of, embed, interrupt_once, make_corpus, make_model_folder, make_reference, read_parquet, texts_of_many_lengths  # noqa: F401
 from safetensors.numpy import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
+from transformers import AutoTokenizer, BatchEncoding, BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
@@ -173,11 +173,38 @@ def test_an_interrupted_run_continues_with_the_missing_parts(corpus, model_folde
     (folder / f".part-000002.parquet.{socket.gethostname()}-{ended.pid}-abcdefgh").write_bytes(b"what kill -9 leaves")
     summary = embed(corpus, folder, model_folder, shard_rows=16)
     assert len(set(written)) == len(written) == summary["parts"] == 5, f"parts were encoded twice or not at all: {written}"
+    cut = json.loads((folder / "encode.json").read_text())["finished"]["cut"]
+    assert cut == summary["cut"] == cut_of(model_folder, texts_of_many_lengths(70)), (
+        "texts that were cut before the interrupt are not counted"
+    )
+    assert cut["texts"] > 5, "vacuous: no text was cut"
     assert not list(folder.glob(".*")), "left-overs of the killed run"
     for part in whole.glob("part-*"):
         assert np.array_equal(read_parquet(part)[1], read_parquet(folder / part.name)[1]), f"{part.name} differs after resuming"
     with pytest.raises(UserError, match="normalize"):
         embed(corpus, folder, model_folder, shard_rows=16, normalize=True)
+
+
+@pytest.mark.parametrize("options", [[], ["--max-length", "20", "--prompt", "find: "]])
+def test_texts_that_are_cut_are_counted(corpus, model_folder, tmp_path, capsys, options):
+    argv = [str(corpus), str(tmp_path / "out.parquet"), "--model", str(model_folder), "--dtype", "float32", "--keep", "n", *options]
+    assert encode.main(argv) == 0
+    texts = [("find: " if options else "") + text for text in texts_of_many_lengths(70)]
+    found = cut_of(model_folder, texts, 20 if options else 64)
+    told = f"; {found['texts']} texts cut by {found['tokens']:,} tokens, the longest has {found['longest']}\n"
+    assert capsys.readouterr().out.endswith(told) and found["texts"] > 5
+    assert json.loads(pyarrow.parquet.read_metadata(tmp_path / "out.parquet").metadata[b"neobert_cut"]) == list(found.values())
+
+
+def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_folder):
+    texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
+    encoder, found = PackedEncoder(reference, dtype="float32", device="cpu"), []
+    kept = encoder.tokenize(texts, "find: ", found)
+    assert found == [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts] and len(kept[0]) == 64 < found[0]
+    fast, found = encoder._tokenizer, []
+    encoder._tokenizer = lambda *given, **options: BatchEncoding(fast(*given, **options).data)  # as a tokenizer in Python answers
+    encoder.tokenize(texts, "find: ", found)
+    assert found == [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
 
 
 def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_folder, tmp_path):

@@ -17,7 +17,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from encode_runs import embed, make_corpus, make_model_folder, read_parquet  # noqa: F401
+from encode_runs import cut_of, embed, make_corpus, make_model_folder, read_parquet, texts_of_many_lengths  # noqa: F401
 
 from neobert.common.errors import UserError
 from neobert.embeddings import encode_workers
@@ -139,7 +139,7 @@ def test_ranks_that_die_and_are_started_again(corpus, model_folder, tmp_path, mo
     own = run(1)["encoded_rows"]
     assert 0 < own < 35, "a rank does its own share"
     assert run(2)["encoded_rows"] + own < 70 and len(written) < 5, "the rank that was started again made parts a second time"
-    run(0)
+    assert run(0)["cut"] == cut_of(model_folder, texts_of_many_lengths(70)), "the texts that other ranks cut are not counted"
     assert_same_parts(tmp_path / "out", tmp_path / "alone")
     with pytest.raises(UserError, match="--overwrite is not possible with several ranks"):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=5, overwrite=True)
