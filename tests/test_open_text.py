@@ -134,11 +134,12 @@ def wheel(folder, name, licence, words):
 
 
 def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
-    """Pairs come with their licence from packages that state a permissive one and are not measured on; near duplicates are left out."""
+    """Pairs come with their licence from packages that state a permissive one and are not measured on; near duplicates of these
+    and of each other are left out."""
     spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    words = " ".join(f"word{i}" for i in range(40))
+    words, vendored = (" ".join(f"{word}{i}" for i in range(40)) for word in ("word", "vendored"))
     mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
     for name, licence, text in (
         ("free", mit, words),
@@ -146,12 +147,14 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
         ("copyleft", gpl, words[::-1]),
         ("unknown", "Author: A", words[::-1]),
         ("measured", mit, words[::-1]),
+        ("copies", mit, vendored),
         ("old", "Classifier: License :: OSI Approved :: BSD License", words.upper()[::-1]),
     ):
         wheel(tmp_path, name, licence, text)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "open_text.json").write_text(json.dumps({"sources": {"READMEs": {"Measured": 1}}}))
     monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "corpus", lambda rows: {"docstrings": [Row("measured", "a title", vendored)]})
     module.main([str(tmp_path), "--output", str(tmp_path / "out")])
     rows = [json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()]
     assert {(row["package"], row["license"]) for row in rows} == {("free", "MIT"), ("old", "BSD License")}
