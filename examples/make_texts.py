@@ -4,7 +4,8 @@
 
 Writes pairs.jsonl (docstring's first line and rest, docstring and code, summary and README), texts.jsonl (both sides of every pair) and
 sources.md (licence and share of every package). Left out are packages of other or unknown licences, packages that
-`neobert.benchmarks.open_text` measures on (they are named in results/open_text.json), and near duplicates of each other.
+`neobert.benchmarks.open_text` measures on (they are named in results/open_text.json), and near duplicates of each other and of what it
+measures on here.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neobert.benchmarks.open_text import chosen, python_rows, readmes
+from neobert.benchmarks.open_text import chosen, corpus, python_rows, readmes
 from neobert.common.files import write_text
 from neobert.common.results import markdown_table
 
@@ -71,6 +72,8 @@ def pairs(wheels, measured):
         measured: names of packages that are left out.
     """
     held_out, near = {normal(name) for name in measured}, NearDuplicates()
+    for row in (row for rows in corpus(400).values() for row in rows):
+        near.seen(row.long)
     for wheel in sorted(Path(wheels).glob("*.whl")):
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
         permitted = licence(distribution.metadata)
