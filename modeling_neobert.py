@@ -107,25 +107,30 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         Returns:
             hidden states in the same shape; with `output_attentions` a tuple with the weights.
         """
-        attended, weights = self.attend(hidden, position_embeddings, attention, **kwargs)
-        hidden = hidden + self.dropout(attended)
-        del attended  # before the feed-forward takes memory of its own
+        query, key, value = self.project(hidden, position_embeddings)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        # vLLM and others read this source: one name from ALL_ATTENTION_FUNCTIONS, called once, with `scaling=self.scaling`.
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        attention_interface = attention.around(attention_interface)
+        output, weights = attention_interface(
+            self, query, key, value, attention.mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        del query, key, value  # before `wo` takes memory of its own
+        # Functions return (B, L, H, K); those of serving engines (T, H * K).
+        output = self.wo(output.reshape(hidden.shape))
+        hidden = hidden + self.dropout(output)
+        del output  # before the feed-forward takes memory of its own
         hidden = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
         return (hidden, weights) if output_attentions else hidden
 
-    def attend(self, hidden, position_embeddings, attention, **kwargs):
-        """Multi-head attention over the normed hidden states: (B, L, D), and the weights or None."""
+    def project(self, hidden, position_embeddings):
+        """Queries and keys, rotated, and values of the normed hidden states: (B, H, L, K) each."""
         # The rows of qkv.weight are interleaved per head: (H, 3, K).
         query_key, value = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1)).split((2, 1), dim=-2)
         if position_embeddings is not None:
             in_place = _on_cpu_without_gradients(hidden) and type(self.qkv) is nn.Linear and not _hooks(self.qkv)
             query_key = apply_rotary_pos_emb(query_key, position_embeddings, in_place)
-        query, key, value = (states.transpose(1, 2) for states in (*query_key.unbind(-2), value.squeeze(-2)))
-        dropout = self.config.attention_dropout if self.training else 0.0
-        output, weights = attention(self, query, key, value, dropout=dropout, scaling=self.scaling, **kwargs)
-        del query_key, query, key, value  # before `wo` takes memory of its own
-        # Functions return (B, L, H, K); those of serving engines (T, H * K).
-        return self.wo(output.reshape(hidden.shape)), weights
+        return (states.transpose(1, 2) for states in (*query_key.unbind(-2), value.squeeze(-2)))
 
 
 def _norm(config):
@@ -176,6 +181,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
     def set_input_embeddings(self, value):
         getattr(self, self.base_model_prefix, self).encoder = value
+
+    def get_encoder(self, modality=None):
+        """The blocks. (`model.encoder` is the token embedding, a published name.)"""
+        return getattr(self, self.base_model_prefix, self).transformer_encoder
 
     def attention_backend(self):
         """One sentence: the kernel of packed batches on the model's device, in its dtype or that of autocast, and why no faster one runs."""
@@ -240,7 +249,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None,
-                output_attentions=None, output_hidden_states=None, keep_packed=False, **kwargs):  # fmt: skip
+                output_attentions=None, output_hidden_states=None, unpad_inputs=None, keep_packed=False, **kwargs):  # fmt: skip
         """
         Args:
             input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their place.
@@ -251,7 +260,9 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
                 attention_mask whose positions start again at 0 is a packed batch.
             output_attentions: also return (B, H, L, L) weights per block, computed by the eager function.
             output_hidden_states: also return the num_hidden_layers + 1 hidden states; the last one is normed.
-            keep_packed: leave `last_hidden_state` packed where the model packed the batch, for heads.
+            unpad_inputs: whether the model packs a padded batch. By default as `config.unpad_inputs` says, but not while a hook or a
+                replacement inside of the model would see packed tensors, nor with hidden states that need gradients.
+            keep_packed: return packed hidden states with their `Packing`, for heads.
             kwargs: handed to the attention function as they are. `cu_seq_lens_q`, `cu_seq_lens_k` ((N + 1,) int32) and `max_length_q`,
                 `max_length_k` mark a packed (1, T) batch.
         Returns:
@@ -267,7 +278,12 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             logger.warning_once(f"output_attentions=True: {implementation} returns no weights, the eager function is used instead.")
             implementation = "eager"
 
-        may_pack = not output_attentions and (keep_packed or not self._is_observed())
+        if unpad_inputs is None:
+            # Hidden states are unpacked copies, off the graph.
+            needs_states = output_hidden_states and torch.is_grad_enabled()
+            observed = not keep_packed and self._is_observed()  # a head has looked itself
+            unpad_inputs = self.config.unpad_inputs and not needs_states and not observed
+        may_pack = unpad_inputs and not output_attentions
         packing, mask = self._read_layout(tokens, attention_mask, position_ids, implementation, may_pack, kwargs)
         longest = self._longest(tokens.shape[1], mask, packing)
         hidden, positions = self._embed(tokens, attention_mask, position_ids, packing)
@@ -315,7 +331,6 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         shape = tokens.shape[:2]
         packing = Packing.of_caller(shape, attention_mask, position_ids, kwargs)
         mask = _check_mask(attention_mask, shape) if packing is None else None
-        may_pack = may_pack and self.config.unpad_inputs
         if mask is not None and mask.dim() == 2 and not _is_tracing() and _has_values(mask):
             lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
             dtype = getattr(getattr(self.encoder, "weight", None), "dtype", None) or self.dtype
@@ -409,9 +424,10 @@ class _HeadModel(NeoBERTPreTrainedModel):
         return self.output_class(loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
     def run_backbone(self, input_ids, attention_mask, position_ids, inputs_embeds, **kwargs):
-        """`NeoBERTModelOutput`, packed where nobody looks into the model."""
-        keep_packed = not self._is_observed()
-        return self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, keep_packed=keep_packed, **kwargs)
+        """`NeoBERTModelOutput` with the `Packing` of a packed batch."""
+        if kwargs.get("unpad_inputs") is None and self._is_observed():
+            kwargs["unpad_inputs"] = False  # the model packs nothing; what the caller packed stays packed
+        return self.model(input_ids, attention_mask, None, position_ids, inputs_embeds, return_dict=True, keep_packed=True, **kwargs)
 
 
 class NeoBERTForMaskedLM(_HeadModel):
@@ -761,7 +777,7 @@ def _is_machinery(hook):
     """Whether a hook, or the class of a block, belongs to the machinery of training and loading, which does not mind the layout of a batch."""
     while isinstance(hook, partial):
         hook = hook.func
-    home = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel", "neobert.conversion.")
+    home = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel")
     return (getattr(hook, "__module__", None) or "").startswith(home) or getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
@@ -1150,7 +1166,8 @@ class AttentionDispatch:
     def __init__(self, config, implementation, hidden, mask, packing, training, with_weights=False):
         dtype = _autocast_dtype(hidden.device, hidden.dtype)
         self.kernel, _ = attention_kernel(config, implementation, hidden.device, dtype, training)
-        self.function = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+        # What runs in place of the function of the library.
+        self.function = eager_attention_forward if implementation == "eager" else None
         self.packing, self.padding, self.mask = packing, None, None
         if self.kernel in ("varlen", "repadded", "sequences"):
             if packing is None or with_weights:
@@ -1174,15 +1191,19 @@ class AttentionDispatch:
         if convention == "additive" and self.mask is not None and self.mask.dtype == torch.bool:
             self.mask = torch.zeros_like(self.mask, dtype=hidden.dtype).masked_fill(~self.mask, torch.finfo(hidden.dtype).min)
 
-    def __call__(self, module, query, key, value, **kwargs):
-        """q, k, v (B, H, L, K) -> (B, L, H, K), or packed (1, H, T, K) -> (1, T, H, K); and the weights or None."""
+    def around(self, function):
+        """`function`, the block's, or what runs around it or in its place in this batch."""
+        if self.kernel in ("sequences", "repadded", "varlen"):
+            return self
+        return function if self.function is None else self.function
+
+    def __call__(self, module, query, key, value, attention_mask, **kwargs):
+        """The kernel of a packed batch: q, k, v (1, H, T, K) -> (1, T, H, K), and None for the weights."""
         if self.kernel == "sequences":
             return _sequence_by_sequence(self.function, self.packing, module, query, key, value, **kwargs)
         if self.kernel == "repadded":
             return _repadded(self.function, self.padding, module, query, key, value, **kwargs)
-        if self.kernel == "varlen":
-            return _varlen(query, key, value, **kwargs)
-        return self.function(module, query, key, value, self.mask, **kwargs)
+        return _varlen(query, key, value, **kwargs)
 
 
 def _make_mask(convention, config, implementation, hidden, mask, packing):
