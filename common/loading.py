@@ -15,12 +15,12 @@ from .errors import UserError, one_line
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "tokenizer"
 RECIPES = ROOT / "recipes"
-CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
+CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def copy_code(folder):
-    """Puts the model's two code files into a folder for the Hub."""
+    """Puts the model's code files into a folder for the Hub."""
     for name in CODE_FILES:
         shutil.copyfile(ROOT / name, Path(folder) / name)
 

@@ -36,7 +36,7 @@ HEADS = {
     "AutoModelForMultipleChoice": neobert.NeoBERTForMultipleChoice,
 }
 MAJOR = int(transformers.__version__.split(".")[0])
-CODE = {"configuration_neobert.py", "modeling_neobert.py"}
+CODE = {"configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py"}
 DATA = Path(__file__).parent / "data"
 
 
@@ -82,7 +82,8 @@ def test_save_load_save_is_byte_equal(head, tmp_path):
     again.save_pretrained(tmp_path / "second")
     match, mismatch, errors = filecmp.cmpfiles(tmp_path / "first", tmp_path / "second", files(tmp_path / "first"), shallow=False)
     assert not mismatch and not errors, f"These files changed by loading and saving: {mismatch + errors}"
-    assert torch.equal(outputs(model), outputs(again))
+    # Where tensors lie in memory decides the last bit of some kernels.
+    assert_same(outputs(again), outputs(model), 1e-6)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -149,7 +150,7 @@ def test_remote_code(head, tmp_path, remote):
     auto_class = getattr(transformers, head)
     loaded = auto_class.from_pretrained(tmp_path / "first", **remote)
     assert type(loaded).__name__ == HEADS[head].__name__
-    assert torch.equal(outputs(loaded), outputs(model))
+    assert_same(outputs(loaded), outputs(model), 1e-6)
     loaded.save_pretrained(tmp_path / "second")
     assert files(tmp_path / "second") == {"config.json", "model.safetensors"} | CODE
     assert json.loads((tmp_path / "second" / "config.json").read_text()) == config

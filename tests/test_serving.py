@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, attention_neobert
 from neobert import modeling_neobert as modeling
 
 from .reference import FlashReference, assert_same, make_model, random_batch, reference_states
@@ -273,12 +273,13 @@ def cuda(monkeypatch):
         calls.append((cu_q, max_q, kwargs))
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(modeling, "varlen_attn", varlen)
+    monkeypatch.setattr(attention_neobert, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(
-        modeling, "attention_kernel", lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training)
-    )
-    monkeypatch.setattr(modeling, "_values_are_free", lambda x: False)
+    for module in (modeling, attention_neobert):
+        monkeypatch.setattr(
+            module, "attention_kernel", lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training)
+        )
+        monkeypatch.setattr(module, "values_are_free", lambda x: False)
     monkeypatch.setattr(modeling, "_on_cpu_without_gradients", lambda x: False)
     return calls
 
@@ -341,7 +342,7 @@ def test_what_reaches_the_re_padded_kernel(cuda):
 
     packing = modeling.Packing(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     q = torch.randn(1, 2, 6, 8)
-    out, _ = modeling._repadded(function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1)
+    out, _ = attention_neobert._repadded(function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1)
     assert calls == [((2, 2, 4, 8), (2, 1, 1, 4), {"dropout": 0.3, "scaling": 0.2, "more": 1})]
     assert torch.equal(out, q.transpose(1, 2))
 
@@ -351,7 +352,7 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     """Complete compilation: the variable-length kernel takes part; of 600 tokens no tensor has 600 x 600 elements."""
     from .test_packing import varlen_operation
 
-    monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
+    monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
     model, expected = (make_model(NeoBERTModel, num_hidden_layers=1, max_position_embeddings=600).to(torch.bfloat16) for _ in range(2))
     graphs = []
 
