@@ -583,7 +583,6 @@ class NeoBERTForMaskedLM(_HeadModel):
     """
 
     output_class = modeling_outputs.MaskedLMOutput
-    _keys_to_ignore_on_load_unexpected = None
     _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}
 
     def __init__(self, config):
@@ -591,6 +590,8 @@ class NeoBERTForMaskedLM(_HeadModel):
         self.model = NeoBERTModel(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
         self.post_init()
+        # transformers 5 takes the backbone's pattern over, which is not meant for a decoder.
+        self._keys_to_ignore_on_load_unexpected = None
 
     def get_output_embeddings(self):
         return self.decoder
