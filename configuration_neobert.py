@@ -372,21 +372,15 @@ class NeoBERTConfig(PretrainedConfig):
         """
         output = super().to_dict()
         output.pop("_trained_length", None)
-        if output.get("architectures"):
-            output["architectures"] = list(
-                dict.fromkeys(
-                    x for name in output["architectures"] for x in ARCHITECTURES.get(name, [name])
-                )
-            )
+        names = output.get("architectures") or []
+        if names:
+            names = [published for name in names for published in ARCHITECTURES.get(name, [name])]
+            output["architectures"] = list(dict.fromkeys(names))
         given = output.get("auto_map") or {}
-        output["auto_map"] = {
-            **AUTO_MAP,
-            **{
-                key: name
-                for key, name in given.items()
-                if str(name).rpartition(".")[2] not in _CLASSES
-            },
+        own = {
+            key: name for key, name in given.items() if str(name).rpartition(".")[2] not in _CLASSES
         }
+        output["auto_map"] = {**AUTO_MAP, **own}
         return output
 
 

@@ -583,6 +583,7 @@ class NeoBERTForMaskedLM(_HeadModel):
     """
 
     output_class = modeling_outputs.MaskedLMOutput
+    _keys_to_ignore_on_load_unexpected = None
     _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}
 
     def __init__(self, config):
