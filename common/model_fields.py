@@ -1,18 +1,8 @@
 """The fields of a model's configuration that a recipe may give, under NeoBERTConfig's names and those that it also understands."""
 
-from ..configuration_neobert import NeoBERTConfig
+from ..configuration_neobert import ALIASES, NeoBERTConfig
 from .arguments import nearest
 from .errors import UserError
-
-
-# Names that NeoBERTConfig also understands, and the fields that they set.
-ALIASES = {
-    "dropout": ("attention_dropout", "hidden_dropout"),
-    "dropout_prob": ("attention_dropout", "hidden_dropout"),
-    "rope": ("position_embedding_type",),
-    "rms_norm": ("norm_type",),
-    "max_length": ("max_position_embeddings",),
-}
 
 
 def spellings(field):

@@ -7,13 +7,13 @@ from pathlib import Path
 from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.yaml_files import read_yaml
-from ..configuration_neobert import NeoBERTConfig
+from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 
 # What is taken from a file: the arguments of NeoBERTConfig, names of the authors' training code, labels, and the class of the head.
 FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
-    *("max_length", "rope", "rms_norm", "dropout", "dropout_prob", "ngpt"),
-    *("num_labels", "id2label", "label2id", "problem_type", "architectures"),
+    *ALIASES,
+    *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
 }
 _FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml", "hparams.yaml")
 

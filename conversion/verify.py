@@ -51,13 +51,13 @@ def streamed_forward(model, read, inputs):
             empty(module)
             return output
 
-        module.forward = run  # `_is_machinery` of the model knows it: the model packs
+        module.forward = run
 
     for name, module in model.named_modules():
         if module._parameters:
             stream(module, f"{name}.")
     with torch.no_grad():
-        output = model.eval()(**inputs)
+        output = model.eval()(**inputs, unpad_inputs=model.config.unpad_inputs)
     return {name: value for name, value in output.items() if torch.is_tensor(value)}
 
 

@@ -11,7 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DataCollatorWithFlattening
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    attention_neobert,
+    modeling_neobert,
+)
 
 from .reference import LEARNED, FlashReference, assert_same, install_flash, make_model, random_batch, reference_states
 
@@ -452,7 +459,7 @@ REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
 def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
     """With a stand-in for the device: which kernel, and what keeps it from torch's own."""
     model = make_model(NeoBERTModel, **fields).to(dtype).train()
-    monkeypatch.setattr(modeling_neobert, "varlen_attn", object() if torch_has_it else None)
+    monkeypatch.setattr(attention_neobert, "varlen_attn", object() if torch_has_it else None)
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert words in model.attention_backend(), model.attention_backend()
@@ -516,7 +523,7 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
         [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
     )
     kwargs = {"dropout": 0.0, "scaling": 0.25, **packing.kwargs({})}
-    repadded, _ = modeling_neobert._repadded(sdpa, packing.padding(12), block, q, k, v, **kwargs)
+    repadded, _ = attention_neobert._repadded(sdpa, packing.padding(12), block, q, k, v, **kwargs)
     assert_same(repadded[0], expected, 1e-5, "re-padded attention")
 
 
@@ -531,10 +538,10 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
         calls.append((cu_seq_q, max_q, scale, kwargs))
         return FlashReference().varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale)
 
-    monkeypatch.setattr(modeling_neobert, "varlen_attn", stand_in)
+    monkeypatch.setattr(attention_neobert, "varlen_attn", stand_in)
     packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    out, weights = modeling_neobert._varlen(q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({}))
+    out, weights = attention_neobert._varlen(q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({}))
     assert weights is None and out.shape == (1, 12, 4, 16)
     expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.2) for a, b in ((0, 4), (4, 12))])
     assert_same(out[0], expected, 1e-5, "variable-length attention")
@@ -543,8 +550,8 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
     assert not set(others) - set(names), f"torch's kernel takes no {set(others) - set(names)}."
     # torch 2.10 knows no scale, and its default is ours: head_dim^-0.5.
     plain = lambda q, k, v, cu_seq_q, cu_seq_k, max_q, max_k: stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=0.25)  # noqa: E731
-    monkeypatch.setattr(modeling_neobert, "varlen_attn", plain)
-    modeling_neobert._varlen(q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
+    monkeypatch.setattr(attention_neobert, "varlen_attn", plain)
+    attention_neobert._varlen(q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
     assert calls[1][2] == 0.25
 
 
@@ -571,7 +578,7 @@ def test_packed_on_cuda(dtype):
 
 @pytest.mark.parametrize("name", ("flash_attention_2", "flash_attention_3"))
 def test_flash_names_are_packed(name):
-    assert modeling_neobert._mask_convention(name) == "flash", f"{name} should get packed batches or a 2-D mask."
+    assert attention_neobert._mask_convention(name) == "flash", f"{name} should get packed batches or a 2-D mask."
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))

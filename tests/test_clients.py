@@ -132,6 +132,9 @@ def test_the_draw_of_dense(base):
     assert torch.equal(first.dense.weight, second.dense.weight) and not torch.equal(first.classifier.weight, second.classifier.weight)
     assert abs(first.dense.weight.std().item() / 0.05 - 1) < 0.02 and abs(first.dense.weight.mean().item()) < 0.001
     assert (first.dense.bias == 0).all()
+    # Adapters that were saved without `dense` rely on these very numbers.
+    expected = torch.tensor([-1.12583983, -1.15236020, -0.25057858, -0.43387881]) * 0.05
+    assert torch.allclose(first.dense.weight[0, :4], expected, atol=1e-7)
 
 
 def test_a_trained_dense_is_loaded(tmp_path):
@@ -254,6 +257,68 @@ def test_a_hook_on_a_head_sees_the_batch_axis():
     assert seen == [(3, 9, 5)]
 
 
+@pytest.mark.parametrize("by", ("bounds", "positions"))
+@pytest.mark.parametrize("model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
+def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
+    """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed stay apart."""
+    ids, mask = random_batch([9, 3, 7])
+    packed = {"input_ids": ids[mask.bool()][None]}
+    if by == "bounds":
+        packed["cu_seq_lens_q"] = torch.tensor([0, 9, 12, 19], dtype=torch.int32)
+    else:
+        packed["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)])[None]
+    model = make_model(model_class, num_labels=5)
+    expected = model(**packed).logits
+    for module in (model.classifier, model.model.encoder, model.model.transformer_encoder[1].wo):
+        handle = module.register_forward_hook(lambda module, args, output: None)
+        assert_same(model(**packed).logits, expected, 1e-5, "logits under a hook")
+        handle.remove()
+
+
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
+def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
+    """As BERT's: gradients with respect to them are those of the batch with its padding left in. Without gradients the model packs."""
+    ids, mask = random_batch([9, 3, 7])
+    found = []
+    for unpad_inputs in (True, False):
+        model = make_model(model_class, unpad_inputs=unpad_inputs)
+        outputs = model(ids, attention_mask=mask, output_hidden_states=True)
+        output = outputs[0][mask.bool()] if model_class is NeoBERTModel else outputs[0]
+        gradients = torch.autograd.grad(output.sum(), outputs.hidden_states[:2], retain_graph=True)
+        outputs.hidden_states[1].retain_grad()
+        output.sum().backward()
+        assert torch.equal(outputs.hidden_states[1].grad, gradients[1])
+        found.append(gradients)
+    for ours, expected in zip(*found):
+        assert expected.abs().max() > 0
+        assert_same(ours, expected, 1e-5, "gradient of a hidden state")
+    model = make_model(model_class)
+    rows = count_rows(getattr(model, "model", model).layer_norm)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, output_hidden_states=True)
+    assert rows == [19]
+
+
+def test_the_encoder_is_the_stack_of_blocks():
+    """Libraries ask `get_encoder` for it; `model.encoder` is the token embedding, as published."""
+    for model in (make_model(NeoBERTModel), make_model(NeoBERTForMaskedLM)):
+        assert model.get_encoder() is getattr(model, "model", model).transformer_encoder
+
+
+@torch.no_grad()
+def test_packing_on_request():
+    """`unpad_inputs` of the call: whoever has a hook that does not mind packed rows says so, and the other way round."""
+    ids, mask = random_batch([9, 3, 7])
+    for model_class in (NeoBERTModel, NeoBERTForTokenClassification):
+        for hooked, asked, tokens in ((True, True, 19), (True, None, 27), (False, False, 27)):
+            model = make_model(model_class)
+            rows = count_rows(getattr(model, "model", model).layer_norm)
+            if hooked:
+                model.register_forward_hook(lambda module, args, output: None)
+            model(ids, attention_mask=mask, unpad_inputs=asked)
+            assert rows == [tokens], (model_class, hooked, asked)
+
+
 MACHINERY = {
     "gradients for the inputs": lambda m: m.enable_input_require_grads(),
     "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
@@ -297,17 +362,8 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
 
 
 def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
-    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row."""
+    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the library's hook alone makes the model dense."""
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, dtype=torch.float32)
-    seen, shapes = [], []
-    embedding = model.get_input_embeddings()
-    plain = embedding.forward
-
-    def forward(ids):
-        shapes.append(ids.shape)
-        return plain(ids)
-
-    embedding.forward = forward
     rows = [{"input_ids": list(range(1, 3 + n)), "attention_mask": [1] * (n + 2), "labels": n % 2} for n in (9, 3, 7, 1)]
 
     def collate(rows):
@@ -318,11 +374,9 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
         str(tmp_path), max_steps=1, neftune_noise_alpha=5.0, report_to=[], use_cpu=True, per_device_train_batch_size=4, disable_tqdm=True
     )
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
-    block = model.model.transformer_encoder[0]
-    inner = block.forward
-    block.forward = lambda hidden, *args, **kwargs: (seen.append(hidden.detach().clone()), inner(hidden, *args, **kwargs))[1]
+    seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)  # as torch's own hooks, which leave a model packed
     trainer.train()
-    assert shapes[0] == (4, 11) and seen[0].shape == (4, 11, 64), "the noise was added to a packed batch"
+    assert seen == [44, 44], f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"
 
 
 def test_captum():

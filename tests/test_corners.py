@@ -18,6 +18,7 @@ from neobert import (
     NeoBERTForQuestionAnswering,
     NeoBERTForSequenceClassification,
     NeoBERTModel,
+    attention_neobert,
 )
 from neobert import modeling_neobert as modeling
 
@@ -54,7 +55,7 @@ def test_positions_of_zeros_are_not_texts_of_one_token():
 
 def test_the_longest_of_positions_that_restart():
     positions = torch.cat((torch.arange(4), torch.arange(6)))[None]
-    packing = modeling.Packing.of_caller(torch.Size((1, 10)), None, positions, {})
+    packing = modeling.Packing.from_caller(torch.Size((1, 10)), None, positions, {})
     assert packing.max_length == 6 and packing.lengths == [4, 6]
 
 
@@ -192,7 +193,7 @@ def test_an_additive_mask_for_a_function_of_additive_masks():
 
 def test_a_mask_function_may_not_leave_its_mask_out():
     seen = {}
-    modeling._own_mask(lambda **given: seen.update(given), None, None, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64))
+    attention_neobert._own_mask(lambda **given: seen.update(given), None, None, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64))
     assert seen["allow_is_causal_skip"] is seen["allow_is_bidirectional_skip"] is False
 
 
@@ -289,10 +290,10 @@ def test_blocks_are_not_split_between_devices():
 
 
 def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
-    monkeypatch.setattr(modeling, "varlen_attn", object())
+    monkeypatch.setattr(attention_neobert, "varlen_attn", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 512, "num_attention_heads": 2})
-    assert modeling._varlen_obstacle(config, torch.device("cuda"), torch.bfloat16, False) is None
+    assert attention_neobert._varlen_obstacle(config, torch.device("cuda"), torch.bfloat16, False) is None
 
 
 class _OwnModules(modeling.NeoBERTPreTrainedModel):

@@ -299,9 +299,15 @@ def test_the_student_comes_nearer_to_its_teacher(finished):
 
 def test_the_folder_is_complete_and_small(finished):
     folder, figures = finished
-    assert {"modeling_neobert.py", "configuration_neobert.py", "tokenizer.json", "modules.json", "README.md", "distill.json"} <= set(
-        os.listdir(folder)
-    )
+    assert {
+        "modeling_neobert.py",
+        "attention_neobert.py",
+        "configuration_neobert.py",
+        "tokenizer.json",
+        "modules.json",
+        "README.md",
+        "distill.json",
+    } <= set(os.listdir(folder))
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True and pooling["pooling_mode_cls_token"] is False
     assert [row["type"] for row in json.loads((folder / "modules.json").read_text())] == [

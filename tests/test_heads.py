@@ -466,3 +466,42 @@ def test_bad_choices():
         model(IDS.view(2, 2, 3), labels=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="input_ids"):
         model()
+
+
+@pytest.mark.parametrize(
+    "problem, labels", [("regression", [[0.5, 1.25], [2.0, -1.0]]), ("multi_label_classification", [[1.0, 0.0], [0.0, 1.0]])]
+)
+def test_these_losses_are_taken_in_float32_too(problem, labels):
+    model = make_model(NeoBERTForSequenceClassification, num_labels=2, problem_type=problem).to(torch.bfloat16)
+    ids, mask = random_batch([9, 4])
+    labels = torch.tensor(labels)
+    outputs = model(ids, attention_mask=mask, labels=labels)
+    logits = outputs.logits.double()
+    expected = (logits - labels).square() if problem == "regression" else (1 + logits.exp()).log() - labels * logits
+    assert outputs.loss.dtype == torch.float32
+    close(outputs.loss, expected.mean())
+
+
+def test_sparse_prediction_of_a_batch_that_the_caller_packed():
+    batch = mlm_batch()
+    mask = batch["attention_mask"].bool()
+    packed = {"input_ids": batch["input_ids"][mask][None], "labels": batch["labels"][mask][None]}
+    packed["cu_seq_lens_q"] = torch.tensor([0, 14, 20], dtype=torch.int32)
+    sparse, dense = make_model(NeoBERTForMaskedLM, sparse_prediction=True)(**packed), make_model(NeoBERTForMaskedLM)(**packed)
+    close(sparse.loss, dense.loss)
+    close(sparse.logits, dense.logits[packed["labels"] != -100], "logits of the labelled tokens")
+
+
+def test_labels_of_exchanged_axes_are_refused():
+    ids, mask = random_batch([9, 4])
+    for model_class in (NeoBERTForMaskedLM, NeoBERTForTokenClassification):
+        with pytest.raises(ValueError, match=r"labels must have shape \(2, 9\), but \(9, 2\) was given"):
+            make_model(model_class, num_labels=3)(ids, attention_mask=mask, labels=torch.zeros(9, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("items", (0, torch.tensor(0)))
+def test_a_batch_without_items_has_a_finite_loss(items):
+    """An accumulated batch in which no token is masked: the sum of its losses is zero."""
+    batch = mlm_batch()
+    loss = make_model(NeoBERTForMaskedLM)(**{**batch, "labels": torch.full_like(batch["labels"], -100)}, num_items_in_batch=items).loss
+    assert loss.item() == 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from neobert import NeoBERTModel
+from neobert import NeoBERTModel, attention_neobert
 from neobert import modeling_neobert as modeling
 from neobert.common.blocks import compile_blocks
 
@@ -305,8 +305,9 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
             )
         )
     else:
-        monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
-        monkeypatch.setattr(modeling, "attention_kernel", lambda *args: (kernel, None))
+        monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
+        for module in (modeling, attention_neobert):
+            monkeypatch.setattr(module, "attention_kernel", lambda *args: (kernel, None))
     torch._dynamo.reset()
     counters.clear()
     expected, model = make_model(NeoBERTModel).to(dtype), make_model(NeoBERTModel).to(dtype)
@@ -337,7 +338,10 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
     inputs = [torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True) for _ in range(3)]
     weights = torch.randn(1, sum(lengths), 2, 8, generator=generator)
     results = []
-    for attention, where in ((modeling._sequence_by_sequence, packing), (modeling._repadded, packing.padding(sum(lengths)))):
+    for attention, where in (
+        (attention_neobert._sequence_by_sequence, packing),
+        (attention_neobert._repadded, packing.padding(sum(lengths))),
+    ):
         output = attention(modeling.eager_attention_forward, where, module, *inputs, scaling=0.3)[0]
         results.append((output, torch.autograd.grad((output * weights).sum(), inputs)))
     assert results[0][0].shape == (1, sum(lengths), 2, 8), "(1, T, H, K)"
@@ -359,15 +363,15 @@ def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
             parts.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1))
         return torch.cat(parts)
 
-    monkeypatch.setattr(modeling, "varlen_attn", varlen)
+    monkeypatch.setattr(attention_neobert, "varlen_attn", varlen)
     lengths = [5, 1, 4]
     bounds = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
     packing = modeling.Packing(bounds, 5)
     q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
     module = nn.Module()
     module.is_causal = False
-    output, weights = modeling._varlen(q, k, v, scaling=0.3, **packing.kwargs({}))
-    expected, _ = modeling._sequence_by_sequence(modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3)
+    output, weights = attention_neobert._varlen(q, k, v, scaling=0.3, **packing.kwargs({}))
+    expected, _ = attention_neobert._sequence_by_sequence(modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3)
     ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
     assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, "packed tokens first, the longest text, the model's scale"
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [0, *torch.tensor(lengths).cumsum(0)], "int32 offsets"

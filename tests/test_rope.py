@@ -246,6 +246,28 @@ def test_dynamic_scaling_depends_on_the_text_not_on_its_padding(implementation):
     assert_same(padded[0, :100], alone[0], 1e-5, "padded text")
 
 
+@pytest.mark.parametrize("compiled", (False, True))
+@torch.no_grad()
+def test_dynamic_scaling_of_packed_texts(compiled):
+    """By the longest text: neither by the packed row nor by a `max_length_q` above it; also while traced."""
+    model = make_model(NeoBERTModel, max_position_embeddings=6, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    lengths = (9, 5)
+    ids, _ = random_batch([14])
+    # Both are scaled by the longest, as in a padded batch.
+    both = torch.zeros(2, 9, dtype=torch.long)
+    both[0], both[1, :5] = ids[0, :9], ids[0, 9:]
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    expected = model(both, attention_mask=mask).last_hidden_state[mask.bool()]
+    run = torch.compile(model, backend="eager") if compiled else model
+    torch._dynamo.reset()
+    bounds = torch.tensor([0, 9, 14], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 14, "max_length_k": 14}
+    positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    for given in (packed, positions):
+        assert_same(run(ids, **given).last_hidden_state[0], expected, 1e-5, f"output, packed by {sorted(given)}")
+    torch._dynamo.reset()
+
+
 def test_scaling_survives_saving(tmp_path):
     for number, rope in enumerate(({"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16})):
         config = NeoBERTConfig(**FIELDS, rope_scaling=rope, rope_theta=500.0)

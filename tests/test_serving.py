@@ -2,17 +2,28 @@
 masks of their own, arguments that nobody reads, no recompilation for other lengths, and how often a forward waits for a GPU.
 """
 
+import ast
+import inspect
 import logging
+import re
+import textwrap
 
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    attention_neobert,
+)
 from neobert import modeling_neobert as modeling
 
-from .reference import FlashReference, assert_same, make_model, random_batch, reference_states
+from .reference import FIELDS, FlashReference, assert_same, make_model, random_batch, reference_states
 
 
 def packed_ids(lengths):
@@ -92,6 +103,18 @@ def test_the_call_of_vllm(vllm, compiled):
     torch._dynamo.reset()
 
 
+def test_the_source_that_vllm_reads():
+    """It parses the block's `forward`: one call through a local name that was read from ALL_ATTENTION_FUNCTIONS, with its scaling."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(modeling.NeoBERTBlock.forward)))
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("ALL_ATTENTION_FUNCTIONS[", "ALL_ATTENTION_FUNCTIONS.")):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+    assert len(calls) == 1, "vLLM says: does not dispatch through the Transformers attention interface"
+    assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == ["self.scaling"]
+
+
 def test_what_vllm_reads_of_the_model():
     assert NeoBERTModel._supports_attention_backend
     model = make_model(NeoBERTModel)
@@ -134,8 +157,9 @@ def test_a_mask_of_one_row_for_all_tokens(implementation):
     for extended in (mask[:, None, None].bool(), (1 - mask[:, None, None].float()) * -1e4):
         actual = model(ids, attention_mask=extended).last_hidden_state
         assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, str(extended.dtype))
-    with pytest.raises(ValueError, match=r"attention_mask must have shape .* but \(2, 1, 2, 8\) was given"):
-        model(ids, attention_mask=torch.ones(2, 1, 2, 8))
+    for shape in ((2, 1, 2, 8), (3, 1, 8, 8)):
+        with pytest.raises(ValueError, match=rf"attention_mask must have shape .* but {re.escape(str(shape))} was given"):
+            model(ids, attention_mask=torch.ones(shape))
 
 
 @torch.no_grad()
@@ -273,12 +297,13 @@ def cuda(monkeypatch):
         calls.append((cu_q, max_q, kwargs))
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(modeling, "varlen_attn", varlen)
+    monkeypatch.setattr(attention_neobert, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(
-        modeling, "attention_kernel", lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training)
-    )
-    monkeypatch.setattr(modeling, "_values_are_free", lambda x: False)
+    for module in (modeling, attention_neobert):
+        monkeypatch.setattr(
+            module, "attention_kernel", lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training)
+        )
+        monkeypatch.setattr(module, "values_are_free", lambda x: False)
     monkeypatch.setattr(modeling, "_on_cpu_without_gradients", lambda x: False)
     return calls
 
@@ -341,9 +366,18 @@ def test_what_reaches_the_re_padded_kernel(cuda):
 
     packing = modeling.Packing(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     q = torch.randn(1, 2, 6, 8)
-    out, _ = modeling._repadded(function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1)
+    out, _ = attention_neobert._repadded(function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1)
     assert calls == [((2, 2, 4, 8), (2, 1, 1, 4), {"dropout": 0.3, "scaling": 0.2, "more": 1})]
     assert torch.equal(out, q.transpose(1, 2))
+
+
+@pytest.mark.parametrize("longest", (6, torch.tensor(6)))
+def test_a_longest_length_that_is_a_tensor_while_tracing(cuda, longest, monkeypatch):
+    """No tensor can be the number of columns of a traced batch: sequences are then kept apart by a mask."""
+    monkeypatch.setattr(attention_neobert, "is_tracing", lambda: True)
+    packing = modeling.Packing(torch.tensor([0, 4, 10], dtype=torch.int32), longest)
+    attention = modeling.AttentionDispatch(NeoBERTConfig(**FIELDS), "sdpa", torch.zeros(1, 10, 64), None, packing, False)
+    assert attention.kernel == ("masked" if torch.is_tensor(longest) else "repadded")
 
 
 @torch.no_grad()
@@ -351,7 +385,7 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     """Complete compilation: the variable-length kernel takes part; of 600 tokens no tensor has 600 x 600 elements."""
     from .test_packing import varlen_operation
 
-    monkeypatch.setattr(modeling, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
+    monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
     model, expected = (make_model(NeoBERTModel, num_hidden_layers=1, max_position_embeddings=600).to(torch.bfloat16) for _ in range(2))
     graphs = []
 

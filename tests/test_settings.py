@@ -94,6 +94,25 @@ def test_setting_theta_keeps_the_scaling(rope_type):
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}, "theta must outlive the scaling too"
 
 
+def test_the_view_of_the_scaling():
+    """As transformers 4 writes it: without theta, and with one name for the type, of which `rope_type` wins."""
+    given = {"type": "linear", "rope_type": "yarn", "factor": 2.0, "rope_theta": 5000.5}
+    config = NeoBERTConfig(rope_scaling=given)
+    assert config.rope_scaling == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}
+    assert config.rope_parameters == {**config.rope_scaling, "rope_theta": 5000.5} and config.rope_theta == 5000.5
+
+
+def test_a_max_length_of_zero_is_refused():
+    with pytest.raises(ValueError, match="max_position_embeddings must be a positive whole number, but 0 was given"):
+        NeoBERTConfig(max_length=0)
+
+
+def test_yarn_that_extends_to_less_than_the_context():
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+    assert NeoBERTConfig(max_position_embeddings=8192, rope_scaling=yarn).context_length == 8192
+    assert NeoBERTConfig(max_position_embeddings=1024, rope_scaling=yarn).context_length == 2048
+
+
 @pytest.mark.parametrize("factor", (1.0, 1))
 def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
     NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": factor})

@@ -25,7 +25,7 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
     output = tmp_path / "tiny-neobert"
     names = {path.name for path in output.iterdir()}
     assert names == {
-        *("config.json", "model.safetensors", "configuration_neobert.py", "modeling_neobert.py", "README.md"),
+        *("config.json", "model.safetensors", "configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py", "README.md"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
         *("modules.json", "1_Pooling", "sentence_bert_config.json", "convert.json"),
     }
@@ -87,7 +87,7 @@ def test_an_encoder_with_pooling_is_for_similarity(tmp_path, tiny_config, withou
 def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proof):
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     model.save_pretrained(tmp_path / "saved")
-    for name in ("model.safetensors", "modeling_neobert.py", "configuration_neobert.py"):
+    for name in ("model.safetensors", *CODE_FILES):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), f"{name} differs from the library's"
     ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved"))
     assert ours == theirs, "config.json differs from what save_pretrained writes"

@@ -78,7 +78,14 @@ def test_push_to_a_stand_in_of_the_hub(tmp_path, checkpoint):
     assert "/api/models/me/tiny/branch/v2" in calls, "the branch was not created"
     commit = next(body for path, body in calls.items() if path.startswith("/api/models/me/tiny/commit/v2"))
     sent = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
-    assert {"config.json", "model.safetensors", "modeling_neobert.py", "configuration_neobert.py", "README.md"} <= sent
+    assert {
+        "config.json",
+        "model.safetensors",
+        "modeling_neobert.py",
+        "attention_neobert.py",
+        "configuration_neobert.py",
+        "README.md",
+    } <= sent
     assert json.loads(commit.splitlines()[0])["value"]["summary"] == "Convert the training checkpoint"
     assert all(token == "Bearer hf_test" for _, _, token in server.calls)
 

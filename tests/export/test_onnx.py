@@ -178,7 +178,13 @@ def test_the_folder_is_complete(exported):
     names = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
     expected = {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "export.json", "modules.json"}
     expected |= {"sentence_bert_config.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
-    expected |= {"3_Normalize/config.json", "modeling_neobert.py", "configuration_neobert.py", "config_sentence_transformers.json"}
+    expected |= {
+        "3_Normalize/config.json",
+        "modeling_neobert.py",
+        "attention_neobert.py",
+        "configuration_neobert.py",
+        "config_sentence_transformers.json",
+    }
     assert expected | {f"onnx/{file}" for file in FILES.values()} <= names
     config = json.loads((exported / "config.json").read_text())
     assert config["model_type"] == "neobert" and config["architectures"] == ["NeoBERT"] and "_name_or_path" not in config
