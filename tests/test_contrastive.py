@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -148,22 +149,22 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, t
 
 
 class _At(TrainerCallback):
-    """Calls a function at the end of one step."""
+    """Calls a function at the end of some steps."""
 
-    def __init__(self, step, function):
-        self.step, self.function = step, function
+    def __init__(self, steps, function):
+        self.steps, self.function = steps, function
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
+        if state.global_step in self.steps:
             self.function()
 
 
-def stop_at(monkeypatch, step, function):
+def stop_at(monkeypatch, steps, function):
     build = contrastive.build_trainer
 
     def build_and_add(*arguments):
         trainer = build(*arguments)
-        trainer.add_callback(_At(step, function))
+        trainer.add_callback(_At(steps, function))
         return trainer
 
     monkeypatch.setattr(contrastive, "build_trainer", build_and_add)
@@ -187,7 +188,7 @@ def assert_same_weights(one, two):
 def test_a_damaged_checkpoint_is_passed_over(model_folder, pairs, tmp_path, monkeypatch, capsys, name):
     """A disk that was full, or a machine that lost its power, cuts a file of the newest checkpoint."""
     arguments = ["--pairs", pairs, "--save_steps", "2", "--learning_rate", "1e-3"]
-    go_on = stop_at(monkeypatch, 6, interrupt)
+    go_on = stop_at(monkeypatch, [6], interrupt)
     with pytest.raises(KeyboardInterrupt):
         main(arguments_for(model_folder, tmp_path / "out", *arguments))
     go_on()
@@ -202,11 +203,27 @@ def test_a_damaged_checkpoint_is_passed_over(model_folder, pairs, tmp_path, monk
 def test_sigterm_loses_no_step(model_folder, pairs, tmp_path, monkeypatch):
     """As schedulers send it before they kill: the step is saved, nothing looks finished, and the same command goes on."""
     arguments = ["--pairs", pairs, "--save_steps", "100", "--learning_rate", "1e-3"]
-    go_on = stop_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    go_on = stop_at(monkeypatch, [5], lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match="stopped by SIGTERM after step [56] of 8, which is saved"):
         main(arguments_for(model_folder, tmp_path / "out", *arguments))
     go_on()
     assert not (tmp_path / "out" / "modules.json").exists(), "an interrupted run looks finished"
+    assert main(arguments_for(model_folder, tmp_path / "out", *arguments)) == 0
+    assert main(arguments_for(model_folder, tmp_path / "whole", *arguments)) == 0
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_interruptions_end_as_none(model_folder, triplets, pairs, tmp_path, monkeypatch, seed):
+    """Two and three random ones over several passes of two data sets, by Ctrl-C or SIGTERM."""
+    arguments = ["--pairs", triplets, pairs, "--save_steps", "2", "--learning_rate", "1e-3", "--max_steps", "14"]
+    random = np.random.default_rng(seed)
+    for step in sorted(random.integers(1, 8, size=2 + seed).tolist()):
+        number = signal.SIGTERM if random.integers(2) else signal.SIGINT
+        go_on = stop_at(monkeypatch, range(step, 15), lambda number=number: os.kill(os.getpid(), number))
+        with pytest.raises((Stopped, KeyboardInterrupt)):
+            main(arguments_for(model_folder, tmp_path / "out", *arguments))
+        go_on()
     assert main(arguments_for(model_folder, tmp_path / "out", *arguments)) == 0
     assert main(arguments_for(model_folder, tmp_path / "whole", *arguments)) == 0
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
@@ -258,7 +275,7 @@ def test_no_secret_is_stored(model_folder, pairs, tmp_path, monkeypatch):
             if path.is_file() and SECRET.encode() in path.read_bytes():
                 found.append(path.name)
 
-    stop_at(monkeypatch, 6, look)
+    stop_at(monkeypatch, [6], look)
     assert main(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--hub-token", SECRET)) == 0
     look()
     assert "training_args.bin" in seen and "contrastive.json" in seen, "vacuous: nothing was looked at"
@@ -352,14 +369,14 @@ def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monk
     assert main(argv) == 0
     old = (tmp_path / "out" / "model.safetensors").read_bytes()
     anew = [*argv, "--learning_rate", "1e-3", "--overwrite"]
-    go_on = stop_at(monkeypatch, 2, interrupt)
+    go_on = stop_at(monkeypatch, [2], interrupt)
     with pytest.raises(KeyboardInterrupt):
         main(anew)
     go_on()
     kept = tmp_path / "out.before-overwrite" / "model.safetensors"
     assert kept.read_bytes() == old, "the old encoder went before the new one was complete"
     steps = []
-    go_on = stop_at(monkeypatch, 2, lambda: steps.append(2))
+    go_on = stop_at(monkeypatch, [2], lambda: steps.append(2))
     assert main(anew) == 0
     go_on()
     assert steps == [2] and (tmp_path / "out" / "model.safetensors").read_bytes() != old and not kept.exists()

@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import train
+from neobert.embeddings.distill import DistillTrainer, train
 from neobert.embeddings.distill_data import SimilarLengths, TeacherVectors, TextSource, is_held_out, read_texts, token_lengths
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
 from neobert.embeddings.distill_student import as_shipped, build_student, save_student, take_embeddings
@@ -370,6 +370,30 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 0
     assert seen == [tokens for tokens, _ in real], "blocks saw other rows than the real tokens"
     assert sum(padded for _, padded in real) > sum(seen), "no batch had padding, so this test would be vacuous"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, seed):
+    """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint."""
+    steps = {"max_steps": 14, "save_steps": 2}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert command(["distill", recipe(tmp_path / "a", teacher, files, trainer=steps)]) == 0
+    random, train_step = np.random.default_rng(seed), DistillTrainer.training_step
+    for step in sorted(random.integers(1, 8, size=2 + seed).tolist()):
+        number = signal.SIGTERM if random.integers(2) else signal.SIGINT
+
+        def interrupted(self, *given, step=step, number=number, **more):
+            if self.state.global_step >= step:
+                os.kill(os.getpid(), number)
+            return train_step(self, *given, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DistillTrainer, "training_step", interrupted)
+            assert command(["distill", recipe(tmp_path / "b", teacher, files, trainer=steps)]) == (143 if number == signal.SIGTERM else 130)
+    assert command(["distill", recipe(tmp_path / "b", teacher, files, trainer=steps)]) == 0
+    first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, teacher, files):

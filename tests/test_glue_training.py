@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 import torch
 from glue_runs import make_world, run  # noqa: F401
@@ -120,6 +121,31 @@ def test_sigterm_loses_no_step(world, tmp_path, monkeypatch, step, rate):
     assert not list((tmp_path / "parts").rglob("result.json")), "An unfinished run must not look finished."
     ((_, parts),) = run(world, tmp_path / "parts", **quick).values()
     assert parts["resumed"] and parts["evaluations"] == whole["evaluations"] and parts["score"] == whole["score"]
+
+
+class _Signal(_Interrupt):
+    """A signal at a step and at each after it, until the run ends."""
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interruptions_end_as_none(world, tmp_path, monkeypatch, seed):
+    """Two or three random ones, by Ctrl-C or SIGTERM; half of the runs wait for progress and stop early."""
+    quick = {"num_train_epochs": 3, "patience": 5, "learning_rate": 3e-3 if seed % 2 else 1e-12, "evaluations_per_epoch": 4}
+    _, whole = run(world, tmp_path / "whole", **quick)["sst2", 1]
+    random = np.random.default_rng(seed)
+    for step in sorted(random.integers(1, whole["last"]["step"] - 3, size=2 + seed // 2).tolist()):
+        number = signal.SIGTERM if random.integers(2) else signal.SIGINT
+        with interrupted(monkeypatch, _Signal(step, number)), pytest.raises((Stopped, KeyboardInterrupt)):
+            run(world, tmp_path / "parts", **quick)
+    ((_, parts),) = run(world, tmp_path / "parts", **quick).values()
+    assert parts["evaluations"] == whole["evaluations"] and parts["score"] == whole["score"]
 
 
 def test_a_second_run_in_the_same_folder_is_refused(world, tmp_path):
