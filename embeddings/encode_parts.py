@@ -1,7 +1,6 @@
 """What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one file made of all parts."""
 
 import base64
-import contextlib
 import io
 import itertools
 import json
@@ -226,7 +225,7 @@ def write_part(path, rows, vectors, schema, mark):
         schema: of the columns to copy.
         mark: {name: text} in the file's own metadata, by which `is_part` knows it again.
     """
-    with _new_part(path) as file:
+    with new_file(path) as file:
         if path.suffix == ".safetensors":
             mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
             file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
@@ -236,17 +235,6 @@ def write_part(path, rows, vectors, schema, mark):
         mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
         pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
-
-
-@contextlib.contextmanager
-def _new_part(path):
-    """`new_file`; where the process that finishes the run has removed it meanwhile, the part was there already."""
-    try:
-        with new_file(path) as file:
-            yield file
-    except FileNotFoundError:
-        if not path.exists():
-            raise
 
 
 def read_mark(path):
