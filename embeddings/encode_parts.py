@@ -1,7 +1,6 @@
 """What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one file made of all parts."""
 
 import base64
-import io
 import itertools
 import json
 import struct
@@ -16,7 +15,7 @@ from safetensors.numpy import save
 
 from ..common.errors import UserError
 from ..common.files import new_file, write_json
-from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format, short
+from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format
 
 
 FORMATS = ("parquet", "safetensors")
@@ -102,9 +101,9 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
         shard_rows, shard_characters: most of a window; a longer text is a window of its own.
         alike: of `read_rows`.
     Raises:
-        UserError: a broken row, by its place; no rows; a copied column whose values have no common type.
+        UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in type.
     """
-    types, windows = _ColumnTypes(source, keep), []
+    windows = []
     start, rows, characters = None, 0, 0
     for place, row in read_rows(source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike):
         length = len(row[text_column])
@@ -113,8 +112,27 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
             rows = characters = 0
         start = start if rows else place
         rows, characters = rows + 1, characters + length
-        types.add(place, row)
-    return Plan([*windows, Window(start, rows, characters)], types.schema())
+        for column in keep:
+            if isinstance(row[column], str):
+                check_characters(place, column, row[column])
+    return Plan([*windows, Window(start, rows, characters)], _schema(source, keep))
+
+
+def _schema(source, columns):
+    """The Arrow schema of copied columns: their own of parquet files, and text of any other."""
+    types = {}
+    for file in row_files(source):
+        for field in open_parquet(file).schema_arrow if row_format(file) == ".parquet" else ():
+            if field.name in columns and types.setdefault(field.name, field.type) != field.type:
+                raise UserError(f"{file}: {field.name!r} is {field.type}, but {types[field.name]} in the files before it")
+    return pyarrow.schema([(column, types.get(column, pyarrow.string())) for column in columns])
+
+
+def _copied(values, kind):
+    """An Arrow array of a copied column; what is not text is written as JSON where the column is text."""
+    if kind == pyarrow.string():
+        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pyarrow.array(values, kind)
 
 
 class WindowReader:
@@ -131,81 +149,6 @@ class WindowReader:
         passed = sum(window.rows for window in self.windows[self._next : number])
         self._next = number + 1
         return list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
-
-
-class _ColumnTypes:
-    """The Arrow type of each of `columns` over all rows: of the schema (parquet), else from the values, 1,024 rows at a time."""
-
-    def __init__(self, source, columns):
-        self.types, self.places, self.values = dict.fromkeys(columns), [], {column: [] for column in columns}
-        files = row_files(source)
-        if row_format(files[0]) == ".parquet":
-            self.values = {}
-            for file in files:
-                for field in open_parquet(file).schema_arrow:
-                    if field.name in self.types and self.types[field.name] not in (None, field.type):
-                        raise UserError(f"{file}: {field.name!r} is {field.type}, but {self.types[field.name]} in the files before it")
-                    if field.name in self.types:
-                        self.types[field.name] = field.type
-
-    def add(self, place, row):
-        for column, values in self.values.items():
-            value = row[column]
-            if isinstance(value, str):
-                check_characters(place, column, value)
-                value = value[:60]  # a long text has no other type
-            values.append(value)
-        if self.values:
-            self.places.append(place)
-        if len(self.places) == 1024:
-            self._merge()
-
-    def _merge(self):
-        for column, values in self.values.items():
-            try:
-                self.types[column] = _merged_type(self.types[column], values)
-            except _ARROW_ERRORS:
-                self._refuse(column, values)
-            values.clear()
-        self.places.clear()
-
-    def _refuse(self, column, values):
-        """Raises UserError for the first of `values` that does not go with those before it."""
-        kind = self.types[column]
-        for place, value, end in zip(self.places, values, range(1, len(values) + 1)):
-            try:
-                kind = _merged_type(self.types[column], values[:end])
-            except _ARROW_ERRORS:
-                before = "" if kind is None else f" after values of type {kind}"
-                raise UserError(
-                    f"{place}: {column!r} is {short(value)}{before}; all values of a column that is copied must have one type "
-                    "(integers: 64 bits): make them text, or give --keep without this column"
-                ) from None
-
-    def schema(self):
-        """The schema of all columns; UserError for a type that parquet does not know."""
-        if self.places:
-            self._merge()
-        for column, kind in self.types.items() if self.values else ():
-            try:
-                pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array([], kind)}), io.BytesIO())
-            except _ARROW_ERRORS:
-                raise UserError(f"parquet cannot hold {column!r} ({kind}); give --keep without it") from None
-        return pyarrow.schema(list(self.types.items()))
-
-
-_ARROW_ERRORS = (pyarrow.ArrowException, OverflowError, UnicodeEncodeError)
-
-
-def _merged_type(known, values):
-    """Arrow type of a column with values of type `known` (or None) and then `values`; one of `_ARROW_ERRORS` where there is none."""
-    found = pyarrow.array(values).type
-    if known is None or found == known:
-        return found
-    schemas = [pyarrow.schema([("", kind)]) for kind in (known, found)]
-    merged = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
-    pyarrow.array(values, merged)  # an integer above 2^53 has no float64
-    return merged
 
 
 # --------------------------------------------------------------------------------------------------------------------- files
@@ -230,7 +173,7 @@ def write_part(path, rows, vectors, schema, mark):
             mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
             file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
             return
-        columns = {field.name: pyarrow.array([row[field.name] for _, row in rows], field.type) for field in schema}
+        columns = {field.name: _copied([row[field.name] for _, row in rows], field.type) for field in schema}
         columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
         mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
