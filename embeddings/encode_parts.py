@@ -3,7 +3,6 @@
 import base64
 import itertools
 import json
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ..common.errors import UserError
-from ..common.files import new_file, write_json
+from ..common.files import new_file, new_path, write_json, write_safetensors
 from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format
 
 
@@ -218,29 +217,22 @@ def merge_parts(parts, output, mark):
         if read_mark(part) is None:
             raise UserError(f"{part} is damaged; remove it, and give the same command again")
     mark = {**mark, "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0]))}
-    with new_file(output) as file:
-        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, file, mark)
+    with new_path(output) as path:
+        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, path, mark)
 
 
-def _merge_parquet(parts, file, mark):
+def _merge_parquet(parts, path, mark):
     schema = pyarrow.parquet.read_schema(parts[0]).with_metadata(mark)
-    with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for part in parts:
             writer.write_table(pyarrow.parquet.read_table(part).cast(schema))
 
 
-def _merge_safetensors(parts, file, mark):
-    """The library writes a file from tensors in memory only; the format is 8 bytes of header size, a JSON header, and the data."""
-
+def _merge_safetensors(parts, path, mark):
     def load(part):
         with safe_open(part, framework="numpy") as opened:
             return opened.get_tensor("embeddings")
 
     first, rows = load(parts[0]), sum(read_mark(part)[0] for part in parts)
-    shape, name = [rows, first.shape[1]], {"float32": "F32", "float16": "F16"}[first.dtype.name]
-    tensor = {"dtype": name, "shape": shape, "data_offsets": [0, rows * first.shape[1] * first.dtype.itemsize]}
-    header = json.dumps({"__metadata__": mark, "embeddings": tensor}).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(struct.pack("<Q", len(header)) + header)
-    for part in parts:
-        file.write(load(part).tobytes())
+    layout = {"embeddings": ({"float32": "F32", "float16": "F16"}[first.dtype.name], (rows, first.shape[1]))}
+    write_safetensors(path, layout, lambda _: (load(part) for part in parts), mark)
