@@ -213,7 +213,7 @@ def _await_first_rank(folder, manifest):
 
 
 def _work(run, rank, encoder, progress_bar):
-    """Encodes this rank's windows; the first rank waits for the parts of the others, and makes what does not come."""
+    """Encodes this rank's windows; the first rank waits for the parts of the others."""
     arguments, windows = run.arguments, run.plan.windows
     counts, start = {"rows": 0, "tokens": 0}, time.perf_counter()
     own = rank.share([window.characters for window in windows])
@@ -224,33 +224,24 @@ def _work(run, rank, encoder, progress_bar):
             counts["rows"] += rows
             counts["tokens"] += tokens
 
-        def encode_all(numbers):
-            if numbers and _processes(arguments, rank) > 1:
-                encode_in_processes(_processes(arguments, rank), run, numbers, progress)
-            elif numbers:
-                encode_windows(*build_encoder(arguments, arguments.device, encoder), run, numbers, progress)
-
         remove_left_overs(run.folder, "part-")
-        encode_all(run.missing(own, bar.update))
+        missing = run.missing(own, bar.update)
+        if missing and _processes(arguments, rank) > 1:
+            encode_in_processes(_processes(arguments, rank), run, missing, progress)
+        elif missing:
+            encode_windows(*build_encoder(arguments, arguments.device, encoder), run, missing, progress)
         if rank.rank == 0 and rank.world > 1:
-            _await_others(run, encode_all)
+            _await_others(run)
     encoded = {"encoded_rows": counts["rows"], "encoded_tokens": counts["tokens"], "seconds": time.perf_counter() - start}
     return {"rows": run.plan.rows, "parts": len(windows), **encoded}
 
 
-def _await_others(run, encode_all):
-    """Returns when all parts are there. After `patience` seconds without a new part, encodes the missing ones itself, last first."""
-    seen, since = None, time.monotonic()
-    while True:
-        names = set(os.listdir(run.folder))
-        missing = [number for number in range(len(run.plan.windows)) if run.path(number).name not in names]
-        if not missing:
-            return
-        if len(missing) != seen:
-            seen, since = len(missing), time.monotonic()
-        elif time.monotonic() - since > run.arguments.patience:
-            print(f"{seen} parts of other ranks did not come; making them here", file=sys.stderr)
-            encode_all(missing[::-1])
+def _await_others(run):
+    """Returns when the parts of all ranks are there."""
+    missing = run.missing(range(len(run.plan.windows)))
+    if missing:
+        print(f"waiting for {len(missing)} parts of other ranks; start a rank that died again", file=sys.stderr)
+    while any(not run.path(number).exists() for number in missing):
         time.sleep(0.2)
 
 

@@ -1,11 +1,8 @@
 """What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one file made of all parts."""
 
 import base64
-import contextlib
-import io
 import itertools
 import json
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ..common.errors import UserError
-from ..common.files import new_file, write_json
-from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format, short
+from ..common.files import new_file, new_path, write_json, write_safetensors
+from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format
 
 
 # Windows that a reader goes through to reach one further on, rather than enter the file anew.
@@ -102,9 +99,9 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
         shard_rows, shard_characters: most of a window; a longer text is a window of its own.
         alike: of `read_rows`.
     Raises:
-        UserError: a broken row, by its place; no rows; a copied column whose values have no common type.
+        UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in type.
     """
-    types, windows = _ColumnTypes(source, keep), []
+    windows = []
     start, rows, characters = None, 0, 0
     for place, row in read_rows(source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike):
         length = len(row[text_column])
@@ -113,8 +110,27 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
             rows = characters = 0
         start = start if rows else place
         rows, characters = rows + 1, characters + length
-        types.add(place, row)
-    return Plan([*windows, Window(start, rows, characters)], types.schema())
+        for column in keep:
+            if isinstance(row[column], str):
+                check_characters(place, column, row[column])
+    return Plan([*windows, Window(start, rows, characters)], _schema(source, keep))
+
+
+def _schema(source, columns):
+    """The Arrow schema of copied columns: their own of parquet files, and text of any other."""
+    types = {}
+    for file in row_files(source):
+        for field in open_parquet(file).schema_arrow if row_format(file) == ".parquet" else ():
+            if field.name in columns and types.setdefault(field.name, field.type) != field.type:
+                raise UserError(f"{file}: {field.name!r} is {field.type}, but {types[field.name]} in the files before it")
+    return pyarrow.schema([(column, types.get(column, pyarrow.string())) for column in columns])
+
+
+def _copied(values, kind):
+    """An Arrow array of a copied column; what is not text is written as JSON where the column is text."""
+    if kind == pyarrow.string():
+        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pyarrow.array(values, kind)
 
 
 class WindowReader:
@@ -131,81 +147,6 @@ class WindowReader:
         passed = sum(window.rows for window in self.windows[self._next : number])
         self._next = number + 1
         return list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
-
-
-class _ColumnTypes:
-    """The Arrow type of each of `columns` over all rows: of the schema (parquet), else from the values, 1,024 rows at a time."""
-
-    def __init__(self, source, columns):
-        self.types, self.places, self.values = dict.fromkeys(columns), [], {column: [] for column in columns}
-        files = row_files(source)
-        if row_format(files[0]) == ".parquet":
-            self.values = {}
-            for file in files:
-                for field in open_parquet(file).schema_arrow:
-                    if field.name in self.types and self.types[field.name] not in (None, field.type):
-                        raise UserError(f"{file}: {field.name!r} is {field.type}, but {self.types[field.name]} in the files before it")
-                    if field.name in self.types:
-                        self.types[field.name] = field.type
-
-    def add(self, place, row):
-        for column, values in self.values.items():
-            value = row[column]
-            if isinstance(value, str):
-                check_characters(place, column, value)
-                value = value[:60]  # a long text has no other type
-            values.append(value)
-        if self.values:
-            self.places.append(place)
-        if len(self.places) == 1024:
-            self._merge()
-
-    def _merge(self):
-        for column, values in self.values.items():
-            try:
-                self.types[column] = _merged_type(self.types[column], values)
-            except _ARROW_ERRORS:
-                self._refuse(column, values)
-            values.clear()
-        self.places.clear()
-
-    def _refuse(self, column, values):
-        """Raises UserError for the first of `values` that does not go with those before it."""
-        kind = self.types[column]
-        for place, value, end in zip(self.places, values, range(1, len(values) + 1)):
-            try:
-                kind = _merged_type(self.types[column], values[:end])
-            except _ARROW_ERRORS:
-                before = "" if kind is None else f" after values of type {kind}"
-                raise UserError(
-                    f"{place}: {column!r} is {short(value)}{before}; all values of a column that is copied must have one type "
-                    "(integers: 64 bits): make them text, or give --keep without this column"
-                ) from None
-
-    def schema(self):
-        """The schema of all columns; UserError for a type that parquet does not know."""
-        if self.places:
-            self._merge()
-        for column, kind in self.types.items() if self.values else ():
-            try:
-                pyarrow.parquet.write_table(pyarrow.table({column: pyarrow.array([], kind)}), io.BytesIO())
-            except _ARROW_ERRORS:
-                raise UserError(f"parquet cannot hold {column!r} ({kind}); give --keep without it") from None
-        return pyarrow.schema(list(self.types.items()))
-
-
-_ARROW_ERRORS = (pyarrow.ArrowException, OverflowError, UnicodeEncodeError)
-
-
-def _merged_type(known, values):
-    """Arrow type of a column with values of type `known` (or None) and then `values`; one of `_ARROW_ERRORS` where there is none."""
-    found = pyarrow.array(values).type
-    if known is None or found == known:
-        return found
-    schemas = [pyarrow.schema([("", kind)]) for kind in (known, found)]
-    merged = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
-    pyarrow.array(values, merged)  # an integer above 2^53 has no float64
-    return merged
 
 
 # --------------------------------------------------------------------------------------------------------------------- files
@@ -225,27 +166,16 @@ def write_part(path, rows, vectors, schema, mark):
         schema: of the columns to copy.
         mark: {name: text} in the file's own metadata, by which `is_part` knows it again.
     """
-    with _new_part(path) as file:
+    with new_file(path) as file:
         if path.suffix == ".safetensors":
             mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
             file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
             return
-        columns = {field.name: pyarrow.array([row[field.name] for _, row in rows], field.type) for field in schema}
+        columns = {field.name: _copied([row[field.name] for _, row in rows], field.type) for field in schema}
         columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
         mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
         pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
-
-
-@contextlib.contextmanager
-def _new_part(path):
-    """`new_file`; where the process that finishes the run has removed it meanwhile, the part was there already."""
-    try:
-        with new_file(path) as file:
-            yield file
-    except FileNotFoundError:
-        if not path.exists():
-            raise
 
 
 def read_mark(path):
@@ -286,29 +216,22 @@ def merge_parts(parts, output, mark):
         if read_mark(part) is None:
             raise UserError(f"{part} is damaged; remove it, and give the same command again")
     mark = {**mark, "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0]))}
-    with new_file(output) as file:
-        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, file, mark)
+    with new_path(output) as path:
+        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, path, mark)
 
 
-def _merge_parquet(parts, file, mark):
+def _merge_parquet(parts, path, mark):
     schema = pyarrow.parquet.read_schema(parts[0]).with_metadata(mark)
-    with pyarrow.parquet.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
         for part in parts:
             writer.write_table(pyarrow.parquet.read_table(part).cast(schema))
 
 
-def _merge_safetensors(parts, file, mark):
-    """The library writes a file from tensors in memory only; the format is 8 bytes of header size, a JSON header, and the data."""
-
+def _merge_safetensors(parts, path, mark):
     def load(part):
         with safe_open(part, framework="numpy") as opened:
             return opened.get_tensor("embeddings")
 
     first, rows = load(parts[0]), sum(read_mark(part)[0] for part in parts)
-    shape, name = [rows, first.shape[1]], {"float32": "F32", "float16": "F16"}[first.dtype.name]
-    tensor = {"dtype": name, "shape": shape, "data_offsets": [0, rows * first.shape[1] * first.dtype.itemsize]}
-    header = json.dumps({"__metadata__": mark, "embeddings": tensor}).encode()
-    header += b" " * (-len(header) % 8)
-    file.write(struct.pack("<Q", len(header)) + header)
-    for part in parts:
-        file.write(load(part).tobytes())
+    layout = {"embeddings": ({"float32": "F32", "float16": "F16"}[first.dtype.name], (rows, first.shape[1]))}
+    write_safetensors(path, layout, lambda _: (load(part) for part in parts), mark)

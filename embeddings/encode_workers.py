@@ -115,12 +115,12 @@ def encode_windows(encoder, prompt, run, numbers, progress):
     numbers = iter(numbers)
 
     def tokenized():
-        for number in numbers:
-            if not run.path(number).exists():  # another rank may have made it meanwhile
-                rows, lengths = reader.read(number), []
-                tokens = encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt, lengths)
-                return number, rows, tokens, Cut.of(tokens, lengths)
-        return None
+        number = next(numbers, None)
+        if number is None:
+            return None
+        rows, lengths = reader.read(number), []
+        tokens = encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt, lengths)
+        return number, rows, tokens, Cut.of(tokens, lengths)
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(tokenized)

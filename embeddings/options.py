@@ -67,7 +67,6 @@ class WorkOptions(Arguments):
     tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
     shard_rows: int = option(8192, "most rows in a part", least=1)
     shard_characters: int = option(32_000_000, "most characters in a part; a longer text is a part of its own", least=1)
-    patience: float = option(300, "seconds without a new part of the other ranks until the first rank makes theirs", least=0)
 
 
 @dataclass(kw_only=True)

@@ -232,7 +232,7 @@ def test_a_begun_run_goes_on_with_the_same_settings_alone(corpus, model_folder, 
 
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "encode.json").write_text(json.dumps(manifest()))
-    assert encode._begun(tmp_path / "parts", manifest(device="cpu", tokens_per_batch=9, patience=1)) == manifest(), "these change no vector"
+    assert encode._begun(tmp_path / "parts", manifest(device="cpu", tokens_per_batch=9)) == manifest(), "these change no vector"
     with pytest.raises(UserError, match=rf"was begun with other settings \({name} differ\)"):
         encode._begun(tmp_path / "parts", manifest(**{name: CHANGES[name]}))
     os.utime(corpus, (1, 1))

@@ -99,16 +99,18 @@ def assert_same_parts(folder, alone):
 
 
 @pytest.mark.slow
-def test_a_rank_is_killed_and_the_first_makes_its_parts(corpus, model_folder, tmp_path):
+def test_a_rank_is_killed_and_started_again_while_the_first_waits(corpus, model_folder, tmp_path):
     embed(corpus, tmp_path / "alone", model_folder, shard_rows=5)
     arguments = [str(corpus), str(tmp_path / "out"), "--model", str(model_folder), "--shard-rows", "5", "--dtype", "float32"]
-    ranks = [start([*program(tmp_path, slow=0.3), *arguments, "--patience", "1"], rank, 2) for rank in range(2)]
+    ranks = [start([*program(tmp_path, slow=0.3), *arguments], rank, 2) for rank in range(2)]
     wait_for(lambda: "part-000008.parquet" in parts_of(tmp_path / "out"), ranks[1])
     ranks[1].kill()
     ranks[1].wait()
     assert len(parts_of(tmp_path / "out")) < 14, "vacuous: the killed rank had finished"
+    again = start([*program(tmp_path), *arguments], 1, 2)
+    assert again.wait(timeout=120) == 0, again.stdout.read()[-3000:]
     output, _ = ranks[0].communicate(timeout=120)
-    assert ranks[0].returncode == 0 and "parts of other ranks did not come; making them here" in output, output[-3000:]
+    assert ranks[0].returncode == 0 and "parts of other ranks; start a rank that died again" in output, output[-3000:]
     assert_same_parts(tmp_path / "out", tmp_path / "alone")
     finished = json.loads((tmp_path / "out" / "encode.json").read_text())
     assert finished["finished"]["rows"] == 70 and finished["environment"]["ranks"] == 2
