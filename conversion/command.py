@@ -156,7 +156,7 @@ def _quiet_and_clean():
             signal.signal(signal.SIGTERM, before)
 
 
-def main(argv=None, prog="neobert convert"):
+def main(argv=None):
     """`neobert convert`. Raises UserError for bad input, which the command line turns into one sentence and exit code 2."""
     (arguments,) = OPTIONS["convert"].read(sys.argv[1:] if argv is None else argv)
     with _quiet_and_clean():
