@@ -151,6 +151,7 @@ def test_a_tokenizer_of_another_kind(tmp_path, write, in_this_process):
     text = "the owl <mask> caf\u00e9"
     assert written(text)["input_ids"] == loaded(text)["input_ids"] and written.mask_token == "<mask>" and written.padding_side == "left"
     assert not (target / "vocab.txt").exists() and written.model_max_length == 128
+    assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True, "transformers 4 would leave it out"
 
 
 # --------------------------------------------------------------------------------------------------------------- a stranger's files
