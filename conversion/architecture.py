@@ -3,7 +3,6 @@
 Sizes that a file claims are compared with the tensors before anything of that size is made.
 """
 
-import copy
 import math
 import re
 from dataclasses import dataclass
@@ -185,9 +184,6 @@ def work_out_config(tensors, given, head):
     length = given.get("max_position_embeddings", given.get("max_length", 1))
     if isinstance(length, int) and length > _LONGEST:
         raise UserError(f"max_position_embeddings of {length:,} is beyond any text: at most {_LONGEST:,} is allowed.")
-    layers = (filled | given)["num_hidden_layers"]
-    if isinstance(layers, int) and layers > len(tensors):
-        raise UserError(f"there should be {layers} layers (num_hidden_layers, or the tensors' names), but {len(tensors)} tensors in all.")
     notes = []
     if filled:
         notes.append("derived from the tensors: " + ", ".join(f"{name} {value}" for name, value in filled.items()))
@@ -225,24 +221,11 @@ def decide_tying(tensors, given, head):
 
 
 def expected_shapes(head, config):
-    """{name: shape} of a model. One layer is made and repeated by name: a stranger may name a hundred thousand.
-
-    Raises:
-        UserError: sizes that no tensor has.
-    """
-    one = copy.deepcopy(config)
-    one.num_hidden_layers = 1
+    """{name: shape} of a model. UserError for sizes that no tensor has."""
     try:
-        shapes = {name: tuple(value.shape) for name, value in _on_meta(head, one).state_dict().items()}
+        return {name: tuple(value.shape) for name, value in _on_meta(head, config).state_dict().items()}
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise UserError(f"no model can be made of this configuration ({one_line(error)}).") from None
-    layer = re.compile(r"(.*\btransformer_encoder\.)0(\..*)")
-    repeated = {}
-    for name, shape in shapes.items():
-        match = layer.fullmatch(name)
-        names = [f"{match[1]}{number}{match[2]}" for number in range(config.num_hidden_layers)] if match else [name]
-        repeated |= dict.fromkeys(names, shape)
-    return repeated
 
 
 def check_tensors(tensors, expected):

@@ -123,7 +123,7 @@ def convert(arguments):
     with _whole_or_nothing(output, arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         scratch = Path(scratch)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, conversion.config, scratch)
+            write_tokenizer(tokenizer, folder, conversion.config)
         check_values(conversion.tensors, conversion.dtype)
         write_config(folder, conversion)
         if pooled:
