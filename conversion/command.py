@@ -1,7 +1,6 @@
 """Turns a raw training checkpoint into a folder for the Hugging Face Hub. Code in a checkpoint is never run; the output is complete or absent."""
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -15,9 +14,10 @@ import transformers
 
 from ..common.arguments import Arguments, option, read_arguments
 from ..common.errors import UserError, printable
+from ..common.loading import WEIGHT_DTYPES
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder, recover
 from ..common.pooling import write_sentence_transformers
-from .architecture import DTYPES, check_values, plan
+from .architecture import check_values, plan
 from .config_files import find_config, read_config
 from .heads import HEADS
 from .hub_folder import size_in_bytes, usage_lines, write_config, write_model_card, write_weights
@@ -37,7 +37,7 @@ class ConvertArguments(Arguments):
         None, "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, then the shapes"
     )
     step: str | None = option(None, "which step of a run, a number or latest; by default the latest")
-    dtype: str | None = option(None, "by default the checkpoint's own; float32 if it mixes several", choices=tuple(DTYPES))
+    dtype: str | None = option(None, "by default the checkpoint's own; float32 if it mixes several", choices=tuple(WEIGHT_DTYPES))
     head: str | None = option(None, "by default what the checkpoint has", choices=tuple(HEADS))
     max_shard_size: str = option("5GB", "largest weight file")
     tokenizer: str | None = option(None, "folder, or none; by default the files beside the checkpoint, then the BERT uncased tokenizer")
@@ -77,19 +77,6 @@ def _check_space(parent, needed):
         raise UserError(f"no space: {needed / 1e9:.2f} GB are needed at {parent}, but {free / 1e9:.2f} GB are free.")
 
 
-@contextlib.contextmanager
-def _whole_or_nothing(output, force):
-    """`new_folder` with a sentence for a disk that is full or not writable."""
-    try:
-        with new_folder(output, "convert", replace=force) as folder:
-            yield folder
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left at {output.parent} while writing; nothing was kept.") from None
-        place = "" if error.filename is None else f"{error.filename}: "
-        raise UserError(f"{output} cannot be written ({place}{error.strerror or error}); nothing was kept.") from None
-
-
 def convert(arguments):
     """Does what the parsed command line asks for; returns the path of the folder.
 
@@ -120,7 +107,7 @@ def convert(arguments):
     check_apart(output, checkpoint.path, *([path] if path else []))
     _check_space(output.parent, conversion.parameters * conversion.dtype.itemsize + 10_000_000)
 
-    with _whole_or_nothing(output, arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with new_folder(output, "convert", replace=arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         scratch = Path(scratch)
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder, conversion.config)

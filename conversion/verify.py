@@ -80,13 +80,19 @@ def source_outputs(conversion, rounded):
     Args:
         conversion: Conversion.
         rounded: whether the weights are first rounded to the dtype that is written.
+    Raises:
+        UserError: it does not run.
     """
     inputs = random_inputs(conversion)
 
     def read(name):
         return conversion.read(name, rounded).to(torch.float32)
 
-    return _compared(streamed_forward(conversion.build(), read, inputs), conversion, inputs)
+    try:
+        outputs = streamed_forward(conversion.build(), read, inputs)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # rope_parameters of any type, for example
+        raise UserError(f"the model of this configuration does not run ({one_line(error)}).") from error
+    return _compared(outputs, conversion, inputs)
 
 
 def _reload(folder, auto_class, inputs, outputs, scratch):

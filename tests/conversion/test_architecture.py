@@ -199,14 +199,13 @@ def stored(state):
         ({"rope_scaling": "yarn"}, "must be a dictionary"),
         ({"rope_scaling": [1]}, "must be a dictionary"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "'factor' from 1 to 1,000,000, but 1e\\+308"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "rope_scaling should map names to numbers, but has 'factor': '2'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "should map names to numbers, but has 'beta_fast': 'x'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("inf")}}, "should map names to numbers"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "a\x1b[2J": 1}}, r"should map names to numbers, but has 'a\\x1b"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "needs a 'factor' from 1 to 1,000,000, but '2'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "YaRN needs beta_fast above beta_slow above 0, but 'x'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("inf")}}, "YaRN needs beta_fast"),
         ({"rope_parameters": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_type must be one of|does not describe a NeoBERT"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e400}}, "should map names to numbers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e400}}, "needs a 'factor' from 1 to"),
     ],
-    ids=range(31),
+    ids=range(30),
 )
 def test_configurations_that_cannot_be(model, tiny_config, given, message):
     start = time.monotonic()
