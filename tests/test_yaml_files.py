@@ -26,7 +26,7 @@ def test_numbers_references_and_anchors(tmp_path):
     "text, message",
     [
         ("a: &a\n  b: *a", "recursion"),
-        ("[" * 10_000, "recursion"),
+        ("[" * 1000, "recursion"),
         ('a: !!int ""', "'' is not of the type int"),
         ("a: !!int x", "'x' is not of the type int"),
         ('a: !!float ""', "'' is not of the type float"),
@@ -41,7 +41,7 @@ def test_numbers_references_and_anchors(tmp_path):
         ("a: [", "not valid YAML"),
         ("a: \x07", "special characters are not allowed"),
         (b"\xff\xfea", "not UTF-8"),
-        ("a: 1\n" * 1_000_000, "more than 4,000,000 bytes"),
+        (" " * 4_000_001, "more than 4,000,000 bytes"),
     ],
     ids=range(17),
 )
@@ -59,7 +59,7 @@ def test_no_file_to_read(tmp_path):
         read_yaml(tmp_path / "b.yaml")
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, '!!int ""', "&a [*a]", "9" * 5000, "2001-99-99", "{"])
+@pytest.mark.parametrize("text", ["[" * 1000, '!!int ""', "&a [*a]", "9" * 5000, "2001-99-99", "{"])
 def test_a_value_of_the_command_line(text):
     assert read_scalar(text) == text
     with pytest.raises(ValueError):

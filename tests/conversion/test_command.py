@@ -260,7 +260,7 @@ def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
         convert(source, tmp_path / "out", "--sentence-transformers")
 
 
-def test_the_temporary_folder_of_the_machine_is_not_needed(tmp_path, checkpoint, monkeypatch):
+def test_the_temporary_folder_of_the_machine_is_not_needed(tmp_path, checkpoint, monkeypatch, without_proof):
     """A full or missing TMPDIR: all work is done beside the output, where the space was checked."""
     import tempfile
 
@@ -283,7 +283,7 @@ def shared_folder():
 
 @pytest.mark.skipif("os.name != 'posix'", reason="rights as POSIX has them")
 @pytest.mark.parametrize(
-    "closed", ["run", "run/state_dict.pt", "run/config.json", "out", "given.json", "tokenizer", "tokenizer/vocab.txt", "out/model"]
+    "closed", ["run", "run/state_dict.pt", "run/config.json", "out", "given.json", "tokenizer", "tokenizer/tokenizer.json", "out/model"]
 )
 def test_without_permission(shared_folder, model, tiny_config, tokenizer_dir, without_proof, capsys, monkeypatch, closed):
     """Every place that a conversion reads or writes: the place is named, and all files stay as they were."""
