@@ -50,7 +50,7 @@ def _read(folder):
     shards = _shards(folder, shard_files)
     if not shapes:
         raise UserError(f"{model_files[0]} does not say which parameters the ZeRO shards hold (no param_shapes).")
-    groups = [{_name(name, folder): checked_shape(shape, name) for name, shape in group.items()} for group in shapes]
+    groups = [{name: checked_shape(shape, name) for name, shape in group.items()} for group in shapes]
 
     stage = _plain(shards[0].get("zero_stage", 1))
     if "fp32_flat_groups" in shards[0]:
@@ -75,7 +75,7 @@ def _read(folder):
     for alias, original in (model.get("shared_params") or {}).items():
         if original in tensors:
             tensors[original] = dataclasses.replace(tensors[original], storage=(str(folder), original))
-            tensors[_name(alias, folder)] = tensors[original]
+            tensors[alias] = tensors[original]
     kind = f"DeepSpeed ZeRO {stage}, {len(shards)} shard{'s' if len(shards) > 1 else ''}"
     return tensors, kind, ["float32 master weights from the optimizer shards"]
 
@@ -84,12 +84,6 @@ def _value(mapping, key, path):
     if not isinstance(mapping, dict) or key not in mapping:
         raise UserError(f"{path} is not a file of a DeepSpeed checkpoint: it has no {key!r}.")
     return mapping[key]
-
-
-def _name(name, folder):
-    if not isinstance(name, str):
-        raise UserError(f"{folder} holds a tensor whose name is not text: {name!r:.100}.")
-    return name
 
 
 # ---------------------------------------------------------------------------------------------------------------------- the files
@@ -225,7 +219,7 @@ def _stages_1_and_2(folder, model, groups, shards):
             raise UserError(f"{folder}: group {number} of the ZeRO shards holds {len(flat)} numbers where {offset} belong to parameters.")
     fragments = model.get("frozen_param_fragments") or {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        tensors[_name(name, folder)] = _assembled([fragments[name].flatten()], checked_shape(shape, name), name, folder)
+        tensors[name] = _assembled([fragments[name].flatten()], checked_shape(shape, name), name, folder)
     return tensors
 
 
@@ -244,5 +238,5 @@ def _stage_3(folder, models, groups, shards):
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
         pieces = [part.flatten() for part in parts if part is not None]
-        tensors[_name(name, folder)] = _assembled(pieces, checked_shape(shape, name), name, folder)
+        tensors[name] = _assembled(pieces, checked_shape(shape, name), name, folder)
     return tensors

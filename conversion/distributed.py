@@ -66,9 +66,7 @@ def read_distributed(folder):
             index = _fields(index)
             places.setdefault(index["fqn"], {})[tuple(index.get("offset") or ())] = _fields(info)
         for name, entry in metadata["state_dict_metadata"].items():
-            if not isinstance(name, str):
-                raise UserError(f"{path} holds a tensor whose name is not text: {name!r:.100}.")
-            if type(entry).__name__ == "TensorStorageMetadata" and not name.startswith(("optim", "lr_scheduler", "scheduler")):
+            if type(entry).__name__ == "TensorStorageMetadata" and not str(name).startswith(("optim", "lr_scheduler", "scheduler")):
                 tensors[name] = _tensor(folder, name, _fields(entry), places.get(name, {}))
     except UserError:
         raise

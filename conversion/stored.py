@@ -66,13 +66,11 @@ def tensors_of(mapping, path):
         mapping: {name: tensor or anything else}.
         path: the file, for messages.
     Raises:
-        UserError: a tensor whose name is not text, or that has no plain numbers.
+        UserError: a tensor that has no plain numbers.
     """
     tensors = {}
     for name, value in mapping.items():
         if isinstance(value, torch.Tensor):
-            if not isinstance(name, str):
-                raise UserError(f"{path} holds a tensor whose name is not text: {name!r:.100}.")
             if kind := _kind(value):
                 raise UserError(f"{path}: {name} is {kind}, which is not converted; save it as a plain tensor.")
             tensors[name] = stored(value.detach())

@@ -141,7 +141,7 @@ def _chunk(**values):
         (_placed(relative_path=".."), "is missing"),
         (_placed(relative_path=5), "is missing"),
         (_placed(transform_descriptors=["zstd"]), "stored compressed"),
-        (lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}), "name is not text: 5"),
+        (lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}), "does not say where a part of 5 is"),
         (lambda metadata: metadata.storage_data.clear(), "does not say where a part of"),
         (lambda metadata: setattr(metadata, "storage_data", 3), "cannot be read"),
         (lambda metadata: delattr(metadata, "state_dict_metadata"), "cannot be read"),

@@ -191,7 +191,7 @@ def test_a_small_file_is_not_a_large_tensor(tmp_path):
 def test_names_that_are_not_text(tmp_path, name):
     torch.save({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / "a.pt")
     with pytest.raises(UserError, match="whose name is not text"):
-        torch_tensors(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "a.pt")
 
 
 def test_names_of_strangers_are_escaped(tmp_path):
