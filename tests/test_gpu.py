@@ -106,7 +106,7 @@ def test_the_rehearsal_leaves_torch_as_it_was():
 def test_a_bare_machine_has_all_that_is_imported(tmp_path):
     """Neither the command nor collecting its tests needs a package that such a machine lacks."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys\n\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", "-p", "no:cacheprovider", *GPU_TESTS]
     command += ["-p", "neobert.benchmarks.gpu", "-p", "neobert.benchmarks.gpu_rehearsal"]  # imported as plugins, in the same process
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
