@@ -24,7 +24,7 @@ GPU_TESTS = ("tests/test_attention.py", "tests/test_packing.py")
 TOKENS = 131_072
 # What a rehearsal on the CPU is cut to.
 TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 96}
-TINY_TOKENS = 1024
+TINY_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def run_training(before, save, folder, rehearse):
     rows = list((before or {}).get("rows", []))
     done = {(row["name"], row["way"]) for row in rows}
     shape = (
-        {"hidden": 64, "layers": 1, "tokens": 256, "steps": 2} if rehearse else {"hidden": 768, "layers": 28, "tokens": 16_384, "steps": 5}
+        {"hidden": 64, "layers": 1, "tokens": 32, "steps": 1} if rehearse else {"hidden": 768, "layers": 28, "tokens": 16_384, "steps": 5}
     )
     for name, way in (("short", "packed"), ("short", "padded"), ("1024", "packed"), ("4096", "packed")):
         if (name, way) not in done:
