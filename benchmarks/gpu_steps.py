@@ -85,6 +85,7 @@ def throughput_step(sets, implementations, models=("neobert", "modernbert-base")
             implementations=list(implementations),
             sets=list(sets),
             search=False,
+            max_batch=8 if rehearse else None,
             max_tokens=TINY_TOKENS if rehearse else TOKENS,
             repeats=2 if rehearse else 7,
             warmup=2,
