@@ -118,7 +118,7 @@ def test_a_manifest_has_size_and_digest_of_every_file_and_is_written_last(whole)
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
     seen, write = [], checkpoints.write_manifest
 
-    def watched(checkpoint, step):
+    def watched(checkpoint, step, *spent):
         seen.append([number for number, path in checkpoints.checkpoints(tmp_path).items() if (path / checkpoints.MANIFEST).exists()])
         write(checkpoint, step)
 
