@@ -41,7 +41,7 @@ def write(tmp_path):
         target = tmp_path / "target"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        write_tokenizer(source, target, NeoBERTConfig(vocab_size=rows, max_position_embeddings=length))
+        write_tokenizer(source, target, rows, length)
         return target
 
     return written
