@@ -74,7 +74,7 @@ def check_apart(output, *inputs):
             raise UserError(f"the output {output} is the input {given} itself; choose another name")
         if any(_is_same(target, folder) for folder in source.parents):
             raise UserError(f"the output {output} holds the input {given}; choose a folder of its own")
-        if source.is_dir() and any(_is_same(source, folder) for folder in target.parents):
+        if any(_is_same(source, folder) for folder in target.parents):
             raise UserError(f"the output {output} is inside the input {given}; choose a folder outside of it")
 
 

@@ -12,7 +12,6 @@ before anything in it is looked at.
 """
 
 import contextlib
-import fnmatch
 import hashlib
 import json
 import os
@@ -126,7 +125,7 @@ class Run:
         settings: what the run is known by.
         name: of the marker, `<command>.json` by default.
         key: under which the marker has the settings; None: among its other keys.
-        takes: patterns of the names that must not be there before the run begins; by default all.
+        takes: whether something of a name must not be there before the run begins; by default nothing may.
     Attributes:
         folder: where links lead, if it is one.
         settings: of JSON types and without secrets.
@@ -135,7 +134,7 @@ class Run:
         before: the marker that is overwritten, {} if there is none.
     """
 
-    def __init__(self, folder, command, settings, name=None, key="settings", takes=("*",)):
+    def __init__(self, folder, command, settings, name=None, key="settings", takes=lambda name: True):
         self.folder, self.command, self.key, self.takes = Path(os.path.realpath(folder)), command, key, takes
         self.path = self.folder / (name or f"{command}.json")
         self.settings = json.loads(json.dumps(redacted(settings), default=str))
@@ -155,9 +154,8 @@ class Run:
         self.state, self.marker, self.before = "new", self._read(self.path), {}
         if self.marker is None:
             found = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
-            ours = (LOCK, f".{self.path.name}.*")  # the second: a marker that is being written
-            found = [name for name in found if not any(fnmatch.fnmatch(name, pattern) for pattern in ours)]
-            others = [name for name in found if any(fnmatch.fnmatch(name, pattern) for pattern in self.takes)]
+            # The second of them: a marker that is being written.
+            others = [name for name in found if self.takes(name) and name != LOCK and not name.startswith(f".{self.path.name}.")]
             if others:
                 raise UserError(f"{self.folder} holds other files ({listed(others, 3)}); choose another output")
             return self.state

@@ -218,13 +218,14 @@ class TeacherOptions(Arguments):
     texts: list[str | dict] = option(
         default_factory=list,
         help="required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license",
+        free=True,  # known by their digests
     )
-    output: str | None = option(None, "required: folder of the student")
+    output: str | None = option(None, "required: folder of the student", free=True)
     model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
     init_from: str | None = option(None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name")
-    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
-    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
-    overwrite: bool = option(False, "train anew, also where output holds a student of this command")
+    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on", free=True)
+    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True)
+    overwrite: bool = option(False, "train anew, also where output holds a student of this command", free=True)
     trust_remote_code: bool = option(False, "run the Python code that the teacher or the student brings")
 
 
@@ -261,7 +262,7 @@ class TrainingOptions(Arguments):
         "auto", "of the teacher's weights while its vectors are computed", choices=("auto", "float32", "float16", "bfloat16")
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
-    compile: bool = option(False, "torch.compile the blocks while training")
+    compile: bool = option(False, "torch.compile the blocks while training", free=True)
     device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
 
 
@@ -269,10 +270,10 @@ class TrainingOptions(Arguments):
 class StudentCardOptions(Arguments):
     """What the card says."""
 
-    title: str | None = option(None, "heading; by default the name of the output folder")
-    license: str = option("other", "licence of the student")
-    language: str = option("en", "language of the texts")
-    base_model: str | None = option(None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name")
+    title: str | None = option(None, "heading; by default the name of the output folder", free=True)
+    license: str = option("other", "licence of the student", free=True)
+    language: str = option("en", "language of the texts", free=True)
+    base_model: str | None = option(None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name", free=True)
 
 
 @dataclass(kw_only=True)
