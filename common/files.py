@@ -134,6 +134,18 @@ def read_json(path, limit=TEXT_LIMIT):
 # ------------------------------------------------------------------------------------------------------------------- writing
 
 
+def settle(path):
+    """Puts a file that is written on the disk, and gives it or a folder the rights that the umask leaves: some libraries give others."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    if os.path.isdir(path):
+        os.chmod(path, 0o777 & ~umask)
+        return
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    os.chmod(path, 0o666 & ~umask)
+
+
 @contextlib.contextmanager
 def new_path(path, check=None):
     """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not.
@@ -146,8 +158,7 @@ def new_path(path, check=None):
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less what the umask takes
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        settle(temporary)
         if check is not None:
             check()
         os.replace(temporary, path)

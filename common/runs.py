@@ -21,8 +21,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .errors import UserError, listed
-from .files import TEXT_LIMIT, read_json, redacted, write_json
+from .errors import UserError, listed, shortened
+from .files import TEXT_LIMIT, read_json, redacted, settle, write_json
 
 
 LOCK, OWNER = ".lock", ".neobert.json"
@@ -108,6 +108,10 @@ def changed_settings(before, now):
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
 
+def _short(value):
+    return shortened(repr(value), 60)
+
+
 def run_settings(*options):
     """{name: value} of the options that a run is known by: all fields of these dataclasses but those with `free=True`."""
     return {f.name: asdict(given)[f.name] for given in options for f in fields(given) if f.init and not f.metadata.get("free")}
@@ -148,6 +152,8 @@ class Run:
     def inspect(self, overwrite=False):
         """Sets `state` and `marker` by what the folder holds, and returns the state. Changes nothing.
 
+        Args:
+            overwrite: whether another run, or a finished one, is replaced; None for a command without this option.
         Raises:
             UserError: it holds something else, without `overwrite` another run, or with it files that were changed since.
         """
@@ -166,8 +172,11 @@ class Run:
                 names = listed((path.relative_to(self.folder) for path in edited), 5)
                 raise UserError(f"{self.folder} holds files that were changed since ({names}); move them, or choose another output")
         elif changed:
+            before = self._settings(self.marker)
+            told = (f"{name} {_short(before.get(name))}, now {_short(self.settings.get(name))}" for name in changed)
             raise UserError(
-                f"{self.folder} holds a run with other settings ({listed(changed, 5)} differ); choose another output, or give --overwrite"
+                f"{self.folder} holds a run with other settings ({listed(told, 5)}); give the same, or choose another output"
+                + ("" if overwrite is None else ", or give --overwrite")
             )
         else:
             self.state = "finished" if "files" in self.marker else "begun"
@@ -236,13 +245,18 @@ class Run:
             (aside / self.path.name).unlink()
             remove_empty(aside, self.folder)
 
+    @property
+    def scratch_folder(self):
+        """Where `scratch` is."""
+        return self.folder / f".{self.command}-{self.id}"
+
     def scratch(self):
         """An empty folder in the output, of this run alone, whose mark says so. What a killed process of the run left there goes.
 
         Raises:
             UserError: there is something of that name that the run did not make.
         """
-        path, owner = self.folder / f".{self.command}-{self.id}", {"command": self.command, "run": self.id}
+        path, owner = self.scratch_folder, {"command": self.command, "run": self.id}
         if own_folder(path, **owner):
             shutil.rmtree(path)
         elif os.path.lexists(path):
@@ -251,14 +265,14 @@ class Run:
         write_json(path / OWNER, owner)
         return path
 
-    def move_in(self, scratch, last=""):
-        """Moves the files of `scratch` into the output, one by one; the one named `last` last. Returns their names.
+    def move_in(self, scratch, *last):
+        """Moves the files of `scratch` into the output, one by one; those named `last` at the end. Returns their names.
 
         Raises:
             UserError: there is one of these names that the run did not write. Then nothing was moved.
         """
         found = [path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file() and path.name != OWNER]
-        names = sorted(found, key=lambda name: (name == last, name))
+        names = [*sorted(set(found) - set(last)), *(name for name in last if name in found)]
         written = {**self.marker.pop("files", {}), **self.marker.get("moving", {})}
         own = split_files(self.folder, written)[0]
         if others := [name for name in names if os.path.lexists(self.folder / name) and self.folder / name not in own]:
@@ -266,6 +280,8 @@ class Run:
                 f"{self.folder} holds files that this run did not write ({listed(others, 3)}); "
                 "move them, and give the same command again: nothing was lost"
             )
+        for name in names:
+            settle(scratch / name)
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
         self.marker["moving"] = {**written, **stamps(scratch, names)}

@@ -164,7 +164,7 @@ def save_encoder(model, run, scratch, sources, arguments, extra):
     """
     save_for_all_versions(model, scratch)
     write_card(scratch, arguments, sources, model.max_seq_length, extra["training"])
-    run.finish(run.move_in(scratch, last="modules.json"), **extra)
+    run.finish(run.move_in(scratch, "modules.json"), **extra)
 
 
 def merge_lora(model, adapter_folder, arguments):

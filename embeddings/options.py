@@ -38,7 +38,9 @@ class EncoderOptions(Arguments):
 class CorpusOptions(Arguments):
     """What is encoded, by which model."""
 
-    source: str = option(help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True, free=True)
+    source: str = option(
+        help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True, free=True
+    )
     output: str = option(help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True)
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     text_column: str = option("text", "column that holds the text")
@@ -273,7 +275,9 @@ class StudentCardOptions(Arguments):
     title: str | None = option(None, "heading; by default the name of the output folder", free=True)
     license: str = option("other", "licence of the student", free=True)
     language: str = option("en", "language of the texts", free=True)
-    base_model: str | None = option(None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name", free=True)
+    base_model: str | None = option(
+        None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name", free=True
+    )
 
 
 @dataclass(kw_only=True)

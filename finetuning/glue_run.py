@@ -283,17 +283,17 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         return evaluation_metrics(task, logits, output.label_ids, slices, settings.metric)
 
-    trainer = GlueTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=compute_metrics,
-        callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
-    )
     run = Run(folder, "glue", asdict(settings))
-    with checkpoints.claim(run, folder=folder / "checkpoints"):
+    with checkpoints.claim(run, None, folder / "checkpoints"):
+        trainer = GlueTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            compute_metrics=compute_metrics,
+            callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
+        )
         resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
         memory = PeakMemory()
         spent = checkpoints.train(trainer).metrics
@@ -315,7 +315,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             dtype = "bfloat16 autocast" if arguments.bf16 else "float16 autocast" if arguments.fp16 else "float32"
             result["environment"] = environment(dtype=dtype, processes=process_state().num_processes)
             write_json(scratch / "result.json", result)
-            run.finish(run.move_in(scratch, last="result.json"))
+            run.finish(run.move_in(scratch, "result.json"))
             checkpoints.remove(folder / "checkpoints")
         trainer.accelerator.wait_for_everyone()
     return result

@@ -215,7 +215,7 @@ def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_fo
     model = NeoBERTModel.from_pretrained(copy)
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(copy)
-    with pytest.raises(UserError, match=r"holds a run with other settings \(model_digest differ\)"):
+    with pytest.raises(UserError, match=r"holds a run with other settings \(model_digest "):
         embed(corpus, tmp_path / "out", copy, shard_rows=16)
 
 
@@ -252,7 +252,7 @@ def test_a_run_goes_on_with_the_same_input_alone(model_folder, tmp_path, monkeyp
         (folder / "a.jsonl").rename(folder / "c")
         (folder / "b.jsonl").rename(folder / "a.jsonl")
         (folder / "c").rename(folder / "b.jsonl")
-    with pytest.raises(UserError, match=r"other settings \(input differ\)"):
+    with pytest.raises(UserError, match=r"other settings \(input "):
         embed(folder, tmp_path / "out", model_folder, shard_rows=10)
 
 

@@ -85,7 +85,9 @@ def test_interrupted_run_continues_and_equals_the_uninterrupted(world, tmp_path,
         run(world, tmp_path / "parts", num_train_epochs=2)
     assert not list((tmp_path / "parts").rglob("result.json")), "An unfinished run must not look finished."
     (checkpoints,) = (tmp_path / "parts").rglob("checkpoints")
-    mine = [checkpoints.parent / name for name in ("notes.txt", "best/notes.txt", "best.partial/notes.txt", "checkpoints/checkpoint-99/notes")]
+    mine = [
+        checkpoints.parent / name for name in ("notes.txt", "best/notes.txt", "best.partial/notes.txt", "checkpoints/checkpoint-99/notes")
+    ]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")

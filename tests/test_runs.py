@@ -35,7 +35,7 @@ def test_new_begun_and_finished(tmp_path):
     with run.claim():
         assert run.state == "finished" and run.marker["seconds"] == 2
     assert names(out) == ["encode.json"], "the lock is left behind"
-    with pytest.raises(UserError, match=r"other settings \(rows differ\)"), Run(out, "encode", {"rows": 2}).claim():
+    with pytest.raises(UserError, match=r"other settings \(rows 1, now 2\); give the same"), Run(out, "encode", {"rows": 2}).claim():
         pass
 
 
@@ -115,7 +115,7 @@ def test_a_result_moves_in_beside_the_files_of_the_user(tmp_path, monkeypatch, m
         scratch = run.scratch()
         for name in ("a.txt", "b.txt", "c.txt"):
             (scratch / name).write_text(text)
-        return run.move_in(scratch, last="a.txt")
+        return run.move_in(scratch, "a.txt")
 
     def killed(source, target, count=[]):  # noqa: B006
         if str(source).endswith(".txt"):
