@@ -86,6 +86,7 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     assert list(checkpoints(stopped)) == [4]
     (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "model.safetensors").write_bytes(b"half")
+    (stopped / "checkpoint-6" / MANIFEST).write_text('{"step": 6}')
     run_of(arguments_of(corpus, stopped, **arguments))
     assert not list(stopped.glob("*checkpoint-6")), "what a kill left half-written must go"
     assert log_of(stopped) == log_of(whole), "the loss curve of the continued run must be exactly that of the uninterrupted one"
