@@ -12,13 +12,17 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines test-serving browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines test-serving browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# What takes more than a few seconds each: several processes, compilation, kills at any moment.
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=30
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

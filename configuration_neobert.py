@@ -6,9 +6,15 @@ training configurations, and stores them under one set of names.
 """
 
 import inspect
+from typing import TYPE_CHECKING
 
 from transformers.configuration_utils import PretrainedConfig
 
+
+if TYPE_CHECKING:
+    # Never runs. transformers 4 and 5.0 copy the files that a file names, here with the
+    # configuration: a user's own class beside the modeling file would miss the attention file.
+    from .attention_neobert import VERSION  # noqa: F401
 
 _CHOICES = {
     "hidden_act": ("swiglu", "gelu"),
@@ -17,6 +23,8 @@ _CHOICES = {
     "classifier_pooling": ("cls", "mean"),
 }
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+# Larger values in a file are damage, and would take all memory or time.
+_MOST_LAYERS, _LARGEST_FACTOR = 1000, 1e6
 
 # Fields of published configs that say nothing about the model.
 _IGNORED_FIELDS = ("kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head")
@@ -265,9 +273,9 @@ class NeoBERTConfig(PretrainedConfig):
             raise ValueError(f"rope_theta must be a positive number, but {theta!r} was given.")
         if rope_type != "default":
             factor = parameters.get("factor")
-            if not _is_number(factor) or factor < 1:
+            if not _is_number(factor) or not 1 <= factor <= _LARGEST_FACTOR:
                 raise ValueError(
-                    f"rope_type {rope_type!r} needs a 'factor' of at least 1, "
+                    f"rope_type {rope_type!r} needs a 'factor' from 1 to {_LARGEST_FACTOR:,.0f}, "
                     f"but {factor!r} was given."
                 )
         if rope_type == "yarn":
@@ -301,6 +309,11 @@ class NeoBERTConfig(PretrainedConfig):
                 raise ValueError(
                     f"{field} must be a positive whole number, but {value!r} was given."
                 )
+        if self.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers must be at most {_MOST_LAYERS:,}, "
+                f"but {self.num_hidden_layers} was given."
+            )
         if self.hidden_act == "swiglu" and self.intermediate_size < 2:
             raise ValueError(
                 "intermediate_size must be at least 2 for SwiGLU, which uses two thirds of it, "

@@ -398,8 +398,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
         )
-        given = {name for name, value in kwargs.items() if value is not None}
-        unknown = sorted(given - _KNOWN_KWARGS)
+        names = {name for name, value in kwargs.items() if value is not None}
+        unknown = sorted(names - _KNOWN_KWARGS)
         if unknown and not is_tracing():
             logger.warning_once(
                 f"NeoBERT has no use for {', '.join(unknown)}: "

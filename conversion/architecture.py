@@ -3,7 +3,6 @@
 Sizes that a file claims are compared with the tensors before anything of that size is made.
 """
 
-import copy
 import math
 import re
 from dataclasses import dataclass
@@ -12,13 +11,13 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, listed, one_line
+from ..common.loading import WEIGHT_DTYPES
 from ..common.model_fields import spellings
 from ..configuration_neobert import NeoBERTConfig
 from .heads import Head, choose_head
 from .stored import StoredTensor
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -145,16 +144,6 @@ def _label_fields(given, tensors):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _check_rope(given):
-    """Raises UserError for context extension whose fields are not numbers: it would fail in the first forward only."""
-    for field in ("rope_scaling", "rope_parameters"):
-        values = given.get(field)
-        for name, value in values.items() if isinstance(values, dict) else ():
-            is_number = isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)) or value is None
-            if not re.fullmatch("[a-z_]{1,40}", str(name)) or not (is_number or name in ("rope_type", "type")):
-                raise UserError(f"{field} should map names to numbers, but has {name!r:.80}: {value!r:.80}.")
-
-
 _LONGEST = 2**24  # tokens of a text
 
 
@@ -172,7 +161,6 @@ def work_out_config(tensors, given, head):
     """
     derived = derived_fields(tensors)
     labels = _label_fields(given, tensors) if head.has_labels else {}
-    _check_rope(given)
     given = {name: value for name, value in given.items() if value is not None and name not in (*_LABEL_FIELDS, "architectures")}
     # JSON and YAML may write a whole number as 768.0.
     given = {name: int(v) if isinstance(v, float) and v.is_integer() and name != "norm_eps" else v for name, v in given.items()}
@@ -185,9 +173,6 @@ def work_out_config(tensors, given, head):
     length = given.get("max_position_embeddings", given.get("max_length", 1))
     if isinstance(length, int) and length > _LONGEST:
         raise UserError(f"max_position_embeddings of {length:,} is beyond any text: at most {_LONGEST:,} is allowed.")
-    layers = (filled | given)["num_hidden_layers"]
-    if isinstance(layers, int) and layers > len(tensors):
-        raise UserError(f"there should be {layers} layers (num_hidden_layers, or the tensors' names), but {len(tensors)} tensors in all.")
     notes = []
     if filled:
         notes.append("derived from the tensors: " + ", ".join(f"{name} {value}" for name, value in filled.items()))
@@ -225,24 +210,11 @@ def decide_tying(tensors, given, head):
 
 
 def expected_shapes(head, config):
-    """{name: shape} of a model. One layer is made and repeated by name: a stranger may name a hundred thousand.
-
-    Raises:
-        UserError: sizes that no tensor has.
-    """
-    one = copy.deepcopy(config)
-    one.num_hidden_layers = 1
+    """{name: shape} of a model. UserError for sizes that no tensor has."""
     try:
-        shapes = {name: tuple(value.shape) for name, value in _on_meta(head, one).state_dict().items()}
+        return {name: tuple(value.shape) for name, value in _on_meta(head, config).state_dict().items()}
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise UserError(f"no model can be made of this configuration ({one_line(error)}).") from None
-    layer = re.compile(r"(.*\btransformer_encoder\.)0(\..*)")
-    repeated = {}
-    for name, shape in shapes.items():
-        match = layer.fullmatch(name)
-        names = [f"{match[1]}{number}{match[2]}" for number in range(config.num_hidden_layers)] if match else [name]
-        repeated |= dict.fromkeys(names, shape)
-    return repeated
 
 
 def check_tensors(tensors, expected):
@@ -262,7 +234,7 @@ def check_tensors(tensors, expected):
     wrong = [f"{name} is {shapes[name]} instead of {tuple(expected[name])}" for name in expected if shapes[name] != tuple(expected[name])]
     if wrong:
         raise UserError(f"tensors of the wrong shape for the configuration: {listed(wrong)}.")
-    others = {n: tensors[n].dtype for n in expected if tensors[n].dtype not in (*DTYPES.values(), torch.float64)}
+    others = {n: tensors[n].dtype for n in expected if tensors[n].dtype not in (*WEIGHT_DTYPES.values(), torch.float64)}
     if others:
         kind = "of a dtype that is not converted" if any(d.is_floating_point for d in others.values()) else "not floating-point numbers"
         raise UserError(f"these weights are {kind}: {listed(f'{name} ({dtype})' for name, dtype in others.items())}.")
@@ -306,7 +278,7 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
         tensors.pop("decoder.weight", None)
 
     own = {stored.dtype for stored in tensors.values()}
-    dtype = DTYPES[wanted_dtype] if wanted_dtype else own.pop() if len(own) == 1 else torch.float32
+    dtype = WEIGHT_DTYPES[wanted_dtype] if wanted_dtype else own.pop() if len(own) == 1 else torch.float32
     expected = expected_shapes(head, config)
     if tied:
         expected.pop("decoder.weight", None)
@@ -314,5 +286,5 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
     check_tensors(tensors, {f"{'' if head.backbone else 'model.'}{name}": shape for name, shape in expected.items()})
     renamed = {name: tensors[f"{'' if head.backbone else 'model.'}{name}"] for name in expected}
     left_out = [f"left out for --head {head.option}: {listed(others)}"] if others else []
-    dtype = dtype if dtype in DTYPES.values() else torch.float32
+    dtype = dtype if dtype in WEIGHT_DTYPES.values() else torch.float32
     return Conversion(head, config, dtype, renamed, (*left_out, *tying, *derived))

@@ -1,7 +1,6 @@
 """Turns a raw training checkpoint into a folder for the Hugging Face Hub. Code in a checkpoint is never run; the output is complete or absent."""
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -44,19 +43,6 @@ def _check_space(parent, needed):
         raise UserError(f"no space: {needed / 1e9:.2f} GB are needed at {parent}, but {free / 1e9:.2f} GB are free.")
 
 
-@contextlib.contextmanager
-def _whole_or_nothing(output, force):
-    """`new_folder` with a sentence for a disk that is full or not writable."""
-    try:
-        with new_folder(output, "convert", replace=force) as folder:
-            yield folder
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space left at {output.parent} while writing; nothing was kept.") from None
-        place = "" if error.filename is None else f"{error.filename}: "
-        raise UserError(f"{output} cannot be written ({place}{error.strerror or error}); nothing was kept.") from None
-
-
 def convert(arguments):
     """Does what the parsed command line asks for; returns the path of the folder.
 
@@ -87,10 +73,10 @@ def convert(arguments):
     check_apart(output, checkpoint.path, *([path] if path else []))
     _check_space(output.parent, conversion.parameters * conversion.dtype.itemsize + 10_000_000)
 
-    with _whole_or_nothing(output, arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with new_folder(output, "convert", replace=arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         scratch = Path(scratch)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, conversion.config, scratch)
+            write_tokenizer(tokenizer, folder, conversion.config)
         check_values(conversion.tensors, conversion.dtype)
         write_config(folder, conversion)
         if pooled:
@@ -156,7 +142,7 @@ def _quiet_and_clean():
             signal.signal(signal.SIGTERM, before)
 
 
-def main(argv=None, prog="neobert convert"):
+def main(argv=None):
     """`neobert convert`. Raises UserError for bad input, which the command line turns into one sentence and exit code 2."""
     (arguments,) = OPTIONS["convert"].read(sys.argv[1:] if argv is None else argv)
     with _quiet_and_clean():

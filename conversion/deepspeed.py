@@ -1,7 +1,6 @@
 """DeepSpeed folders of any ZeRO stage: the float32 master weights, put together from the optimizer shards of all ranks.
 
-Shards of different steps, stages or runs must not be joined. Three things tell them apart: the counters and learning rates that each optimizer
-shard carries, the counters of the model files, and the weights of the model file, which are the master weights rounded.
+Shards of different steps or stages must not be joined. The counters of steps tell them apart, which every file carries.
 """
 
 import dataclasses
@@ -12,9 +11,8 @@ import re
 import torch
 
 from ..common.errors import UserError, listed
-from .safe_pickle import StandIn
 from .stored import StoredTensor, checked_shape, tensors_of, unreadable
-from .torch_files import load_torch_file
+from .torch_files import StandIn, load_torch_file
 
 
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
@@ -52,7 +50,7 @@ def _read(folder):
     shards = _shards(folder, shard_files)
     if not shapes:
         raise UserError(f"{model_files[0]} does not say which parameters the ZeRO shards hold (no param_shapes).")
-    groups = [{_name(name, folder): checked_shape(shape, name) for name, shape in group.items()} for group in shapes]
+    groups = [{name: checked_shape(shape, name) for name, shape in group.items()} for group in shapes]
 
     stage = _plain(shards[0].get("zero_stage", 1))
     if "fp32_flat_groups" in shards[0]:
@@ -68,7 +66,6 @@ def _read(folder):
         module = {name: stored for name, stored in module.items() if math.prod(stored.shape)}
     elif "single_partition_of_fp32_groups" in shards[0]:
         tensors = _stages_1_and_2(folder, model, groups, shards)
-        tensors = {name: _checked_against(module.get(name), stored, name, folder) for name, stored in tensors.items()}
     else:
         raise UserError(f"{folder}: the ZeRO shards hold no float32 master weights.")
 
@@ -78,7 +75,7 @@ def _read(folder):
     for alias, original in (model.get("shared_params") or {}).items():
         if original in tensors:
             tensors[original] = dataclasses.replace(tensors[original], storage=(str(folder), original))
-            tensors[_name(alias, folder)] = tensors[original]
+            tensors[alias] = tensors[original]
     kind = f"DeepSpeed ZeRO {stage}, {len(shards)} shard{'s' if len(shards) > 1 else ''}"
     return tensors, kind, ["float32 master weights from the optimizer shards"]
 
@@ -87,12 +84,6 @@ def _value(mapping, key, path):
     if not isinstance(mapping, dict) or key not in mapping:
         raise UserError(f"{path} is not a file of a DeepSpeed checkpoint: it has no {key!r}.")
     return mapping[key]
-
-
-def _name(name, folder):
-    if not isinstance(name, str):
-        raise UserError(f"{folder} holds a tensor whose name is not text: {name!r:.100}.")
-    return name
 
 
 # ---------------------------------------------------------------------------------------------------------------------- the files
@@ -139,24 +130,21 @@ def _shards(folder, files):
 def _plain(value):
     """A number or text as itself, an enum as its value, a tensor of one number as the number, and anything else as None."""
     if isinstance(value, StandIn):
-        return _plain(value.args[0]) if len(value.args) == 1 else None
-    if isinstance(value, StoredTensor):
-        return value.read().item() if math.prod(value.shape) == 1 else None
+        value = value.args[0] if value.args else None
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _progress(shard):
     """{what: value} of an optimizer shard that is the same on all ranks of one step, and differs between steps or stages."""
     found = {"zero_stage": _plain(shard.get("zero_stage")), "partition_count": shard.get("partition_count")}
-    if isinstance(shard.get("loss_scaler"), StandIn):
-        found["loss scale"] = _plain(shard["loss_scaler"].fields.get("cur_scale"))
     optimizer = shard.get("base_optimizer_state", shard.get("optimizer_state_dict"))
     states = optimizer.get("state", {}) if isinstance(optimizer, dict) else dict(enumerate(optimizer or ()))
     groups = optimizer.get("param_groups", []) if isinstance(optimizer, dict) else []
-    for kind, entries in (("step", states.items()), ("step", enumerate(groups)), ("lr", enumerate(groups))):
-        for number, entry in entries:
-            if isinstance(entry, dict) and kind in entry:
-                found[f"{kind} of parameter group {number}"] = _plain(entry[kind])
+    for number, entry in (*states.items(), *enumerate(groups)):
+        if isinstance(entry, dict) and "step" in entry:
+            found[f"step of parameter group {number}"] = _plain(entry["step"])
     return found
 
 
@@ -180,44 +168,37 @@ def _check_same(folder, found, what):
 
 
 class _Flat:
-    """Several stored 1-D tensors as one."""
+    """Several 1-D tensors as one."""
 
     def __init__(self, parts):
-        if any(not isinstance(part, StoredTensor) or len(part.shape) != 1 for part in parts):
+        if any(not isinstance(part, torch.Tensor) or part.dim() != 1 for part in parts):
             raise ValueError("a group of parameters that is not a flat tensor")
-        self.parts = parts
+        self.parts = [part.detach() for part in parts]
 
     def __len__(self):
-        return sum(part.shape[0] for part in self.parts)
+        return sum(map(len, self.parts))
 
     def pieces(self, start, length):
-        """(stored tensor, begin, end) of the pieces that hold elements `start` to `start + length` in order."""
+        """The views, in order, that hold elements `start` to `start + length`."""
         pieces = []
         for part in self.parts:
-            begin, end = max(start, 0), min(max(start + length, 0), part.shape[0])
+            begin, end = max(start, 0), min(max(start + length, 0), len(part))
             if begin < end:
-                pieces.append((part, begin, end))
-            start -= part.shape[0]
+                pieces.append(part[begin:end])
+            start -= len(part)
         return pieces
 
 
 def _assembled(pieces, shape, name, folder):
     """The tensor of `shape` whose elements are those of the `pieces`, and padding after them."""
-    numel = math.prod(shape)
-    have = sum(end - begin for _, begin, end in pieces)
+    numel, have = math.prod(shape), sum(map(len, pieces))
     if have < numel:
         raise UserError(f"{folder}: the ZeRO shards hold {have} of the {numel} numbers of {name}; they are truncated or of another run.")
 
     def read():
-        views = [part.read().flatten()[begin:end] for part, begin, end in pieces]
-        return (views[0] if len(views) == 1 else torch.cat(views))[:numel].view(shape)
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:numel].view(shape)
 
-    return StoredTensor(shape, pieces[0][0].dtype if pieces else torch.float32, read)
-
-
-def _complete(stored):
-    """The one piece that is all of a stored tensor."""
-    return stored, 0, math.prod(stored.shape)
+    return StoredTensor(shape, pieces[0].dtype if pieces else torch.float32, read)
 
 
 def _stages_1_and_2(folder, model, groups, shards):
@@ -238,7 +219,7 @@ def _stages_1_and_2(folder, model, groups, shards):
             raise UserError(f"{folder}: group {number} of the ZeRO shards holds {len(flat)} numbers where {offset} belong to parameters.")
     fragments = model.get("frozen_param_fragments") or {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        tensors[_name(name, folder)] = _assembled([_complete(fragments[name])], checked_shape(shape, name), name, folder)
+        tensors[name] = _assembled([fragments[name].flatten()], checked_shape(shape, name), name, folder)
     return tensors
 
 
@@ -256,33 +237,6 @@ def _stage_3(folder, models, groups, shards):
         raise UserError(f"{folder}: the ZeRO 3 shards hold {listed(map(len, flats))} numbers each where {offset} belong to the parameters.")
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
-        pieces = [_complete(part) for part in parts if part is not None]
-        tensors[_name(name, folder)] = _assembled(pieces, checked_shape(shape, name), name, folder)
+        pieces = [part.flatten() for part in parts if part is not None]
+        tensors[name] = _assembled(pieces, checked_shape(shape, name), name, folder)
     return tensors
-
-
-def _checked_against(rounded, stored, name, folder):
-    """`stored`, compared when it is read with the model's own weight, which is this master weight rounded to its dtype."""
-    if rounded is None or rounded.shape != stored.shape or not rounded.dtype.is_floating_point:
-        return stored
-
-    unit, tiny, checked = torch.finfo(rounded.dtype).eps, torch.finfo(rounded.dtype).smallest_normal, False
-
-    def read():
-        nonlocal checked
-        master = stored.read()
-        if not checked:
-            differs = 0
-            for numbers, own in zip(master.flatten().split(1 << 22), rounded.read().flatten().split(1 << 22)):
-                # One unit in the last place: optimizers on CPU and GPU need not round alike.
-                far = (numbers - own.float()).abs() > unit * numbers.abs() + tiny
-                differs += int((far & own.isfinite()).sum())
-            if differs:
-                raise UserError(
-                    f"{folder}: the master weights of {name} are not those of the model file (at {differs} of {master.numel()} numbers); "
-                    "the files are of different steps or runs."
-                )
-            checked = True
-        return master
-
-    return StoredTensor(stored.shape, stored.dtype, read, stored.storage)

@@ -4,30 +4,50 @@ A tensor is taken only if its parts cover each of its numbers once.
 """
 
 import math
-import mmap
+import pickle
 
 import torch
 
 from ..common.errors import UserError
 from ..common.files import check_file
-from .safe_pickle import LIMIT, stand_ins, unpickle
-from .stored import StoredTensor, checked_shape, is_plain_name, unreadable
-from .torch_files import read_torch
+from .stored import StoredTensor, checked_shape, is_plain_name, tensors_of, unreadable
+from .torch_files import StandIn, foreign_class, load_torch_file
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-_NAMES = {
-    "torch.Size": lambda sizes=(): tuple(sizes),
+# What `.metadata` consists of.
+_STAND_INS = [
+    *(f"{_CHECKPOINT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+    *(f"{_CHECKPOINT}.metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
+    *(f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING", "builtins.getattr", "torch.serialization._get_layout"),
+    *(f"{_CHECKPOINT}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+    *(f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows")),
+]
+_CLASSES = {
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-    **stand_ins(
-        *(f"{_CHECKPOINT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
-        *(f"{_CHECKPOINT}.metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
-        *(f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING", "builtins.getattr", "torch.serialization._get_layout"),
-        *(f"{_CHECKPOINT}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *(f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows")),
-        "collections.OrderedDict",
-    ),
+    **{path: type(path.rpartition(".")[2], (StandIn,), {}) for path in _STAND_INS},
+    **{"torch.Size": torch.Size, "collections.OrderedDict": dict},
 }
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads `.metadata`, for which torch itself has a reader only that runs code."""
+
+    def __init__(self, file):
+        super().__init__(file)
+        self.where = file.name
+
+    def find_class(self, module, name):
+        path = f"{module}.{name}"
+        if path not in _CLASSES:
+            raise foreign_class(self.where, path)
+        return _CLASSES[path]
+
+
+def _fields(made):
+    """{name: value} of a StandIn; objects with __slots__ have a pair."""
+    parts = made.state if isinstance(made.state, tuple) else (made.state,)
+    return next(part for part in parts if isinstance(part, dict))
 
 
 def read_distributed(folder):
@@ -40,17 +60,14 @@ def read_distributed(folder):
     check_file(path)
     try:
         with open(path, "rb") as file:
-            metadata = unpickle(file.read(LIMIT + 1), _NAMES, path)
-        places = {}
-        for index, info in metadata.fields["storage_data"].items():
-            places.setdefault(index.fields["fqn"], {})[tuple(index.fields.get("offset") or ())] = info.fields
-        tensors, taken = {}, {}
-        for name, entry in metadata.fields["state_dict_metadata"].items():
-            if not isinstance(name, str):
-                raise UserError(f"{path} holds a tensor whose name is not text: {name!r:.100}.")
-            if type(entry).__name__ == "TensorStorageMetadata" and not name.startswith(("optim", "lr_scheduler", "scheduler")):
-                tensors[name] = _tensor(folder, name, entry.fields, places.get(name, {}), taken)
-        _check_apart(folder, taken)
+            metadata = _fields(_Unpickler(file).load())
+        places, tensors = {}, {}
+        for index, info in metadata["storage_data"].items():
+            index = _fields(index)
+            places.setdefault(index["fqn"], {})[tuple(index.get("offset") or ())] = _fields(info)
+        for name, entry in metadata["state_dict_metadata"].items():
+            if type(entry).__name__ == "TensorStorageMetadata" and not str(name).startswith(("optim", "lr_scheduler", "scheduler")):
+                tensors[name] = _tensor(folder, name, _fields(entry), places.get(name, {}))
     except UserError:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
@@ -58,18 +75,20 @@ def read_distributed(folder):
     return tensors, "torch.distributed.checkpoint (FSDP)", []
 
 
-def _tensor(folder, name, entry, places, taken):
+def _tensor(folder, name, entry, places):
     """One tensor of the metadata.
 
     Args:
         entry: its size, dtype and chunks.
         places: {offsets: where that chunk is}.
-        taken: {file: list of (first byte, length)}, to which this adds.
     """
     properties, parts = entry["properties"], []
-    shape, dtype = checked_shape(entry["size"], name), properties.fields.get("dtype") or properties.state[0]
-    for chunk in entry["chunks"]:
-        offsets, sizes = checked_shape(chunk.fields["offsets"], name), checked_shape(chunk.fields["sizes"], name)
+    # TensorProperties pickles itself as a tuple that begins with the dtype.
+    shape, dtype = checked_shape(entry["size"], name), properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"{folder} is damaged: the dtype of {name} is {dtype!r:.80}.")
+    for chunk in map(_fields, entry["chunks"]):
+        offsets, sizes = checked_shape(chunk["offsets"], name), checked_shape(chunk["sizes"], name)
         if len(offsets) != len(shape) or len(sizes) != len(shape) or any(o + n > m for o, n, m in zip(offsets, sizes, shape)):
             raise UserError(f"{folder} is damaged: a part of {name} is outside of it.")
         if not math.prod(sizes):
@@ -87,7 +106,6 @@ def _tensor(folder, name, entry, places, taken):
             raise UserError(f"{folder} is incomplete: {place['relative_path']} is missing.")
         if file.stat().st_size < first + length:
             raise UserError(f"{file} is truncated: {file.stat().st_size} bytes where at least {first + length} belong.")
-        taken.setdefault(file, []).append((first, length))
         parts.append((offsets, sizes, file, first, length))
     have, numel = sum(math.prod(sizes) for _, sizes, *_ in parts), math.prod(shape)
     if have != numel:
@@ -95,11 +113,11 @@ def _tensor(folder, name, entry, places, taken):
 
     def read():
         if len(parts) == 1:
-            return _part(*parts[0][1:], dtype)
+            return _part(name, *parts[0][1:], dtype)
         tensor, covered = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
         for offsets, sizes, *place in parts:
             region = tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
-            tensor[region], covered[region] = _part(sizes, *place, dtype), True
+            tensor[region], covered[region] = _part(name, sizes, *place, dtype), True
         if not covered.all():
             raise UserError(f"{folder} is damaged: its parts of {name} overlap and leave {int((~covered).sum())} numbers out.")
         return tensor
@@ -107,21 +125,10 @@ def _tensor(folder, name, entry, places, taken):
     return StoredTensor(shape, dtype, read)
 
 
-def _check_apart(folder, taken):
-    """Refuses parts that are at one place: a small file must not be a large tensor many times over."""
-    for file, places in taken.items():
-        end = 0
-        for first, length in sorted(places):
-            if first < end:
-                raise UserError(f"{folder} is damaged: two parts are at one place of {file.name}.")
-            end = first + length
-
-
-def _part(sizes, file, first, length, dtype):
+def _part(name, sizes, file, first, length, dtype):
     with open(file, "rb") as stream:
-        view = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))[first : first + length]
-    stored = read_torch(view, file)
-    if not isinstance(stored, StoredTensor) or stored.shape != sizes or stored.dtype != dtype:
-        found = f"{stored.dtype} of shape {stored.shape}" if isinstance(stored, StoredTensor) else type(stored).__name__
-        raise UserError(f"{file} holds {found} where the metadata says {dtype} of shape {sizes}.")
-    return stored.read()
+        stream.seek(first)
+        found = tensors_of({name: load_torch_file(file, stream.read(length))}, file).get(name)
+    if found is None or (found.shape, found.dtype) != (sizes, dtype):
+        raise UserError(f"{file} does not hold what the metadata says: a part of {name}, {dtype} of shape {sizes}.")
+    return found.read()

@@ -14,6 +14,7 @@ class Head:
         auto_class: Auto class of transformers that loads it.
         pipeline_tag: the Hub's name of its task.
         prefixes: how the names of its tensors beside the backbone begin.
+        outputs: names of what its forward returns.
         per_token: whether its outputs are (B, L, ...), or one row for each sequence.
         has_labels: whether the rows of `classifier` are labels.
         has_choices: whether its inputs are (B, choices, L).
@@ -23,6 +24,7 @@ class Head:
     auto_class: str
     pipeline_tag: str
     prefixes: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("logits",)
     per_token: bool = True
     has_labels: bool = False
     has_choices: bool = False
@@ -57,14 +59,17 @@ HEADS = {
     head.option: head
     for head in (
         Head("masked-lm", "AutoModelForMaskedLM", "fill-mask", ("decoder.",)),
-        Head("base", "AutoModel", "feature-extraction"),
+        Head("base", "AutoModel", "feature-extraction", outputs=("last_hidden_state",)),
         Head(
             *("sequence-classification", "AutoModelForSequenceClassification", "text-classification", ("dense.", "classifier.")),
             per_token=False,
             has_labels=True,
         ),
         Head("token-classification", "AutoModelForTokenClassification", "token-classification", ("classifier.",), has_labels=True),
-        Head("question-answering", "AutoModelForQuestionAnswering", "question-answering", ("qa_outputs.",)),
+        Head(
+            *("question-answering", "AutoModelForQuestionAnswering", "question-answering", ("qa_outputs.",)),
+            outputs=("start_logits", "end_logits"),
+        ),
         Head(
             *("multiple-choice", "AutoModelForMultipleChoice", "multiple-choice", ("dense.", "classifier.")),
             per_token=False,

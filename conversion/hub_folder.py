@@ -8,11 +8,7 @@ from tqdm.auto import tqdm
 from ..common.cards import front_matter
 from ..common.errors import printable
 from ..common.files import write_safetensors
-from ..common.loading import copy_code
-
-
-# As safetensors names them.
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+from ..common.loading import SAFETENSORS_DTYPES, copy_code
 
 
 def write_weights(folder, conversion, max_shard_size):
@@ -20,6 +16,7 @@ def write_weights(folder, conversion, max_shard_size):
     from huggingface_hub import split_state_dict_into_shards_factory
 
     shapes, dtype = conversion.shapes, conversion.dtype
+    dtype_name = next(name for name, value in SAFETENSORS_DTYPES.items() if value == dtype)
     split = split_state_dict_into_shards_factory(
         shapes,
         get_storage_size=lambda shape: torch.Size(shape).numel() * dtype.itemsize,
@@ -35,7 +32,7 @@ def write_weights(folder, conversion, max_shard_size):
 
         rows = []
         for file, names in sorted(split.filename_to_tensors.items()):
-            layout = {name: (_DTYPE_NAMES[dtype], shapes[name]) for name in names}
+            layout = {name: (dtype_name, shapes[name]) for name in names}
             rows.append(write_safetensors(folder / file, layout, read, {"format": "pt"}))
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
@@ -44,7 +41,7 @@ def write_weights(folder, conversion, max_shard_size):
 
 
 def write_config(folder, conversion):
-    """config.json with the complete auto_map, and the two code files that it points at."""
+    """config.json with the complete auto_map, and the code files that it points at."""
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = str(conversion.dtype).removeprefix("torch.")
     conversion.config.to_json_file(folder / "config.json")

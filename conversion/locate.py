@@ -223,5 +223,7 @@ def open_checkpoint(path, step=None):
     tensors, kind, notes = _reader_of(found)()
     if not tensors:
         raise UserError(f"{found} holds no tensors.")
+    if unnamed := [name for name in tensors if not isinstance(name, str)]:
+        raise UserError(f"{found} holds a tensor whose name is not text: {unnamed[0]!r:.100}.")
     folders = _run_folders(Path(os.path.abspath(found)), Path(os.path.abspath(start)))
     return Checkpoint(found, kind, canonical_names(tensors, found), folders, notes)

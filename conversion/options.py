@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from ..common.arguments import Arguments, Options, option
 from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
-from ..common.constants import DTYPES
 from ..common.errors import UserError
 from .heads import HEADS
 
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def size_in_bytes(text):
@@ -40,7 +39,9 @@ class CheckpointOptions(Arguments):
 class FolderOptions(Arguments):
     """What is written."""
 
-    dtype: str | None = option(None, "by default the checkpoint's own; float32 if it mixes several", choices=DTYPES[1:])
+    dtype: str | None = option(
+        None, "by default the checkpoint's own; float32 if it mixes several", choices=("float32", "bfloat16", "float16")
+    )
     sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
     max_shard_size: str = option("5GB", "largest weight file")
     license: str | None = option(None, LICENSE_HELP)

@@ -1,17 +1,11 @@
 """safetensors files, and the index of weights in several files of either format."""
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from ..common.errors import UserError, listed
 from ..common.files import check_file, read_json
+from ..common.loading import SAFETENSORS_DTYPES
 from .stored import StoredTensor, is_plain_name, unreadable
-
-
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
-}
 
 
 def safetensors_tensors(path):
@@ -25,9 +19,9 @@ def safetensors_tensors(path):
         raise unreadable(path, error) from None
     tensors = {}
     for name, (shape, dtype) in described.items():
-        if dtype not in _DTYPES:
+        if dtype not in SAFETENSORS_DTYPES:
             raise UserError(f"{path}: tensor {name} is stored as {dtype}, which is not a dtype of training weights.")
-        tensors[name] = StoredTensor(shape, _DTYPES[dtype], lambda name=name: handle.get_tensor(name))
+        tensors[name] = StoredTensor(shape, SAFETENSORS_DTYPES[dtype], lambda name=name: handle.get_tensor(name))
     return tensors
 
 

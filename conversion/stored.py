@@ -29,13 +29,6 @@ class StoredTensor:
     storage: Hashable = None
 
 
-@dataclass(frozen=True, eq=False)
-class Unusable:
-    """Stands for a tensor that has no plain numbers in the file: sparse, nested, quantised, on the meta device."""
-
-    kind: str
-
-
 def unreadable(path, error):
     """The UserError about a file that its reader could not make sense of."""
     return UserError(f"{path} cannot be read, it is truncated or not a file of weights ({one_line(error)}).")
@@ -48,21 +41,47 @@ def checked_shape(sizes, name):
     raise UserError(f"the file says that {name} has the shape {sizes!r:.100}, which no tensor has.")
 
 
+def _kind(tensor):
+    """What keeps a tensor from being plain numbers in the file; None for nothing."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a tensor of the class {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return "a sparse tensor"
+    if tensor.is_meta:
+        return "a tensor of the meta device, without numbers"
+    if tensor.is_quantized:
+        return "a quantised tensor"
+    # A small file must not become a large one.
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        return "a tensor that repeats its numbers"
+    return None
+
+
 def tensors_of(mapping, path):
     """{name: StoredTensor} of what a file maps names to, without its other values.
 
+    Args:
+        mapping: {name: tensor or anything else}.
+        path: the file, for messages.
     Raises:
-        UserError: a tensor whose name is not text, or that has no plain numbers.
+        UserError: a tensor that has no plain numbers.
     """
     tensors = {}
     for name, value in mapping.items():
-        if isinstance(value, Unusable):
-            raise UserError(f"{path}: {name} is {value.kind}, which is not converted; save it as a plain tensor.")
-        if isinstance(value, StoredTensor):
-            if not isinstance(name, str):
-                raise UserError(f"{path} holds a tensor whose name is not text: {name!r:.100}.")
-            tensors[name] = value
+        if isinstance(value, torch.Tensor):
+            if kind := _kind(value):
+                raise UserError(f"{path}: {name} is {kind}, which is not converted; save it as a plain tensor.")
+            tensors[name] = stored(value.detach())
     return tensors
+
+
+def stored(tensor):
+    """The StoredTensor of a plain tensor, which may be memory-mapped."""
+    shape = tuple(tensor.shape)
+    place = (tensor.data_ptr(), shape, tensor.stride()) if tensor.numel() else None
+    return StoredTensor(shape, tensor.dtype, lambda: tensor, place)
 
 
 def is_plain_name(name):

@@ -1,26 +1,23 @@
-"""The tokenizer of the result. A stranger's is parsed in a process of its own, from the plain files that a tokenizer consists of: no key of
-theirs leads to code or to another file, nothing is copied, and what was written is loaded and compared.
-"""
+"""The tokenizer of the result: loaded without code, written anew from what was parsed and not by copying, loaded again and compared."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
+
 from ..common.constants import TOKENIZER
-from ..common.errors import UserError, listed
+from ..common.errors import UserError, listed, one_line
 from ..common.files import check_file, read_json
-from .fresh import run_fresh
-from .fresh_tokenizer import SETTINGS
 
 
-# Where transformers looks for a tokenizer: vocabularies and rules, and settings.
-_PLAIN_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
-_SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Bytes of one file; the largest vocabularies in use have some 35 MB.
-_LARGEST = 128_000_000
-_SECONDS = 300
+# What a tokenizer may be made of.
+_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")
+# What its tokenizer_config.json says beside its class and special tokens. No code, and no file.
+_SETTINGS = (
+    *("add_prefix_space", "clean_up_tokenization_spaces", "do_lower_case", "model_input_names", "padding_side", "strip_accents"),
+    *("tokenize_chinese_chars", "truncation_side"),
+)
 # An embedding may have the tokenizer's size rounded up to a multiple of one of these (padded for GPU efficiency).
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 _TEXTS = ["The owl's nest, 42 metres up: caf\u00e9!", "[MASK] unaffable \u4f60\u597d", ""]
@@ -41,8 +38,8 @@ def find_tokenizer(argument, folders):
         return None
     if argument is None:
         return next((f for f in folders if any((f / name).is_file() for name in ("tokenizer.json", "vocab.txt"))), TOKENIZER)
-    if not any((Path(argument) / name).is_file() for name in _PLAIN_FILES):
-        raise UserError(f"--tokenizer takes a folder with {listed(_PLAIN_FILES[:2])} ..., or none, but {argument} was given.")
+    if not any((Path(argument) / name).is_file() for name in _FILES):
+        raise UserError(f"--tokenizer takes a folder with {listed(_FILES[:2])} ..., or none, but {argument} was given.")
     return Path(argument)
 
 
@@ -56,87 +53,66 @@ def check_rows(size, rows, folder):
         )
 
 
-def _check_link(path):
-    """Refuses a link, which could lead anywhere; those of the Hub's cache lead to its `blobs`."""
-    target, blobs = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent)).parent.parent / "blobs"
-    if path.is_symlink() and target.parent != blobs:
-        raise UserError(f"{path} is a link to {target}, and links are not followed into what may be published; put the file there.")
-    check_file(path)
-    if path.stat().st_size > _LARGEST:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes, which is too many for a tokenizer.")
-
-
-def _is_token(value):
-    """Whether a setting is a token: text, or a mapping with its text and switches."""
-    if isinstance(value, dict):
-        return isinstance(value.get("content"), str) and all(
-            isinstance(v, bool) for k, v in value.items() if k not in ("content", "__type")
-        )
-    return isinstance(value, str)
-
-
-def _plain_settings(given):
-    """The settings that say how text is split, and nothing that names a file, a class elsewhere, or code."""
-    sides = {name: given[name] for name in SETTINGS if name.endswith("_side") and given.get(name) in ("left", "right")}
-    settings = sides | {name: given[name] for name in SETTINGS if isinstance(given.get(name), bool)}
-    names = given.get("model_input_names")
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        settings["model_input_names"] = names
-    settings |= {name: given[name] for name in _SPECIAL_TOKENS if _is_token(given.get(name))}
-    longest, kind, added = (given.get(name) for name in ("model_max_length", "tokenizer_class", "added_tokens_decoder"))
-    if type(longest) is int and longest > 0:
-        settings["model_max_length"] = longest
-    if isinstance(kind, str) and kind.isidentifier():
-        settings["tokenizer_class"] = kind
-    if isinstance(added, dict) and all(number.isdecimal() and _is_token(token) for number, token in added.items()):
-        settings["added_tokens_decoder"] = added
-    return settings
-
-
-def _copy_plain_files(source, target):
-    """Puts what a tokenizer consists of into the folder `target`, without any other key or file."""
-    target.mkdir()
-    for name in (*_PLAIN_FILES, *_SETTINGS_FILES):
-        path = source / name
-        if not path.exists() and not path.is_symlink():
-            continue
-        _check_link(path)
-        if name in _SETTINGS_FILES:
-            content = read_json(path)
-            settings = _plain_settings(content) if isinstance(content, dict) else {}
-            (target / name).write_text(json.dumps(settings), encoding="utf-8")
-        else:
-            shutil.copyfile(path, target / name)
-    config = target / "tokenizer_config.json"
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+def _load(folder):
+    """The tokenizer of a folder, whose tokenizer_config.json may lack its class or be absent."""
+    for name in (*_FILES, "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            check_file(folder / name)
+    settings = folder / "tokenizer_config.json"
+    settings = read_json(settings) if settings.exists() else {}
+    named = isinstance(settings, dict) and isinstance(settings.get("tokenizer_class"), str)
     # NeoBERT's own is BERT's, which needs no more than its vocabulary.
-    settings.setdefault("tokenizer_class", "BertTokenizer" if (target / "vocab.txt").exists() else "PreTrainedTokenizerFast")
-    config.write_text(json.dumps(settings), encoding="utf-8")
+    own = BertTokenizerFast if (folder / "vocab.txt").exists() else PreTrainedTokenizerFast
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False) if named else own.from_pretrained(folder)
 
 
-def write_tokenizer(source, target, config, scratch):
+def _write(tokenizer, target, max_length):
+    """Writes a loaded fast tokenizer to the folder `target`; it truncates at `max_length` tokens at the latest."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    words = sorted((number, word) for word, number in backend.get_vocab(with_added_tokens=False).items())
+    in_lines = [number for number, _ in words] == list(range(len(words)))  # vocab.txt has a token's id as the number of its line
+    is_bert = isinstance(tokenizer, BertTokenizerFast) and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer" and in_lines
+    if is_bert:
+        (target / "vocab.txt").write_text("".join(f"{word}\n" for _, word in words), encoding="utf-8")
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, (str, AddedToken))}
+    own = tokenizer.model_max_length
+    settings = {name: tokenizer.init_kwargs[name] for name in _SETTINGS if name in tokenizer.init_kwargs}
+    # Version 4 takes the space before a text from here, and where nothing is said changes tokenizer.json's; as in common/loading.py.
+    words = json.loads(backend.to_str())["pre_tokenizer"] or {}
+    settings |= {name: words[name] for name in ("add_prefix_space",) if name in words}
+    settings |= special | {
+        "tokenizer_class": "BertTokenizer" if is_bert else "PreTrainedTokenizerFast",
+        "model_max_length": min(own, max_length) if type(own) is int and own > 0 else max_length,
+    }
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", special)):
+        (target / name).write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(source, target, config):
     """Writes the tokenizer of the folder `source` to the folder `target` and compares what both make of some texts.
 
     Args:
         source, target: folders.
         config: of the model: how many rows its embedding has, and how long its texts are.
-        scratch: folder for what is needed on the way.
     Raises:
-        UserError: links among its files; not loadable; without a fast form; not of this model.
+        UserError: not loadable; without a fast form; not of this model.
     """
-    plain, answer = scratch / "tokenizer", scratch / "tokenizer.json"
-    _copy_plain_files(source, plain)
-    run_fresh(
-        *("fresh_tokenizer.py", plain, target, config.max_position_embeddings, json.dumps(_TEXTS), answer),
-        scratch=scratch,
-        what=f"the tokenizer in {source} cannot be loaded",
-        seconds=_SECONDS,
-    )
-    said = read_json(answer)
-    check_rows(said["size"], config.vocab_size, source)
-    if not said["fast"]:
-        raise UserError(
-            f"the tokenizer in {source} has no fast form (tokenizer.json), which the Hub folder needs; give another with --tokenizer DIR."
-        )
-    if said["ids"] != said["written_ids"]:
+    try:
+        tokenizer = _load(source)
+        size = max(tokenizer.get_vocab().values()) + 1
+        check_rows(size, config.vocab_size, source)
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer in {source} has no fast form (tokenizer.json), which the Hub folder needs; give another with --tokenizer DIR."
+            )
+        _write(tokenizer, target, config.max_position_embeddings)
+        same = _load(target)(_TEXTS)["input_ids"] == tokenizer(_TEXTS)["input_ids"]
+    except UserError:
+        raise
+    except Exception as error:  # files of any content
+        raise UserError(f"the tokenizer in {source} cannot be loaded: {one_line(error, 400)}") from error
+    if not same:
         raise UserError("the converted folder's tokenizer splits text otherwise than its source, so it was not kept.")

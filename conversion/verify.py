@@ -1,11 +1,16 @@
 """The proof: the written folder is loaded as a user loads it, in a fresh process, and its outputs are compared with those of the source."""
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..common.errors import UserError
-from .fresh import run_fresh
+from ..common.errors import UserError, one_line
 
 
 def random_inputs(conversion):
@@ -75,13 +80,36 @@ def source_outputs(conversion, rounded):
     Args:
         conversion: Conversion.
         rounded: whether the weights are first rounded to the dtype that is written.
+    Raises:
+        UserError: it does not run.
     """
     inputs = random_inputs(conversion)
 
     def read(name):
         return conversion.read(name, rounded).to(torch.float32)
 
-    return _compared(streamed_forward(conversion.build(), read, inputs), conversion, inputs)
+    try:
+        outputs = streamed_forward(conversion.build(), read, inputs)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # rope_parameters of any type, for example
+        raise UserError(f"the model of this configuration does not run ({one_line(error)}).") from error
+    return _compared(outputs, conversion, inputs)
+
+
+def _reload(folder, auto_class, inputs, outputs, scratch):
+    """Runs `fresh_model.py`, which knows neither this package nor the network, in a process of its own."""
+    command = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    process = subprocess.run(
+        [sys.executable, "-c", command, Path(__file__).with_name("fresh_model.py"), folder, auto_class, inputs, outputs],
+        env={**os.environ, "HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(scratch)},
+        cwd=scratch,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    if process.returncode:
+        said = process.stderr.decode(errors="replace").strip().splitlines()
+        ended = signal.Signals(-process.returncode).name if process.returncode < 0 else process.returncode
+        reason = one_line(said[-1], 400) if said and process.returncode > 0 else f"its process ended with {ended}"
+        raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
 
 
 def verify(folder, conversion, expected, scratch):
@@ -99,11 +127,7 @@ def verify(folder, conversion, expected, scratch):
     """
     inputs, given, answered = random_inputs(conversion), scratch / "inputs.safetensors", scratch / "outputs.safetensors"
     save_file(inputs, given)
-    run_fresh(
-        *("fresh_model.py", folder, conversion.head.auto_class, given, answered),
-        scratch=scratch,
-        what="the converted folder does not load, so it was not kept",
-    )
+    _reload(folder, conversion.head.auto_class, given, answered, scratch)
     outputs = _compared(load_file(answered), conversion, inputs)
     difference = (outputs - expected).abs().max().item() if outputs.shape == expected.shape else float("nan")
     if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):

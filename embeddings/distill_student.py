@@ -8,14 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from ..common.errors import UserError
 from ..common.files import write_json
-from ..common.loading import copy_code
+from ..common.loading import WEIGHT_DTYPES, copy_code
 from ..common.pooling import save_for_all_versions
 from .packed_encoder import load_sentence_transformer
 
 
 # float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype that is asked for (4 keeps e4m3 as it is).
 # The torch dtypes of options.STORAGE_DTYPES.
-_STORED_AS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e5m2}
+_STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
 
 
 def build_student(arguments, teacher, width):

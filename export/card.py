@@ -6,25 +6,15 @@ from ..common.cards import front_matter
 from ..common.errors import printable
 
 
-_JS_TASKS = {
-    "base": "feature-extraction",
-    "masked-lm": "fill-mask",
-    "sequence-classification": "text-classification",
-    "token-classification": "token-classification",
-    "question-answering": "question-answering",
-}
-
-
 def _usage(source, name, targets):
     """(title, language, lines) of each way to load the folder."""
     quoted = json.dumps(printable(name), ensure_ascii=False)
     if "onnx" in targets:
-        task = _JS_TASKS[source.head.option]
         pooled = source.pooling is not None and source.pooling.mode in ("mean", "cls") and not len(source.pooling.dense)
         options = f', {{ pooling: "{source.pooling.mode}", normalize: {str(source.pooling.normalize).lower()} }}' if pooled else ""
         lines = [
             'import { pipeline } from "@huggingface/transformers";',
-            f'const run = await pipeline("{task}", {quoted}, {{ dtype: "{_js_dtype(targets)}" }});',
+            f'const run = await pipeline("{source.head.pipeline_tag}", {quoted}, {{ dtype: "{_js_dtype(targets)}" }});',
             f'const output = await run("A text."{options});',
         ]
         yield "transformers.js", "js", lines

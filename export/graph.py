@@ -25,8 +25,7 @@ class Graph(nn.Module):
         # A graph does not know which tokens are a prompt's; readers pool by 1_Pooling then.
         counts_all = source.pooling is not None and (source.pooling.include_prompt or not any(source.prompts.values()))
         self.pooling = source.pooling if counts_all else None
-        names = {"base": ["last_hidden_state"], "question-answering": ["start_logits", "end_logits"]}
-        self.outputs = names.get(source.head.option, ["logits"]) + (["sentence_embedding"] if counts_all else [])
+        self.outputs = [*source.head.outputs, *(["sentence_embedding"] if counts_all else [])]
 
     def forward(self, input_ids, attention_mask):
         found = self.model(input_ids=input_ids, attention_mask=attention_mask)

@@ -20,6 +20,7 @@ from ..common.pooling import pooling_mode
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion import command as converter
 from ..conversion.heads import Head, choose_head
+from ..conversion.options import ConvertArguments
 from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 
 
@@ -133,7 +134,7 @@ def open_source(arguments):
 
 def _converted(arguments, folder):
     tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
-    converter.convert(converter.ConvertArguments(arguments.folder, str(folder), head=arguments.head, **tokenizer))
+    converter.convert(ConvertArguments(checkpoint=arguments.folder, output=str(folder), head=arguments.head, **tokenizer))
     return folder
 
 

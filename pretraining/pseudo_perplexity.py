@@ -223,6 +223,9 @@ def evaluate(given, model, tokenizer, planned, factor, path, finished):
     todo = [(unit, positions, {**key, "yarn": yarn}) for unit, positions, key in planned]
     todo = [entry for entry in todo if tuple(entry[2][name] for name in KEY) not in keys]
     label = f"{given.name}, YaRN {yarn}"
+    if not todo:
+        logging.getLogger("neobert.pseudo_perplexity").warning("%s: finished already", label)
+        return
     with tqdm(total=sum(len(positions) for _, positions, _ in todo), desc=label, unit="position") as progress:
         for unit, positions, key in todo:
             ids = torch.tensor([*prefix, *unit.ids, *suffix], device=model.device)

@@ -53,8 +53,6 @@ def write_distributed(folder, engine):
     writer = Path(__file__).with_name("write_distributed_checkpoints.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(writer), str(folder), engine]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # DeepSpeed compiles an operation. In the cache of all programs it would wait for the lock of one that was killed.
-    environment["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, f"writing the distributed checkpoints failed: {process.stderr[-3000:]}"
     return folder

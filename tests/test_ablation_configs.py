@@ -123,7 +123,7 @@ def test_the_defaults_are_the_papers_too():
     names = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "warmup_steps", "max_steps", "max_grad_norm")
     assert [getattr(run.training, name) for name in names] == [6e-4, 0.1, 0.9, 0.95, 1e-8, 2000, 1_000_000, 1.0]
     assert (run.training.lr_scheduler_type, run.training.lr_scheduler_kwargs) == ("warmup_stable_decay", COSINE)
-    assert (run.data.column, run.batch.mlm_probability, run.batch.mask_replace_prob) == ("content", 0.2, 1.0)
+    assert (run.data.column, run.batch.mlm_probability, run.batch.mask_replace_prob) == ("text", 0.2, 1.0)
 
 
 @pytest.mark.parametrize("path", sorted(ablation_recipes.RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)

@@ -21,6 +21,7 @@ from contrastive_runs import ANIMALS, arguments_for, make_model_folder, make_pai
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from neobert.common.cards import base_model
 from neobert.common.errors import Stopped, UserError
 from neobert.common.identity import model_digest
 from neobert.common.runs import locked
@@ -302,6 +303,8 @@ def test_the_card_holds_no_row_and_the_manifest_no_folder(model_folder, tmp_path
     assert str(tmp_path.parent) not in (tmp_path / "out" / "contrastive.json").read_text()
     card = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
     assert (card["license"], card["base_model"], card["base_model_relation"]) == ("cc0-1.0", "you/start", "finetune")
+    named = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
+    assert base_model(None, "chandar-lab/NeoBERT") == named and base_model(None, str(model_folder)) == base_model(None) == {}
 
 
 def test_a_sentence_encoder_keeps_its_own_length(model_folder, pairs, tmp_path):

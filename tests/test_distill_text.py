@@ -1,6 +1,7 @@
 """Pins the text for distillation: what is read of each kind of file, sentences and phrases of a paragraph, nothing that the local tasks hold out."""
 
 import gzip
+import importlib.util
 import io
 import json
 import shutil
@@ -8,11 +9,17 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from pathlib import Path
 
 import pytest
 
 from neobert.common.errors import UserError
-from neobert.embeddings import distill_text as text
+
+
+_SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "make_distill_text.py"
+_SPEC = importlib.util.spec_from_file_location("make_distill_text", _SCRIPT)
+text = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(text)
 
 
 def test_sentences_end_at_stops_and_not_at_abbreviations():

@@ -25,6 +25,7 @@ from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
 from neobert.common.runs import locked
+from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
@@ -532,7 +533,10 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
 
 
 def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
-    for more, steps in (({}, 1), ({"max_steps": 1}, 0), ({"max_steps": 400}, 20), ({"warmup_steps": 3}, 3), ({"warmup_steps": 0.5}, 4)):
+    for more, steps in (
+        *(({"max_steps": 1}, 0), ({"max_steps": 8}, 0), ({"max_steps": 400}, 20), ({"max_steps": 10**6}, 2000)),
+        *(({"warmup_steps": 3}, 3), ({"warmup_steps": 0.5}, 4)),
+    ):
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **{"warmup_steps": None, **more}))
         assert run.training.get_warmup_steps(run.training.max_steps) == steps, more
 
@@ -661,6 +665,23 @@ def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
         run_of(arguments_of(corpus, tmp_path, **more))
         assert files == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
     assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), "options about the output alone may be added"
+
+
+@pytest.mark.parametrize("stage, parameters", [(1, 245_136_954), (2, 245_136_954)])
+def test_disk_needs_of_the_papers_recipes(stage, parameters):
+    """Those kept, the newest, and the one that is being written; float32 weights and two moments, or what ZeRO-2 was seen to write."""
+    recipe = read_yaml(RECIPES / f"neobert_stage{stage}.yaml")
+    trainer = recipe["trainer"]
+    saved = range(trainer["save_steps"], trainer["max_steps"] + 1, trainer["save_steps"])
+    most = 0
+    for last in saved[-recipe["keep_every"] // trainer["save_steps"] :]:
+        before = [step for step in saved if step < last]
+        kept = {step for step in before if step % recipe["keep_every"] == 0} | set(before[-trainer["save_total_limit"] :]) | {last}
+        most = max(most, len(kept))
+    figures = " | ".join(f"{most * size * parameters / 1e9:.0f} GB" for size in (12, 16))
+    page = (RECIPES.parent / "docs" / "pretraining.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `neobert_stage{stage}.yaml` |")]
+    assert row.endswith(f"| {figures} |"), figures
 
 
 def test_the_accelerate_configurations_load():

@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from neobert.common.loading import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +51,17 @@ def test_survives_a_save(tokenizer_dir, tmp_path):
     text = "Masks are [MASK] by the model; 3.14 is pi."
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_a_tokenizer_is_saved_for_both_major_versions(tmp_path, space):
+    """What transformers 4 does not read, or reads otherwise without a word: the class, a list of special tokens, the space before a text."""
+    backend = Tokenizer(models.BPE({"a": 0, "\u0120": 1, "[PAD]": 2, "<x>": 3}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", additional_special_tokens=["<x>"], add_prefix_space=space)
+    save_tokenizer(made, tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["pad_token"] == "[PAD]"
+    assert written["add_prefix_space"] is space and "extra_special_tokens" not in written
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("a<x>")["input_ids"] == ([1, 0, 3] if space else [0, 3]) and "<x>" in again.all_special_tokens

@@ -1,11 +1,30 @@
 """Fixtures of the tests of conversion/."""
 
 import pytest
+import reload_in_fork
 import torch
 from conversion_helpers import save
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.conversion import command
+from neobert.common.errors import UserError
+from neobert.conversion import command, verify
+
+
+@pytest.fixture(scope="session")
+def reload_in_a_process():
+    """What `verify` really does; test_command.py has it as well."""
+    return verify._reload
+
+
+@pytest.fixture(autouse=True)
+def _reload_in_a_fork(monkeypatch, reload_in_a_process):
+    """The proof without the seconds of a process start."""
+
+    def reload(*arguments):
+        if reason := reload_in_fork.reload(*arguments):
+            raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
+
+    monkeypatch.setattr(verify, "_reload", reload)
 
 
 @pytest.fixture

@@ -183,8 +183,8 @@ def stored(state):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"num_hidden_layers": 10**9}, "there should be 1000000000 layers .* but 22 tensors in all"),
-        ({"num_hidden_layers": 1e9}, "there should be 1000000000 layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1,000, but 1000000000"),
+        ({"num_hidden_layers": 1e9}, "num_hidden_layers must be at most 1,000"),
         ({"vocab_size": 10**18}, "no model can be made of this configuration|wrong shape"),
         ({"vocab_size": 10**40}, "no model can be made of this configuration"),
         ({"hidden_size": 4 * 10**17}, "no model can be made of this configuration|wrong shape"),
@@ -207,12 +207,12 @@ def stored(state):
         ({"rope_theta": "big"}, "rope_theta must be a positive number"),
         ({"rope_scaling": "yarn"}, "must be a dictionary"),
         ({"rope_scaling": [1]}, "must be a dictionary"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "rope_scaling should map names to numbers, but has 'factor': '2'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "should map names to numbers, but has 'beta_fast': 'x'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("inf")}}, "should map names to numbers"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "a\x1b[2J": 1}}, r"should map names to numbers, but has 'a\\x1b"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e308}}, "'factor' from 1 to 1,000,000, but 1e\\+308"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "needs a 'factor' from 1 to 1,000,000, but '2'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}}, "YaRN needs beta_fast above beta_slow above 0, but 'x'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": float("inf")}}, "YaRN needs beta_fast"),
         ({"rope_parameters": {"rope_type": ["yarn"], "factor": 2.0}}, "rope_type must be one of|does not describe a NeoBERT"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e400}}, "should map names to numbers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 1e400}}, "needs a 'factor' from 1 to"),
     ],
     ids=range(30),
 )
@@ -287,7 +287,7 @@ def _set(name, *shape, dtype=torch.float32):
     "change, message",
     [
         (_without_rows, r"classifier.weight should be a matrix, but has the shape \(0, 64\)"),
-        (_far_layer, "there should be 1000000000 layers .*, but 25 tensors in all"),
+        (_far_layer, "num_hidden_layers must be at most 1,000"),
         (_layer_of_many_digits, r"unexpected tensors: model.transformer_encoder.9{100,}\.\.\."),
         (_set("model.transformer_encoder.٣.wo.weight", 64, 64), "unexpected tensors: model.transformer_encoder.٣.wo.weight"),
         (_set("model.encoder.weight"), r"model.encoder.weight should be a matrix, but has the shape \(\)"),
@@ -324,16 +324,6 @@ def test_expected_shapes_are_those_of_the_model(tiny_config):
     for head in HEADS.values():
         assert expected_shapes(head, config) == {name: tuple(v.shape) for name, v in head.model_class(config).state_dict().items()}
     assert config.num_hidden_layers == 3
-
-
-def test_many_layers_cost_little(tiny_config):
-    """As many as a file of some megabytes can name."""
-    one = {"model.encoder.weight": torch.zeros(200, 64), "model.transformer_encoder.0.ffn.w12.weight": torch.zeros(128, 64)}
-    state = one | {f"model.transformer_encoder.{number}.wo.weight": torch.zeros(1) for number in range(50_000)}
-    start = time.monotonic()
-    with pytest.raises(UserError, match="missing tensors: .* and 249980 more"):
-        plan(stored(state), {})
-    assert time.monotonic() - start < 30
 
 
 def test_float64_becomes_float32(tmp_path, model, tiny_config, without_proof):

@@ -45,14 +45,9 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
         ("a.json", '{"id2label": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
         ("a.json", "[" * 10**5, "cannot be read"),
         ("a.json", " " * 5_000_000, "more than 4,000,000 bytes"),
-        ("a.yaml", "a: &a [*a]", "a part of it holds itself"),
-        (
-            "a.yaml",
-            "a: &a [x,x,x,x,x,x,x]\n" + "".join(f"{c}: &{c} [{','.join(['*' + b] * 7)}]\n" for b, c in zip("abcdefghi", "bcdefghij")),
-            "values",
-        ),
+        ("a.yaml", "a: &a [*a]", "recursion"),
         ("a.yaml", 'vocab_size: !!int ""', "'' is not of the type int"),
-        ("a.yaml", "vocab_size: " + "9" * 5000, "5000 characters"),
+        ("a.yaml", "vocab_size: " + "9" * 5000, "is not of the type int"),
     ],
 )
 def test_bad_configurations(tmp_path, name, text, message):

@@ -139,28 +139,19 @@ def _step(data):
     _optimizer(data)["state"][0]["step"] += 1
 
 
-def _rate(data):
-    _optimizer(data)["param_groups"][0]["lr"] *= 0.5
-
-
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
     "change, message",
     [
         (_step, r"step of parameter group 0 is 1\.0 on rank 0 and 2\.0 on rank 1; keep the files of one step"),
-        (_rate, r"lr of parameter group 0 is 0\.01 on rank 0 and 0\.005 on rank 1"),
         (lambda data: data["optimizer_state_dict"].update(zero_stage=4), r"zero_stage is [123] on rank 0 and 4 on rank 1"),
         (
             lambda data: data["optimizer_state_dict"].update(partition_count=[2, 3]),
             r"partition_count is .* on rank 0 and \[2, 3\] on rank 1",
         ),
-        (
-            lambda data: setattr(data["optimizer_state_dict"]["loss_scaler"], "cur_scale", 0.5),
-            r"loss scale is 1\.0 on rank 0 and 0\.5 on rank 1",
-        ),
     ],
-    ids=["step", "learning rate", "stage", "count", "loss scale"],
+    ids=["step", "stage", "count"],
 )
 def test_shards_of_different_steps_or_stages(run, name, change, message):
     run = run(name).change("*rank_1*optim*", change)
@@ -183,25 +174,6 @@ def test_model_files_of_different_steps(run):
     run = run("zero3").change("*rank_1*model_states*", lambda data: data.update(global_steps=9))
     with pytest.raises(UserError, match="mixes model files that do not belong together: global_steps is 1 on rank 0 and 9 on rank 1"):
         open_checkpoint(run)
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
-@pytest.mark.parametrize("by", [0.5, "5 %"])
-def test_master_weights_of_another_run(run, name, by):
-    """Shards that agree with each other, but are not those of the model file beside them."""
-
-    def change(data):
-        group = data["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data
-        group[group[:1000].abs().argmax()] += by if by == 0.5 else 0.05 * group[:1000].abs().max()
-
-    run = run(name).change("*pp_rank_0_*optim*", change)
-    tensors = open_checkpoint(run).tensors
-    with pytest.raises(
-        UserError, match=r"master weights of model.encoder.weight are not those of the model file \(at 1 of 12992 numbers\)"
-    ):
-        tensors["model.encoder.weight"].read()
-    tensors["decoder.weight"].read()
 
 
 @needs_deepspeed
@@ -287,7 +259,7 @@ def test_a_number_of_shards_that_cannot_be(run, count):
         ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (-1, 64)}), "which no tensor has"),
         ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1 << 60, 64)}), "which no tensor has"),
         ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1.5, "a")}), "which no tensor has"),
-        ("*model_states*", lambda data: data["param_shapes"][0].update({5: (1,)}), "name is not text"),
+        ("*model_states*", lambda data: data["param_shapes"][0].update({5: (1,)}), "cannot be read"),
         ("*model_states*", lambda data: data.update(param_shapes=7), "cannot be read"),
         ("*model_states*", lambda data: data.update(module=None), "cannot be read"),
         ("*model_states*", lambda data: data.pop("module"), "has no 'module'"),

@@ -14,7 +14,8 @@ from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.common.loading import CODE_FILES
 from neobert.conversion.heads import HEADS
-from neobert.conversion.hub_folder import size_in_bytes, usage_lines
+from neobert.conversion.hub_folder import usage_lines
+from neobert.conversion.options import size_in_bytes
 
 
 def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):

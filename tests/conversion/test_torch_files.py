@@ -1,28 +1,24 @@
-"""Pins the reader of torch.save files: every tensor bit for bit, in both forms that torch writes; nothing of a stranger runs; damage is found
-by checksum; what a damaged or malicious file may cost is bounded.
+"""Pins the reader of torch.save files: every tensor bit for bit, in both forms that torch writes; no code in a file runs; damage is found by
+checksum and is one sentence.
 """
 
+import argparse
 import collections
 import io
 import os
 import pickle
 import random
 import re
-import struct
-import subprocess
-import sys
 import tarfile
 import zipfile
 
+import numpy
 import pytest
 import torch
-from conversion_helpers import package_environment
 
 from neobert.common.errors import UserError
-from neobert.conversion import torch_files
 from neobert.conversion.locate import open_checkpoint
-from neobert.conversion.safe_pickle import LIMIT, StandIn, stand_ins, unpickle
-from neobert.conversion.torch_files import load_torch_file, torch_tensors
+from neobert.conversion.torch_files import StandIn, load_torch_file, torch_tensors
 
 
 @pytest.fixture
@@ -49,6 +45,8 @@ def state():
 
 @pytest.mark.parametrize("form", ["zip", "old", "without checksums"])
 def test_every_tensor_bit_for_bit(tmp_path, state, form):
+    if form == "old":
+        del state["unsigned"]  # torch itself does not read it from there without code
     torch.serialization.set_crc32_options(form != "without checksums")
     try:
         torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=form != "old")
@@ -92,6 +90,18 @@ def test_what_torch_loads_without_code_is_loaded(tmp_path):
         assert torch_tensors(tmp_path / "a.pt")["p"].read().tolist() == [1, 1]
 
 
+def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_path):
+    """None of these classes is made: stand-ins take their places by name."""
+    extra = {"args": argparse.Namespace(lr=1e-4, path=tmp_path)}
+    extra |= {"loss": numpy.float64(0.5), "random": numpy.arange(3), "dtype": numpy.dtype("float32")}
+    torch.save({"model": {"w": torch.ones(2)}, **extra}, tmp_path / "a.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "a.pt", weights_only=True)
+    assert torch_tensors(tmp_path / "a.pt")["w"].read().tolist() == [1, 1]
+    assert type(load_torch_file(tmp_path / "a.pt")["args"]) is not argparse.Namespace
+    assert (StandIn, "argparse.Namespace") not in torch.serialization.get_safe_globals(), "it stays allowed for others"
+
+
 # ---------------------------------------------------------------------------------------------------------------------- damage
 
 
@@ -101,7 +111,7 @@ def test_truncated_anywhere(tmp_path, state, form):
     data = (tmp_path / "a.pt").read_bytes()
     for length in {*range(0, len(data), max(1, len(data) // 40)), len(data) - 1}:
         (tmp_path / "a.pt").write_bytes(data[:length])
-        with pytest.raises(UserError, match="is truncated"):
+        with pytest.raises(UserError, match="is truncated|holds an object of class"):  # in the middle of a name
             torch_tensors(tmp_path / "a.pt")
 
 
@@ -111,11 +121,8 @@ def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[data.index(weight.numpy().tobytes()) + 101] ^= 4
     (tmp_path / "a.pt").write_bytes(data)
-    tensors = torch_tensors(tmp_path / "a.pt")
-    assert tensors["b"].read().tolist() == [1, 1, 1]
-    for _ in range(2):
-        with pytest.raises(UserError, match="a.pt is damaged: its content does not have the checksum"):
-            tensors["a"].read()
+    with pytest.raises(UserError, match="a.pt is damaged: a/data/0 in it does not have the checksum"):
+        torch_tensors(tmp_path / "a.pt")
 
 
 def test_one_flipped_bit_of_the_description_is_found(tmp_path):
@@ -136,23 +143,6 @@ def _repack(path, change):
             archive.writestr(name, content)
 
 
-def test_the_old_form_of_a_machine_with_another_order_of_bytes_is_refused(tmp_path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    content = (tmp_path / "a.pt").read_bytes()
-    (found,) = re.finditer(rb"little_endianq.[\x88\x89]", content)
-    (tmp_path / "a.pt").write_bytes(content[: found.end() - 1] + bytes([content[found.end() - 1] ^ 1]) + content[found.end() :])
-    with pytest.raises(UserError, match="written on a machine with another order of bytes"):
-        torch_tensors(tmp_path / "a.pt")
-
-
-def test_a_tensor_that_ends_one_number_behind_its_storage_is_refused():
-    storage = torch_files._Typed(torch_files._Storage("a.pt", b"", 12), torch.float32)
-    assert torch_files._tensor(storage, torch.float32, 0, (3,), (1,)).shape == (3,)
-    for offset, stride in ((1, 1), (0, 2)):
-        with pytest.raises(ValueError, match="in a storage of 12 bytes"):
-            torch_files._tensor(storage, torch.float32, offset, (3,) if offset else (2, 2), (stride,) if offset else (stride, 1))
-
-
 def test_settings_below_the_name_of_a_model_are_not_its_weights(tmp_path):
     torch.save({"model": {"hidden_size": 64}, "state_dict": {"a": torch.ones(2)}}, tmp_path / "a.pt")
     assert list(torch_tensors(tmp_path / "a.pt")) == ["a"]
@@ -162,7 +152,7 @@ def test_packed_anew_with_compression_is_refused(tmp_path):
     """Mapped raw, the compressed bytes would be taken for weights."""
     torch.save({"a": torch.zeros(1000)}, tmp_path / "a.pt")
     _repack(tmp_path / "a.pt", lambda records: (records, zipfile.ZIP_DEFLATED))
-    with pytest.raises(UserError, match="packed anew, compressed or encrypted"):
+    with pytest.raises(UserError, match="packed anew with compression"):
         torch_tensors(tmp_path / "a.pt")
 
 
@@ -170,29 +160,6 @@ def test_packed_anew_without_compression_is_read(tmp_path):
     torch.save({"a": torch.arange(5.0)}, tmp_path / "a.pt")
     _repack(tmp_path / "a.pt", lambda records: (records, zipfile.ZIP_STORED))
     assert torch_tensors(tmp_path / "a.pt")["a"].read().tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("change", ["longer", "shorter", "absent", "doubled", "big endian"])
-def test_records_that_do_not_fit(tmp_path, change):
-    """A storage of another length than its tensors say: the numbers of its neighbour would be taken."""
-    torch.save({"a": torch.arange(5.0), "b": torch.arange(5.0)}, tmp_path / "a.pt")
-
-    def changed(records):
-        if change == "absent":
-            del records["a/data/0"]
-        elif change == "big endian":
-            records["a/byteorder"] = b"big" if sys.byteorder == "little" else b"little"
-        else:
-            records["a/data/0"] = records["a/data/0"][:-4] if change == "shorter" else records["a/data/0"] + b"\0" * 4
-        return records, zipfile.ZIP_STORED
-
-    if change == "doubled":
-        with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-            archive.writestr("a/data/0", b"\0" * 20)
-    else:
-        _repack(tmp_path / "a.pt", changed)
-    with pytest.raises(UserError, match="another order of bytes" if change == "big endian" else "cannot be read"):
-        torch_tensors(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize(
@@ -216,15 +183,15 @@ def test_tensors_without_plain_numbers(tmp_path, tensor, kind):
 def test_a_small_file_is_not_a_large_tensor(tmp_path):
     torch.save({"a": torch.zeros(1).expand(10**9, 64)}, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").stat().st_size < 5000
-    with pytest.raises(UserError, match="shape .*1000000000, 64.* in a storage of 4 bytes"):
+    with pytest.raises(UserError, match="a is a tensor that repeats its numbers"):
         torch_tensors(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("name", [5, None, ("a", "b"), b"a"])
 def test_names_that_are_not_text(tmp_path, name):
     torch.save({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match="whose name is not text|not plain"):
-        torch_tensors(tmp_path / "a.pt")
+    with pytest.raises(UserError, match="whose name is not text"):
+        open_checkpoint(tmp_path / "a.pt")
 
 
 def test_names_of_strangers_are_escaped(tmp_path):
@@ -249,7 +216,7 @@ def test_not_a_file_of_weights(tmp_path):
             torch_tensors(tmp_path / f"{name}.pt")
 
 
-# ------------------------------------------------------------------------------------------------------- nothing of theirs runs
+# ------------------------------------------------------------------------------------------------------ no code runs
 
 
 class _Touch:
@@ -320,87 +287,6 @@ def test_an_unknown_class_is_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-NAMES = stand_ins("module.Thing")
-
-
-def _assembled(*opcodes):
-    return b"\x80\x02" + b"".join(opcodes) + b"."
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        # Calls of what is not a class of the table.
-        _assembled(b"X\x03\x00\x00\x00abc", b")R"),
-        _assembled(b"cmodule\nThing\n", b")R", b")R"),
-        # A dictionary whose key is a tuple of tuples of tuples ...: its hash would end the process.
-        _assembled(b"}", b")", b"\x85" * 300_000, b"Ns"),
-        # Integers that all have one hash: a dictionary of them takes hours.
-        _assembled(b"}(", b"".join(b"\x8a\x09" + (i * ((1 << 61) - 1)).to_bytes(9, "little") + b"N" for i in range(1000)), b"u"),
-        # A place in the memo, and a buffer, of gigabytes.
-        _assembled(b"Nr\xff\xff\xff\x7f", b"\x96" + struct.pack("<Q", 1 << 40)),
-        _assembled(b"N", b"p" + b"9" * 4000 + b"\n"),
-        b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b".",
-        _assembled(b"cmodule\nOther\n"),
-        b"\x80\x02",
-        b"",
-    ],
-    ids=["text", "instance", "deep key", "one hash", "buffer", "memo", "frame", "name", "cut", "empty"],
-)
-def test_malicious_opcodes_are_refused(data):
-    with pytest.raises(Exception) as refusal:  # noqa: PT011 (anything: the readers make one sentence of it)
-        unpickle(data, NAMES, "the file")
-    assert not isinstance(refusal.value, (MemoryError, RecursionError, SystemError))
-
-
-def test_attributes_of_a_class_are_not_set():
-    class_, state = b"cmodule\nThing\n", b"}X\x08\x00\x00\x00__init__K\x01s"
-    for _ in range(2):
-        assert unpickle(_assembled(class_, state, b"b", b")\x81"), NAMES, "the file").args == ()
-    assert isinstance(unpickle(_assembled(class_, b")R", state, b"b"), NAMES, "the file"), StandIn)
-
-
-def test_a_place_far_away_in_the_memo_costs_nothing():
-    assert unpickle(_assembled(b"Nr\xff\xff\xff\x7f"), NAMES, "the file") is None
-
-
-def test_deep_and_self_nested_structures(tmp_path):
-    """In a process of its own, which a crash would end."""
-    code = f"""
-import pickle, sys
-from neobert.common.errors import UserError
-from neobert.conversion.safe_pickle import stand_ins, unpickle
-from neobert.conversion.torch_files import torch_tensors
-names = stand_ins("module.Thing")
-for opcodes in (b"]" * 10**5 + b"a" * (10**5 - 1), b")" + b"\\x85" * 300_000, b"}}" + b"X\\x01\\0\\0\\0a}}" * 10**5 + b"s" * 10**5):
-    found = unpickle(b"\\x80\\x02" + opcodes + b".", names, "the file")
-    del found
-deep = b"\\x80\\x02" + b"cmodule\\nThing\\nq\\x00)R" + b"h\\x00)R" * 10**5 + b"b" * 10**5 + b"."
-unpickle(deep, names, "the file")
-import torch
-state = {{}}
-state["model"] = state
-torch.save(state, {str(tmp_path / "a.pt")!r})
-try:
-    torch_tensors({str(tmp_path / "a.pt")!r})
-except UserError as error:
-    assert "holds no state dict" in str(error), error
-    print("refused")
-"""
-    process = subprocess.run([sys.executable, "-c", code], env=package_environment(), capture_output=True, text=True)
-    assert process.stdout == "refused\n", (process.returncode, process.stderr[-2000:])
-
-
-def test_what_describes_itself_in_too_many_bytes(tmp_path):
-    with pytest.raises(UserError, match="too many for a checkpoint"):
-        unpickle(b"\x80\x02N" + b"0N" * (LIMIT // 2) + b".", NAMES, "the file")
-
-
-def test_stand_ins_forget_what_they_are_given():
-    thing = unpickle(_assembled(b"cmodule\nThing\n)R", b"(K\x01K\x02e" * 3, b"(K\x01K\x02u", b"K\x01a"), NAMES, "the file")
-    assert isinstance(thing, StandIn) and type(thing).__name__ == "Thing" and thing.fields == {}
-
-
 def _flipped(data, most, count, generator):
     """`data` with `count` of its first `most` bytes replaced."""
     data = bytearray(data)
@@ -436,4 +322,4 @@ def test_random_damage_never_ends_otherwise_than_in_a_sentence(tmp_path, state):
 def test_the_content_of_any_file_is_loaded_once(tmp_path):
     torch.save({"step": torch.tensor(7), "list": [torch.ones(1)]}, tmp_path / "a.pt")
     content = load_torch_file(tmp_path / "a.pt")
-    assert content["step"].read().item() == 7 and content["list"][0].read().item() == 1
+    assert content["step"].item() == 7 and content["list"][0].item() == 1

@@ -25,10 +25,10 @@ def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, 
     conversion = plan({n: StoredTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in state.items()}, tiny_config)
     logits = model(**verify.random_inputs(conversion)).logits.detach()
 
-    def fresh(script, folder, auto_class, given, answered, scratch, what):
+    def reload(folder, auto_class, given, answered, scratch):
         save_file({"logits": answer(logits).contiguous()}, answered)
 
-    monkeypatch.setattr(verify, "run_fresh", fresh)
+    monkeypatch.setattr(verify, "_reload", reload)
     expected = verify.source_outputs(conversion, rounded=True)
     answer = torch.clone
     assert torch.allclose(verify.verify(tmp_path, conversion, expected, tmp_path), expected, atol=1e-5)
@@ -93,6 +93,23 @@ def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
     with pytest.raises(UserError, match="does not load, so it was not kept: .*nothing_at_all"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "a spoiled folder was left"
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with SIGKILL"),
+        ("import sys; sys.exit(3)", "its process ended with 3"),
+        ("raise ValueError('a\\nb\\x1b[2J')", r"b\\x1b\[2J"),
+        ("import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"]}')", r"in (\S+) and \1"),
+    ],
+    ids=["killed", "code", "error", "folder"],
+)
+def test_a_process_that_fails(tmp_path, monkeypatch, reload_in_a_process, code, message):
+    monkeypatch.setattr(verify, "__file__", str(tmp_path / "verify.py"))
+    (tmp_path / "fresh_model.py").write_text(code)
+    with pytest.raises(UserError, match=f"does not load, so it was not kept: {message}"):
+        reload_in_a_process("folder", "AutoModel", "inputs", "outputs", tmp_path)
 
 
 def test_tied_decoder_with_proof(tmp_path, model, tiny_config, capsys):

