@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from .errors import Stopped, UserError, is_disk_full, one_line, printable
-from .files import TEXT_LIMIT, read_json, sha256, write_json
+from .files import TEXT_LIMIT, read_json, settle, sha256, write_json
 from .memory import keep_freed_memory
 from .runs import remove_empty
 
@@ -117,8 +117,7 @@ def _finished(folder):
 
 def _digest(path):
     """Size and SHA-256 of a file that is on the disk by then, not in memory alone."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    settle(path)
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 

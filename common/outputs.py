@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .errors import UserError, listed
 from .files import TEXT_LIMIT, json_text, read_json, read_text, redacted, settle, write_json, write_text
-from .runs import OWNER, locked, own_folder, stamps
+from .runs import OWNER, locked, own_folder, split_files, stamps
 
 
 # ------------------------------------------------------------------------------------------------- what a command may replace
@@ -85,18 +85,15 @@ def read_manifest(folder, command):
 
 def check_replaceable(folder, command):
     """Raises UserError unless `folder`, which is there, was written by `command`, and holds nothing else and nothing that was changed."""
+    folder = Path(os.path.realpath(folder))
     manifest = read_manifest(folder, command)
     if manifest is None:
         raise UserError(
             f"{folder} was not written by neobert {command} (it has no {command}.json), so it is not replaced; remove it yourself"
         )
-    foreign = []
-    for path in sorted(Path(folder).rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            foreign.append(name)
-        elif path.is_file() and name != f"{command}.json" and stamps(folder, [name])[name] != manifest["files"].get(name):
-            foreign.append(name)
+    known = {*split_files(folder, manifest["files"])[0], folder / f"{command}.json"}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    foreign = [path.relative_to(folder) for path in paths if path not in known]
     if foreign:
         raise UserError(
             f"{folder} holds files that neobert {command} did not write, or that were changed since: {listed(foreign, 5)}; "

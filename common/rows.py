@@ -209,7 +209,7 @@ def _open(path):
 def _bounded(file, path, first=1):
     """Lines of an open file. UserError for one above LINE_LIMIT."""
     for number, line in enumerate(iter(functools.partial(file.readline, LINE_LIMIT), file.read(0)), first):
-        if len(line) == LINE_LIMIT and not line.endswith(("\n" if isinstance(line, str) else b"\n")):
+        if len(line) == LINE_LIMIT and not line.endswith("\n" if isinstance(line, str) else b"\n"):
             raise UserError(f"{path}, line {number:,} has {LINE_LIMIT:,} bytes or more; give each row a line of its own")
         yield line
 

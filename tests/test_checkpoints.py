@@ -272,6 +272,18 @@ def made_by_hand(folder, *names, complete=True):
 STRANGERS = ("checkpoint-best", "checkpoint-2-copy", "damaged-checkpoint-old", "damaged-checkpoint-2-copy", "my-checkpoint-2")
 
 
+def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path):
+    """The library copies the model's code with the rights of its source."""
+    before = os.umask(0o077)
+    try:
+        made_by_hand(tmp_path, "checkpoint-2", complete=False)
+        (tmp_path / "checkpoint-2" / "optimizer.pt").chmod(0o644)
+        checkpoints.write_manifest(tmp_path / "checkpoint-2", 2)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "checkpoint-2").iterdir()} == {0}
+
+
 def test_what_is_forgotten(tmp_path):
     """What a user has beside the checkpoints stays."""
     made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)), *STRANGERS)
