@@ -6,7 +6,6 @@ accuracy on held-out text. A finished run is not run again, and the table has al
 """
 
 import dataclasses
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from ..common.errors import UserError  # noqa: E402
-from ..common.files import write_json  # noqa: E402
+from ..common.files import read_json, write_json  # noqa: E402
 from ..common.loading import load_tokenizer  # noqa: E402
 from ..common.outputs import check_result_files, earlier_result  # noqa: E402
 from ..common.results import environment  # noqa: E402
@@ -63,7 +62,7 @@ def run_rung(name, seed, scale, paths, out, heldout, probe):
     values = rung_values(name, scale, paths, out, seed)
     pretrain.execute(pretrain.run_of(values))
     model = NeoBERTForMaskedLM.from_pretrained(out, dtype=torch.float32)
-    trained = json.loads((out / "result.json").read_text())
+    trained = read_json(out / "result.json")
     row = {"rung": name, "seed": seed, **{key: trained[key] for key in ("steps", "parameters", "tokens_seen", "cpu_seconds")}}
     return {**row, **measure(model, load_tokenizer(values["tokenizer"]), heldout, probe, scale.length)}
 
@@ -82,7 +81,7 @@ def equal_steps(name, scale, runs):
 
 def finished_runs(folder):
     """What was measured in a --work, seed by seed in the ladder's order."""
-    rows = [json.loads(path.read_text()) for path in Path(folder).glob("m?*_seed*/measured.json")]
+    rows = [read_json(path) for path in Path(folder).glob("m?*_seed*/measured.json")]
     return sorted(rows, key=lambda row: (row["seed"], RUNGS.index(row["rung"])))
 
 
@@ -114,7 +113,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     (arguments,) = OPTIONS["ablations"].read(argv)
     rows, baseline, probe_tests = run_ladder(arguments)
-    ladder = json.loads((Path(arguments.work) / "ladder.json").read_text())
+    ladder = read_json(Path(arguments.work) / "ladder.json")
     env = environment(dtype="float32")
     print(write_report(arguments.report, rows, {**ladder, "probe_majority": baseline, "probe_test_texts": probe_tests}, env))
     return 0

@@ -29,8 +29,8 @@ from ..common.errors import UserError, one_line, require
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_there, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
-from ..common.locks import FolderLock
 from ..common.outputs import check_folder, check_result_files
+from ..common.runs import locked
 from .options import LENGTHS, OPTIONS
 from .pseudo_perplexity_report import FIELDS, KEY, comparable_rows, write_summary
 from .pseudo_perplexity_texts import make_units, open_texts
@@ -277,7 +277,7 @@ def main(argv=None):
     given.lengths = sorted(set(given.lengths or usual_lengths(context)))
     units, texts = make_units(given, rows, tokenizer, None if _rotary(model.config) else text_limit(model, tokenizer))
     planned = plan(given, tokenizer, units, revision)
-    with FolderLock(given.output):
+    with locked(given.output):
         finished = read_finished(path, repair=True)
         check_weights(given, revision, finished, path)
         for i, factor in enumerate(given.yarn_factors):

@@ -514,14 +514,14 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys
     work.mkdir()
     (work / "mine.txt").write_text("x")
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 2
-    assert "holds other files; choose another --work" in capsys.readouterr().err
+    assert "student.work holds other files (mine.txt); choose another output" in capsys.readouterr().err
     (work / "mine.txt").unlink()
     (work / "checkpoints").mkdir()
     (work / "checkpoints" / "best.pt").write_text("precious")
     for text in ('{"experiment": "mine"}', '["mine"]'):
         (work / "run.json").write_text(text)
         assert command(["distill", recipe(tmp_path, teacher, files), "--overwrite"]) == 2
-        assert "holds other files; choose another --work" in capsys.readouterr().err
+        assert "run.json is damaged, or not of this version of neobert distill" in capsys.readouterr().err
         assert (work / "run.json").read_text() == text and (work / "checkpoints" / "best.pt").read_text() == "precious"
     shutil.rmtree(work)
     work.mkdir()
@@ -530,6 +530,30 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys
     assert command(["distill", recipe(tmp_path, teacher, files, name="other.yaml", output=str(tmp_path / "second"), work=str(work))]) == 2
     assert "holds a run with other settings (" in capsys.readouterr().err
     assert (work / "vectors" / "train" / "00000.npy").is_file(), "the vectors were lost"
+
+
+@pytest.mark.parametrize("work, output", [("student/work", "student"), ("work", "work/student"), ("same", "same")])
+def test_one_of_the_two_folders_in_the_other_is_refused_before_the_training(tmp_path, teacher, files, capsys, work, output):
+    assert command(["distill", recipe(tmp_path, teacher, files, work=str(tmp_path / work), output=str(tmp_path / output))]) == 2
+    assert "the output " in capsys.readouterr().err and not (tmp_path / work).exists() and not (tmp_path / output).exists()
+
+
+def test_a_continued_run_leaves_what_the_user_has_in_its_folder(tmp_path, teacher, files, monkeypatch):
+    def interrupted(self, *given, **more):
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return train_step(self, *given, **more)
+
+    train_step, path = DistillTrainer.training_step, recipe(tmp_path, teacher, files)
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillTrainer, "training_step", interrupted)
+        assert command(["distill", path]) == 130
+    mine = [tmp_path / "student.work" / name for name in ("notes.txt", "checkpoints/notes.txt", "checkpoints/checkpoint-3/notes.txt")]
+    for file in mine:
+        file.write_text("mine")
+    assert command(["distill", path]) == 0
+    assert all(file.read_text() == "mine" for file in mine)
+    assert [file.name for file in (tmp_path / "student.work" / "checkpoints").rglob("*.safetensors")] == []
 
 
 def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):

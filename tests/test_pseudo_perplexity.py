@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConf
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.common.locks import FolderLock
+from neobert.common.runs import locked
 from neobert.pretraining import pseudo_perplexity as module
 from neobert.pretraining import pseudo_perplexity_report as report
 
@@ -416,7 +416,7 @@ def test_a_second_run_is_refused_and_leaves_the_line_that_the_first_one_writes(f
     run(folder, tmp_path, **given)
     path = tmp_path / "pseudo_perplexity.csv"
     path.write_text(path.read_text() + "neobert,half a li")
-    with FolderLock(tmp_path), pytest.raises(UserError, match="is in use by process"):
+    with locked(tmp_path), pytest.raises(UserError, match="is in use by another run"):
         run(folder, tmp_path, **given)
     assert path.read_text().endswith("half a li")
     assert len(run(folder, tmp_path, **given)) == 1
