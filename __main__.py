@@ -37,7 +37,9 @@ _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
     "encode": Command("use a model", "embeddings of a corpus", "embeddings.encode", ("eval", "sentence_transformers", "pyarrow")),
     "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
-    "glue": Command("train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "sklearn")),
+    "glue": Command(
+        "train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "datasets", "sklearn", "scipy")
+    ),
     "contrastive": Command("train and measure", "contrastive fine-tuning to a sentence encoder", "embeddings.contrastive", _SENTENCES),
     "distill": Command(
         "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", (*_SENTENCES, "scipy")
