@@ -52,8 +52,12 @@ COMMANDS = {
     ),
     "convert": Command("pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"),
     "pretrain": Command("pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN),
-    "ablations": Command("pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", _TRAIN),
-    "pseudo-perplexity": Command("pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity"),
+    "ablations": Command(
+        "pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", (*_TRAIN, "sklearn", "matplotlib")
+    ),
+    "pseudo-perplexity": Command(
+        "pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity", ("eval", "accelerate", "matplotlib")
+    ),
     "throughput": Command("benchmarks", "tokens a second against other encoders", "benchmarks.throughput"),
     "report": Command("benchmarks", "one page from results/", "benchmarks.report"),
 }
