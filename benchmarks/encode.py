@@ -27,10 +27,11 @@ from ..common.local_text import wordnet_entries
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from ..configuration_neobert import NeoBERTConfig
-from ..embeddings.encode import EncodeArguments, encode
+from ..embeddings.encode import encode
+from ..embeddings.options import EncodeArguments
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..modeling_neobert import NeoBERTModel
-from .measuring import in_a_process, in_turns, ratio
+from .measuring import between, in_a_process, in_turns, ratio
 
 
 OURS = "neobert encode, file to file"
@@ -99,7 +100,9 @@ def measure_speed(given, models, texts, dtype, folder):
     encoder = PackedEncoder(models["neobert"], dtype=dtype, device=device, max_length=512)
     source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.safetensors"
     write_jsonl(source, texts)
-    arguments = EncodeArguments(str(source), str(output), models["neobert"], dtype=dtype, device=str(device), max_length=512)
+    arguments = EncodeArguments(
+        source=str(source), output=str(output), model=models["neobert"], dtype=dtype, device=str(device), max_length=512
+    )
 
     def ours():
         output.unlink(missing_ok=True)
@@ -148,7 +151,8 @@ def memory_growth(way, model, path):
 
     def run(path, folder):
         if way == OURS:
-            arguments = EncodeArguments(str(path), str(Path(folder) / "out"), model, shard_rows=512, device="cpu", dtype="float32")
+            output = str(Path(folder) / "out")
+            arguments = EncodeArguments(source=str(path), output=output, model=model, shard_rows=512, device="cpu", dtype="float32")
             encode(arguments, progress_bar=False, encoder=encoder)
         else:
             with open(path, encoding="utf-8") as lines:
@@ -193,8 +197,8 @@ def page(given, speed, memory):
         for name, rate in found["tokens_per_second"].items():
             times = found["times_as_fast"][name]
             size = found["batch_size"].get(name, "by tokens")
-            spread = f"{times['ratio']:.2f} ({times['quartiles'][0]:.2f} to {times['quartiles'][1]:.2f})"
-            rows.append([name, size, f"{rate['median']:,.0f}", " to ".join(f"{q:,.0f}" for q in rate["quartiles"]), spread])
+            spread = f"{times['ratio']:.2f} ({between(times['quartiles'], '.2f')})"
+            rows.append([name, size, f"{rate['median']:,.0f}", between(rate["quartiles"]), spread])
         worst = max(found["difference_of_vectors"].values())
         lines += [
             f"## {dtype}\n",

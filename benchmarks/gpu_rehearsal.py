@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import gpu_steps, measuring, profile_forward, throughput, throughput_models, training
+from . import measuring, profile_forward, throughput, throughput_models, training
 from .throughput_sets import draw_lengths
 
 
@@ -61,9 +61,8 @@ def pretended_gpu():
         stack.enter_context(mock.patch.object(profile_forward, "own_seconds", lambda event, device: event.self_cpu_time_total / 1e6))
         stack.enter_context(mock.patch.dict(throughput_models.COMPILE_OPTIONS, backend="eager"))
         stack.enter_context(mock.patch.dict(measuring.GEMM_SIZES, cuda=(64,)))
-        for module in (measuring, profile_forward, training):
-            stack.enter_context(mock.patch.object(module, "GEMM_SECONDS", 0.001))
-        for module in (gpu_steps, profile_forward, throughput, training):
+        stack.enter_context(mock.patch.object(measuring, "GEMM_SECONDS", 0.001))
+        for module in (profile_forward, throughput, training):
             stack.enter_context(mock.patch.object(module, "draw_lengths", _short_lengths))
         stack.enter_context(_OnTheCpu())
         yield

@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..common.constants import ROOT
-from ..common.memory import PeakMemory
 from ..common.results import markdown_table
-from . import profile_forward, training
-from .throughput import Benchmark, ThroughputArguments
-from .throughput_models import build
+from . import memory, profile_forward, training
+from .measuring import mib
+from .options import ThroughputArguments
+from .throughput import Benchmark
 from .throughput_results import NOTE, ratio_table, ratios, row_table
-from .throughput_sets import draw_lengths, make_batch
 
 
 # Files with tests marked `gpu`, one by one: collecting the others fails where datasets is not installed.
@@ -25,7 +24,7 @@ GPU_TESTS = ("tests/test_attention.py", "tests/test_packing.py")
 TOKENS = 131_072
 # What a rehearsal on the CPU is cut to.
 TINY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 96}
-TINY_TOKENS = 1024
+TINY_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -113,23 +112,18 @@ def page_of_throughput(found):
 
 def run_memory(before, save, folder, rehearse):
     """Peak reserved memory of one forward beyond the weights, at the same batch."""
-    texts, rows = 1 if rehearse else 8, []
+    rows = []
     for model in ("neobert", "modernbert-base"):
-        run = build(model, "sdpa", "cuda", torch.bfloat16, TINY if rehearse else None)
         for length in (4096, 8192):
-            batch = make_batch(draw_lengths(str(length), texts), "cuda")
-            with torch.inference_mode():
-                run(make_batch([16], "cuda"))
-                with PeakMemory("cuda") as memory:
-                    run(batch)
-            rows.append({"model": model, "length": length, "texts": texts, "bytes": memory.growth})
+            tokens, texts = (length // 32, 1) if rehearse else (length, 8)
+            case = memory.Case(model, "sdpa", tokens, texts, 0, "cuda", torch.get_num_threads())
+            rows.append({"model": model, "length": length, "texts": texts, "bytes": case.measure(TINY if rehearse else None)})
             save({"rows": rows})
-        del run, batch
-        gc.collect()
+            gc.collect()
 
 
 def page_of_memory(found):
-    lines = [[row["model"], f"{row['length']:,}", row["texts"], f"{row['bytes'] / 2**20:,.0f}"] for row in found["rows"]]
+    lines = [[row["model"], f"{row['length']:,}", row["texts"], mib(row["bytes"])] for row in found["rows"]]
     return markdown_table(["model", "length", "texts", "MiB above the weights (reserved)"], lines)
 
 
@@ -161,7 +155,7 @@ def run_training(before, save, folder, rehearse):
     rows = list((before or {}).get("rows", []))
     done = {(row["name"], row["way"]) for row in rows}
     shape = (
-        {"hidden": 64, "layers": 1, "tokens": 256, "steps": 2} if rehearse else {"hidden": 768, "layers": 28, "tokens": 16_384, "steps": 5}
+        {"hidden": 64, "layers": 1, "tokens": 32, "steps": 1} if rehearse else {"hidden": 768, "layers": 28, "tokens": 16_384, "steps": 5}
     )
     for name, way in (("short", "packed"), ("short", "padded"), ("1024", "packed"), ("4096", "packed")):
         if (name, way) not in done:

@@ -13,7 +13,7 @@ int32 offsets) and runs SDPA on each text: what the model itself holds around a 
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
-from .measuring import in_a_process
+from .measuring import in_a_process, mib
 from .throughput_models import IMPLEMENTATIONS, build
 from .throughput_sets import make_batch
 
@@ -55,11 +55,11 @@ class Case:
         """Of the texts, in tokens."""
         return [self.length, self.length // 2] * self.batch if self.implementation == CONTRACT else [self.length] * self.batch
 
-    def measure(self):
-        """Peak bytes above the weights of one forward."""
+    def measure(self, small=None):
+        """Peak bytes above the weights of one forward; `small` replaces configuration fields."""
         torch.set_num_threads(self.threads)
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        small = {"num_hidden_layers": self.layers} if self.layers else None
+        small = {**({"num_hidden_layers": self.layers} if self.layers else {}), **(small or {})}
         run = build(self.model, "sdpa" if self.implementation == CONTRACT else self.implementation, self.device, dtype, small)
         if self.implementation == CONTRACT:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -90,46 +90,37 @@ class MemoryArguments(Arguments):
     threads: int = option(default_factory=torch.get_num_threads, least=1)
 
 
-def measured(case):
-    """`case.measure()` in a process of its own."""
-    return in_a_process(Case.measure, case, variables={"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)})
-
-
-def row_of(ours, theirs):
-    """Measures a case of NeoBERT and, unless None, that of its peer."""
-    mine, other = measured(ours), theirs and measured(theirs)
+def row_of(ours):
+    """Measures a case of NeoBERT and of its peer, which has no part in the contract; each in a process of its own."""
+    peers = [ours] if ours.implementation == CONTRACT else [ours, replace(ours, model="modernbert-base")]
+    sizes = [in_a_process(Case.measure, case, variables={"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}) for case in peers]
+    mine, other = sizes[0], sizes[1] if len(sizes) > 1 else None
     row = {"implementation": ours.implementation, "length": ours.length, "layers": ours.layers or "all", "tokens": sum(ours.lengths)}
     return {**row, "neobert": mine, "modernbert-base": other, "ratio": other and mine / other}
 
 
-def cells(row):
-    mine, other, tokens = row["neobert"], row["modernbert-base"], row["tokens"]
-    texts = [
-        row["implementation"],
-        f"{row['length']:,}",
-        f"{tokens:,}",
-        row["layers"],
-        f"{mine / 2**20:,.0f}",
-        f"{mine / 2**10 / tokens:.1f}",
-    ]
-    return [*texts, *(("", "") if other is None else (f"{other / 2**20:,.0f}", f"{row['ratio']:.2f}"))]
+def table(rows):
+    """The rows as markdown."""
+    lines = []
+    for row in rows:
+        mine, other, tokens = row["neobert"], row["modernbert-base"], row["tokens"]
+        ratio = "" if other is None else f"{row['ratio']:.2f}"
+        ours = mib(mine), f"{mine / 2**10 / tokens:.1f}"
+        lines.append([row["implementation"], f"{row['length']:,}", f"{tokens:,}", row["layers"], *ours, mib(other), ratio])
+    header = ["implementation", "longest text", "tokens", "layers", "NeoBERT MiB", "KiB a token", "ModernBERT base MiB", "ratio"]
+    return markdown_table(header, lines)
 
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     (given,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(argv)
-    cases = [(given.implementation, length, given.layers) for length in given.lengths]
-    cases += [(CONTRACT, length, given.layers) for length in given.lengths]
+    first = Case("neobert", given.implementation, given.lengths[0], given.batch, given.layers, given.device, given.threads)
+    cases = [replace(first, implementation=name, length=length) for name in (given.implementation, CONTRACT) for length in given.lengths]
     if given.check_depth:
-        cases.append((given.implementation, given.check_depth, 0))
-    rows = []
-    for implementation, length, layers in tqdm(cases, desc="memory", disable=None):
-        rest = (implementation, length, given.batch, layers, given.device, given.threads)
-        # The peer has no part in the contract.
-        rows.append(row_of(Case("neobert", *rest), None if implementation == CONTRACT else Case("modernbert-base", *rest)))
-    header = ["implementation", "longest text", "tokens", "layers", "NeoBERT MiB", "KiB a token", "ModernBERT base MiB", "ratio"]
-    text = "Inference. `flash_contract`: two texts packed, the second half as long.\n\n" + markdown_table(header, map(cells, rows))
+        cases.append(replace(first, length=given.check_depth, layers=0))
+    rows = [row_of(case) for case in tqdm(cases, desc="memory", disable=None)]
+    text = "Inference. `flash_contract`: two texts packed, the second half as long.\n\n" + table(rows)
     env = environment(dtype="bfloat16" if given.device == "cuda" else "float32", device=given.device, batch=given.batch)
     print(write_result(given.output, "Peak memory above the weights", {**env, "threads": given.threads}, {"rows": rows}, text))
     return 0

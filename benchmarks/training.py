@@ -9,9 +9,9 @@ memory its own; the ways take turns. The share is of the operations that a step 
 token, 12 D a pair of visible tokens, the decoder for masked tokens only) over what a plain matrix product did beside it.
 """
 
+import functools
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -23,8 +23,9 @@ from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
-from .measuring import GEMM_SECONDS, MatrixProduct, in_a_process, quartiles, ratio, synchronise
-from .throughput_sets import check_set, draw_lengths, make_batch
+from .measuring import MatrixProduct, between, in_a_process, mib, quartiles, ratio, timed
+from .options import check_set
+from .throughput_sets import draw_lengths, make_batch
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logits"}
@@ -94,28 +95,31 @@ class Steps:
         with PeakMemory(self.device) as memory:
             model = self.model()
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
-            for step in range(self.steps + 1):
-                lengths, inputs = self.batch(step)
-                inputs = {name: value.to(self.device) for name, value in inputs.items()}
-                before = product(GEMM_SECONDS)
-                start = time.perf_counter()
+
+            def train(inputs):
                 with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
                     loss = model(**inputs).loss
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                synchronise(self.device)
-                found["seconds"].append(time.perf_counter() - start)
-                found["rates"].append((before + product(GEMM_SECONDS)) / 2)
-                found["losses"].append(loss.item())
-                found["tokens"].append(sum(lengths))
-                found["fills"].append(sum(lengths) / (len(lengths) * max(lengths)))
-                found["operations"].append(3 * forward_operations(model, lengths, int((inputs["labels"] != -100).sum())))
+                found["losses"].append(loss.detach())
+
+            for step in range(self.steps + 1):
+                lengths, inputs = self.batch(step)
+                inputs = {name: value.to(self.device) for name, value in inputs.items()}
+                seconds, rate = timed(functools.partial(train, inputs), self.device, product)
+                operations = 3 * forward_operations(model, lengths, int((inputs["labels"] != -100).sum()))
+                fill = sum(lengths) / (len(lengths) * max(lengths))
+                for name, value in zip(
+                    ("seconds", "rates", "tokens", "fills", "operations"), (seconds, rate, sum(lengths), fill, operations)
+                ):
+                    found[name].append(value)
+        found["losses"] = [loss.item() for loss in found["losses"]]
         # The first step allocates and warms up.
-        timed = {name: values if name == "losses" else values[1:] for name, values in found.items()}
+        kept = {name: values if name == "losses" else values[1:] for name, values in found.items()}
         state = 16 * sum(parameter.numel() for parameter in model.parameters())
-        return {**timed, "state_bytes": state, "peak_bytes": memory.growth}
+        return {**kept, "state_bytes": state, "peak_bytes": memory.growth}
 
 
 def forward_operations(model, lengths, predicted):
@@ -155,13 +159,9 @@ class TrainingArguments(Arguments):
 
 def summary(case, runs):
     """The figures of one way over its runs."""
-    seconds = [second for run in runs for second in run["seconds"]]
-    tokens = [count for run in runs for count in run["tokens"]]
-    speeds = [count / second for count, second in zip(tokens, seconds)]
-    rates = [rate for run in runs for rate in run["rates"]]
-    operations = [count for run in runs for count in run["operations"]]
-    shares = [needed / second / rate for needed, second, rate in zip(operations, seconds, rates)]
-    peak = max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None)
+    joined = {name: [value for run in runs for value in run[name]] for name in ("seconds", "tokens", "operations", "rates")}
+    speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
+    shares = [needed / second / rate for needed, second, rate in zip(joined["operations"], joined["seconds"], joined["rates"])]
     return {
         **asdict(case),
         "tokens_per_second": statistics.median(speeds),
@@ -169,8 +169,8 @@ def summary(case, runs):
         "share_of_gemm": statistics.median(shares),
         "fill": statistics.mean(runs[0]["fills"]),
         "state_bytes": runs[0]["state_bytes"],
-        "peak_bytes": peak,
-        "seconds": seconds,
+        "peak_bytes": max((run["peak_bytes"] for run in runs if run["peak_bytes"]), default=None),
+        "seconds": joined["seconds"],
         "losses": runs[0]["losses"],
     }
 
@@ -180,14 +180,13 @@ def table(rows):
     lines = []
     for row in rows:
         base = [other for other in rows if other["name"] == row["name"] and other["dtype"] == rows[0]["dtype"]][-1]
-        faster = ratio(base["seconds"], row["seconds"])
-        activations = None if row["peak_bytes"] is None else row["peak_bytes"] - row["state_bytes"]
-        low, high = row["quartiles"]
+        faster, peak = ratio(base["seconds"], row["seconds"]), row["peak_bytes"]
+        speed = f"{row['tokens_per_second']:,.0f}", between(row["quartiles"]), f"{row['share_of_gemm']:.2f}"
+        times = f"{faster['ratio']:.2f}", between(faster["quartiles"], ".2f")
+        memory = mib(peak), mib(peak and peak - row["state_bytes"])
         lines.append(
-            [row["name"], row["dtype"], WAYS[row["way"]], f"{row['fill']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{low:,.0f} to {high:,.0f}",
-             f"{row['share_of_gemm']:.2f}", f"{faster['ratio']:.2f}", "{:.2f} to {:.2f}".format(*faster["quartiles"]),
-             *(f"{value / 2**20:,.0f}" if value is not None else "" for value in (row["peak_bytes"], activations)), f"{row['losses'][-1]:.4f}"]
-        )  # fmt: skip
+            [row["name"], row["dtype"], WAYS[row["way"]], f"{row['fill']:.2f}", *speed, *times, *memory, f"{row['losses'][-1]:.4f}"]
+        )
     header = ["set", "dtype", "way", "fill", "real tokens/s", "quartiles", "share of GEMM", "times as fast", "quartiles"]
     return markdown_table([*header, "peak MiB", "of it activations", "last loss"], lines)
 

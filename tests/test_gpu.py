@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from neobert.benchmarks import gpu, gpu_rehearsal, gpu_steps
+from neobert.benchmarks import gpu, gpu_rehearsal, gpu_steps, throughput
 from neobert.benchmarks.gpu_steps import GPU_TESTS, STEPS, targets
+from neobert.common import memory
 from neobert.common.errors import UserError
 
 
@@ -35,7 +37,16 @@ def in_this_process(monkeypatch):
         return True
 
     monkeypatch.setattr(gpu, "run_guarded", run)
+    for module in (memory, gpu_steps, throughput):  # half a second a time
+        monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: 0))
     return ran
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The environment of a process that has none of `ABSENT`."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
 
 def record_of(folder):
@@ -103,18 +114,16 @@ def test_the_rehearsal_leaves_torch_as_it_was():
     assert before == (torch.cuda.is_available(), torch.autocast, dict(gpu_rehearsal.measuring.GEMM_SIZES))
 
 
-def test_a_bare_machine_has_all_that_is_imported(tmp_path):
-    """Neither the command nor collecting its tests needs a package that such a machine lacks."""
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\n\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+@pytest.mark.slow
+def test_a_bare_machine_can_collect_the_gpu_tests(bare):
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--collect-only", "-p", "no:cacheprovider", *GPU_TESTS]
-    command += ["-p", "neobert.benchmarks.gpu", "-p", "neobert.benchmarks.gpu_rehearsal"]  # imported as plugins, in the same process
-    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and re.search(r"^\d+/\d+ tests collected", run.stdout, re.M), run.stdout[-1000:] + run.stderr[-1000:]
 
 
-def test_the_script_finds_the_package_from_anywhere(tmp_path):
-    env = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+def test_the_script_finds_the_package_from_anywhere(tmp_path, bare):
+    """And imports nothing that a bare machine lacks."""
+    env = {**bare, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     run = subprocess.run(["bash", str(ROOT / "benchmarks" / "gpu.sh"), "--help"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0 and "--rehearse" in run.stdout, run.stderr
     assert not (tmp_path / "out").exists()

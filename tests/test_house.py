@@ -40,6 +40,25 @@ def imported(place, source):
 IMPORTS = {place: set(imported(place, path.read_text(encoding="utf-8"))) for place, path in FILES.items()}
 
 
+def names_of(source):
+    """Names that a module has after its import: defined, assigned or imported anywhere outside of functions and classes."""
+    todo, found = [ast.parse(source)], set()
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.alias):
+                found.add(node.asname or node.name.partition(".")[0])
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            else:
+                todo.append(node)
+    return found
+
+
+NAMES = {place: names_of(path.read_text(encoding="utf-8")) for place, path in FILES.items()}
+
+
 def circle(imports, start):
     """The first way from `start` back to it, as a list of files, or None."""
     ways, seen = [[start]], set()
@@ -72,3 +91,14 @@ def test_a_file_imports_downward_and_in_no_circle(place):
     assert not upward, f"{place} imports {', '.join(upward)}, which is above {own}"
     assert Path("__init__.py") not in IMPORTS[place], f"{place} imports the package, which imports everything"
     assert circle(IMPORTS, place) is None, f"a circle of imports: {' -> '.join(map(str, circle(IMPORTS, place)))}"
+
+
+@pytest.mark.parametrize("place", FILES, ids=str)
+def test_what_a_file_imports_is_there(place):
+    """Files that no other test imports were broken by a name that had moved."""
+    for node in ast.walk(ast.parse(FILES[place].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            start = [*place.parts][: len(place.parts) - node.level]
+            other = Path(*start, *node.module.split(".")).with_suffix(".py")
+            missing = [alias.name for alias in node.names if other in NAMES and alias.name not in NAMES[other]]
+            assert not missing, f"{place} imports {', '.join(missing)}, which {other} does not have"

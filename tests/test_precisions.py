@@ -23,7 +23,7 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("precisions")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
-        patch.setattr(precisions, "GEMM_SECONDS", 0.0)
+        patch.setattr(measuring, "GEMM_SECONDS", 0.0)
         patch.setattr(precisions, "TEXTS", {"short": 6})
         patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
         argv = ["--files", str(folder / "files"), "--output", str(folder / "out"), "--engines", *ENGINES, "--sets", "short"]
