@@ -102,7 +102,7 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
 
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
     arguments = DistillArguments(
-        teacher, texts=["x"], output="o", model_config=STUDENT, cosine_weight=2.0, mse_weight=3.0, similarity_weight=0.0
+        teacher=teacher, texts=["x"], output="o", model_config=STUDENT, cosine_weight=2.0, mse_weight=3.0, similarity_weight=0.0
     )
     student, vectors = torch.randn(4, 8), torch.randn(4, 8)
     found = DistillLoss(torch.nn.Identity(), arguments).losses(student, vectors)
@@ -453,7 +453,7 @@ BAD = {
     "a size of zero": ({"model_config": {"hidden_size": 0}}, "hidden_size must be a positive whole number"),
     "a negative weight": ({"mse_weight": -1}, "mse_weight must be at least 0, but -1.0 was given"),
     "a wrong temperature": ({"similarity_temperature": 0}, "similarity_temperature must be above 0"),
-    "no teacher there": ({"teacher": "./nowhere"}, "there is no model in ./nowhere"),
+    "no teacher there": ({"teacher": "./nowhere"}, "there is no ./nowhere; give a folder"),
     "a wrong dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
     "no number": ({"cosine_weight": float("nan")}, "cosine_weight must be a finite number, but nan was given"),
     "no number in the config": ({"model_config": {"norm_eps": float("inf")}}, "model_config must be made of finite numbers"),
