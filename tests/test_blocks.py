@@ -28,6 +28,7 @@ def count_compiled_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkeypatch):
     torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)

@@ -68,6 +68,7 @@ def test_cached_loss_equals_the_plain_one(model_folder):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_folder, triplets, pairs, tmp_path):
     output = tmp_path / "out"
     argv = arguments_for(model_folder, output, "--pairs", triplets, pairs, "--instruction", "Find it.", "--max_steps", "40")
@@ -105,6 +106,7 @@ def _without_package():
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, triplets, pairs, tmp_path, monkeypatch, lora):
     if lora:
@@ -186,6 +188,7 @@ def assert_same_weights(one, two):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one), "the weights differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
 def test_a_damaged_checkpoint_is_passed_over(model_folder, pairs, tmp_path, monkeypatch, capsys, name):
     """A disk that was full, or a machine that lost its power, cuts a file of the newest checkpoint."""
@@ -215,6 +218,7 @@ def test_sigterm_loses_no_step(model_folder, pairs, tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interruptions_end_as_none(model_folder, triplets, pairs, tmp_path, monkeypatch, seed):
     """Two and three random ones over several passes of two data sets, by Ctrl-C or SIGTERM."""
@@ -374,6 +378,7 @@ def test_the_folder_has_both_forms_of_a_pooling(model_folder, pairs, tmp_path):
     assert settings == {"max_seq_length": 20, "do_lower_case": False}
 
 
+@pytest.mark.slow
 def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monkeypatch):
     argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "3", "--save_steps", "1")
     assert main(argv) == 0

@@ -334,6 +334,7 @@ def test_every_precision_gives_the_same_vectors(finished):
         assert found["held_out_cosine"] == pytest.approx(figures["precision"]["float32"]["held_out_cosine"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_it_loads_with_sentence_transformers_alone(finished, tmp_path):
     """In a process that does not know this package."""
     folder, _ = finished
@@ -372,6 +373,7 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in real) > sum(seen), "no batch had padding, so this test would be vacuous"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, seed):
     """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint."""
@@ -396,6 +398,7 @@ def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, se
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, teacher, files):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     steps = {"max_steps": 12, "save_steps": 2}
@@ -487,6 +490,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(case, tmp_path, teacher, f
     assert not (tmp_path / "student").exists() and not (tmp_path / "student.work").exists(), "something was written"
 
 
+@pytest.mark.slow
 def test_what_a_user_had_is_never_replaced(tmp_path, teacher, files, capsys):
     path = recipe(tmp_path, teacher, files, trainer={"max_steps": 1})
     (tmp_path / "student").mkdir()

@@ -19,6 +19,9 @@ from neobert.common.runs import locked
 from neobert.finetuning import glue_run, glue_table
 
 
+pytestmark = pytest.mark.slow
+
+
 # --------------------------------------------------------------------------------------------------------------------- runs
 
 

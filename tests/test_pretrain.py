@@ -95,6 +95,7 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, PADDED], ids=str)
 @pytest.mark.parametrize("interruptions", [2, 3])
 def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, interruptions):
@@ -121,6 +122,7 @@ def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, inte
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_cpu_seconds_are_those_of_all_continuations(corpus, tmp_path, monkeypatch):
     """As if the step of the checkpoint that is continued from had taken 1,000 seconds more."""
     save = trainer_module.PretrainingTrainer._save_checkpoint
@@ -142,6 +144,7 @@ def test_cpu_seconds_are_those_of_all_continuations(corpus, tmp_path, monkeypatc
     assert 1000 < json.loads((tmp_path / "result.json").read_text())["cpu_seconds"] < 1500
 
 
+@pytest.mark.slow
 def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "each", max_steps=10))
     run_of(arguments_of(corpus, tmp_path / "some", max_steps=10, logging_steps=4))
@@ -228,6 +231,7 @@ def test_kill_9_then_sigterm_and_the_same_command_again(corpus, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers):
     arguments = {"streaming": "true", "max_steps": 10, "save_steps": 2, "dataloader_num_workers": workers, "gradient_accumulation_steps": 2}
@@ -251,6 +255,7 @@ def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers
     assert log_of(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, "skipped rows must be in the log"
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_no_step_more(corpus, tmp_path, monkeypatch):
     arguments = arguments_of(corpus, tmp_path, streaming="true", max_steps=3, save_steps=2, warmup_steps=0, heldout=corpus / "heldout.txt")
     first = run_of(arguments)
@@ -262,6 +267,7 @@ def test_a_finished_run_trains_no_step_more(corpus, tmp_path, monkeypatch):
     assert all(torch.equal(before[name], after[name]) for name in before) and log_of(tmp_path) == log
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monkeypatch):
     """By default a checkpoint is written every 2,000 steps; the signal comes in the third."""
     arguments = {"max_steps": 12, "save_steps": 2000, "logging_steps": 4}
@@ -291,6 +297,7 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monk
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_damage_costs_one_checkpoint_and_a_lost_optimizer_is_damage(corpus, tmp_path, capsys):
     arguments = {"max_steps": 8, "save_steps": 2, "save_total_limit": 3}
     run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
@@ -319,6 +326,7 @@ def test_save_total_limit_and_keep_every(corpus, tmp_path):
     assert list(checkpoints(tmp_path)) == [4, 8, 9], "the newest two and every fourth must be kept"
 
 
+@pytest.mark.slow
 def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one"))
     longer = json.dumps({"max_position_embeddings": 128})
@@ -343,6 +351,7 @@ def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before), "at learning rate 0 stage 2 must end with stage 1's weights"
 
 
+@pytest.mark.slow
 def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
     """A branch off the stable phase of warmup_stable_decay goes on as the run itself, here with the same schedule."""
     stable = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "1-sqrt"}'}
@@ -395,6 +404,7 @@ def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch
     assert log_of(tmp_path / "step") == log_of(tmp_path / "by_hand")
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path):
     """Both see texts 0 to 11 of the same order; losses are means over all masked tokens, however they are cut, packed as padded."""
     losses = []

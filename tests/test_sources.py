@@ -279,6 +279,7 @@ def test_a_set_is_prepared_in_a_folder_of_its_own(tmp_path, tokenizer):
             read()
 
 
+@pytest.mark.slow
 def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
     """A file rewritten at the same size, a set saved to the same folder, another prepared set; a copy is the same source."""
 

@@ -28,6 +28,7 @@ from neobert.common.errors import UserError
 from neobert.conversion import command, hub_folder
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, golden, tokenizer_dir):
     """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell without the package."""
     weights = load_file(golden / "neobert_tiny" / "model.safetensors")

@@ -20,6 +20,9 @@ from neobert.export import command, onnx_quantise
 from neobert.export import onnx as target
 
 
+pytestmark = pytest.mark.slow
+
+
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

@@ -13,6 +13,9 @@ from neobert.export import command
 from neobert.export import openvino as target
 
 
+pytestmark = pytest.mark.slow
+
+
 openvino = pytest.importorskip("openvino", reason="needs the extra openvino")
 FILES = {"fp32": "openvino_model", "fp16": "openvino_model_fp16", "int8": "openvino_model_qint8_quantized"}
 
