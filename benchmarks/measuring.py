@@ -24,8 +24,8 @@ from .throughput_sets import make_batch
 # every timed call.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
-# Smallest peak of an attempt, in bytes, from which larger batches are extrapolated: a smaller one is lost in malloc's free memory.
-LEAST_PEAK = 32 * 2**20
+# "processor" counts the CPU seconds of this process, those of all its threads together: it means something for one thread.
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def synchronise(device):
@@ -37,6 +37,16 @@ def synchronise(device):
 def quartiles(values):
     """First and third quartile; the lowest and the highest of fewer than three values."""
     return statistics.quantiles(values, n=4)[::2] if len(values) > 2 else [min(values), max(values)]
+
+
+def between(pair, form=",.0f"):
+    """A range in words, "1 to 2", both in `form`."""
+    return " to ".join(f"{value:{form}}" for value in pair)
+
+
+def mib(count):
+    """Bytes in MiB for a table; "" for None."""
+    return "" if count is None else f"{count / 2**20:,.0f}"
 
 
 def ratio(others, mine):
@@ -83,6 +93,11 @@ class Timing:
     seconds: list = field(default_factory=list)
     rates: list = field(default_factory=list)
 
+    def add(self, seconds, rate):
+        self.seconds.append(seconds)
+        if rate is not None:
+            self.rates.append(rate)
+
     def per_second(self, amount):
         """{"median", "quartiles"} of `amount` (tokens, operations) a second."""
         speeds = [amount / second for second in self.seconds]
@@ -91,6 +106,17 @@ class Timing:
     def share(self, operations):
         """The median share of the matrix product's rate at which `operations` were done."""
         return statistics.median(operations / second / rate for second, rate in zip(self.seconds, self.rates))
+
+
+def timed(call, device="cpu", product=None, clock=time.perf_counter):
+    """(seconds of one call, the matrix product's rate around it or None)."""
+    before = product(GEMM_SECONDS) if product else None
+    synchronise(device)
+    start = clock()
+    call()
+    synchronise(device)
+    seconds = clock() - start
+    return seconds, (before + product(GEMM_SECONDS)) / 2 if product else None
 
 
 def in_turns(calls, repeats, device="cpu", product=None, clock=time.perf_counter, progress=None):
@@ -105,27 +131,19 @@ def in_turns(calls, repeats, device="cpu", product=None, clock=time.perf_counter
     Raises:
         KeyboardInterrupt: there is not one complete repeat.
     """
-    timings = {name: Timing() for name in calls}
+    timings, interrupted = {name: Timing() for name in calls}, False
     try:
         for _ in range(repeats):
             for name, call in calls.items():
-                before = product(GEMM_SECONDS) if product else None
-                synchronise(device)
-                start = clock()
-                call()
-                synchronise(device)
-                second = clock() - start
-                if product:
-                    timings[name].rates.append((before + product(GEMM_SECONDS)) / 2)
-                timings[name].seconds.append(second)
+                timings[name].add(*timed(call, device, product, clock))
                 if progress:
                     progress()
     except KeyboardInterrupt:
-        complete = min(len(timing.seconds) for timing in timings.values())
+        interrupted, complete = True, min(len(timing.seconds) for timing in timings.values())
         if not complete:
             raise
-        return {name: Timing(t.seconds[:complete], t.rates[:complete]) for name, t in timings.items()}, True
-    return timings, False
+        timings = {name: Timing(t.seconds[:complete], t.rates[:complete]) for name, t in timings.items()}
+    return timings, interrupted
 
 
 def out_of_memory(error):
@@ -178,15 +196,11 @@ class BatchLimit:
             run: takes a `Batch`.
             lengths: function of a number of texts.
         """
-        cpu, budget, peaks = not device.startswith("cuda"), self.memory or _available_memory() / 2, {}
+        cpu = not device.startswith("cuda")
+        # Half of what is free: an attempt has at most twice the texts of one that fitted.
+        budget = self.memory or _available_memory() / 2
 
         def attempt(count):
-            # Grows with the padded tokens, and for expanded masks with the length once more.
-            size = count * max(lengths(count)) ** 2
-            if cpu and peaks and peaks[max(peaks)] >= LEAST_PEAK:
-                foretold = peaks[max(peaks)] * size / max(peaks)
-                if foretold > budget or foretold < budget / 2:
-                    return foretold < budget
             try:
                 with PeakMemory(device) as peak, torch.inference_mode():
                     run(make_batch(lengths(count), device))
@@ -194,13 +208,11 @@ class BatchLimit:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                fits = False
-            else:
-                peaks[size] = peak.growth or 0
-                fits = not cpu or peaks[size] <= budget
-            if not cpu:
-                torch.cuda.empty_cache()
-            return fits
+                return False
+            finally:
+                if not cpu:
+                    torch.cuda.empty_cache()
+            return not cpu or (peak.growth or 0) <= budget
 
         return largest_batch(attempt, self.most(lengths))
 
@@ -211,10 +223,6 @@ def _available_memory():
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return 4 * 2**30
-
-
-# "processor" counts the CPU seconds of this process, those of all its threads together: it means something for one thread.
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
 def in_a_process(function, *arguments, variables=None):

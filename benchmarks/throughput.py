@@ -185,9 +185,13 @@ def main(argv=None, small=None):
     rows = load_done(arguments.output, arguments.settings(), arguments.resume)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    benchmark = Benchmark(arguments, rows, small, save=lambda data: write_results(arguments.output, data, plots=False))
+    benchmark = Benchmark(arguments, rows, small, save=lambda data: write_results(arguments.output, data))
     status = benchmark.run()
     if benchmark.data["rows"]:
-        write_results(arguments.output, benchmark.data, arguments.plots)
+        write_results(arguments.output, benchmark.data)
+        if arguments.plots:
+            from .throughput_plots import draw
+
+            draw(arguments.output, benchmark.data)
         print(tables(benchmark.data))
     return status

@@ -8,7 +8,7 @@ from ..common.errors import UserError
 from ..common.files import write_text
 from ..common.outputs import check_folder, check_result_files, earlier_result
 from ..common.results import markdown_table, write_result
-from .measuring import ratio
+from .measuring import between, ratio
 
 
 _FILES = ("throughput.json", "throughput.csv", "throughput.md", "fixed.png", "fill.png")
@@ -38,14 +38,13 @@ def row_table(rows):
     """Every run, as a markdown table."""
     lines = []
     for row in rows:
+        name = [row["set"], row["model"], row["implementation"]]
         if row.get("error"):
-            lines.append([row["set"], row["model"], row["implementation"], *[""] * 4, row["error"], "", ""])
+            lines.append([*name, *[""] * 4, row["error"], "", ""])
             continue
-        low, high = row["quartiles"]
+        figures = f"{row['fill']:.2f}", f"{row['tokens_per_second']:,.0f}", between(row["quartiles"]), f"{row['share_of_gemm']:.2f}"
         peak = row["peak_memory_mib"]
-        numbers = [f"{row['fill']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{row['share_of_gemm']:.2f}"]
-        peak = "" if peak is None else f"{peak:,.0f}"
-        lines.append([row["set"], row["model"], row["implementation"], row["batch"], row["longest"], *numbers, peak])
+        lines.append([*name, row["batch"], row["longest"], *figures, "" if peak is None else f"{peak:,.0f}"])
     header = ["set", "model", "implementation", "texts", "longest", "fill", "real tokens/s", "quartiles", "share of GEMM", "peak MiB"]
     return markdown_table(header, lines)
 
@@ -53,7 +52,7 @@ def row_table(rows):
 def ratio_table(rows, implementation="sdpa"):
     """`ratios` as a markdown table."""
     table = [
-        [name, other, f"{value['ratio']:.2f}", "{:.2f} to {:.2f}".format(*value["quartiles"])]
+        [name, other, f"{value['ratio']:.2f}", between(value["quartiles"], ".2f")]
         for name, others in ratios(rows, implementation).items()
         for other, value in others.items()
     ]
@@ -72,8 +71,8 @@ def tables(data):
     return "\n\n".join(part.strip() for part in text) + "\n"
 
 
-def write_results(folder, data, plots=True):
-    """throughput.json, .csv, .md and, with `plots`, fixed.png and fill.png."""
+def write_results(folder, data):
+    """throughput.json, .csv and .md."""
     folder = Path(folder)
     rest = {name: value for name, value in data.items() if name != "environment"}
     write_result(folder / "throughput", "Throughput", data["environment"], {**rest, "ratios": ratios(data["rows"])}, tables(data))
@@ -82,10 +81,6 @@ def write_results(folder, data, plots=True):
     writer.writeheader()
     writer.writerows(data["rows"])
     write_text(folder / "throughput.csv", buffer.getvalue())
-    if plots:
-        from .throughput_plots import draw
-
-        draw(folder, data)
 
 
 def load_done(output, settings, resume):
@@ -102,9 +97,7 @@ def load_done(output, settings, resume):
         return []
     if not resume:
         raise UserError(f"{path} holds results already; add to them with --resume, or give another --output")
-    before, rows = data["settings"], data["rows"]
-    changed = [name for name, value in settings.items() if before.get(name) != value]
-    if changed:
-        was = ", ".join(f"{name}={before.get(name)}" for name in changed)
-        raise UserError(f"{path} was measured with {was}; give the same, or another --output")
-    return rows
+    before = data["settings"]
+    if changed := ", ".join(f"{name}={before.get(name)}" for name, value in settings.items() if before.get(name) != value):
+        raise UserError(f"{path} was measured with {changed}; give the same, or another --output")
+    return data["rows"]

@@ -4,17 +4,10 @@ InfoNCE on cosine similarity / 0.07 with in-batch and hard negatives; every batc
 before the query; mean pooling. The output folder loads with `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import functools
 import json
 import sys
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers>=6", "datasets", "accelerate")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments

@@ -6,15 +6,8 @@ exists. It trains with sentence-transformers' trainer, packed as in inference: N
 Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished; `--output` appears when it is, complete.
 """
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import functools
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers>=6", "datasets", "accelerate", "scipy")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments

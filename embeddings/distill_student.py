@@ -74,7 +74,8 @@ def _loaded(arguments):
 
 def _fresh(arguments, teacher):
     """An untrained NeoBERT with the teacher's tokenizer."""
-    from .. import NeoBERTConfig, NeoBERTModel
+    from ..configuration_neobert import NeoBERTConfig
+    from ..modeling_neobert import NeoBERTModel
 
     tokenizer = teacher.tokenizer
     given = {"max_position_embeddings": 512, **arguments.model_config}

@@ -1,15 +1,8 @@
 """`neobert mteb`: MTEB through the `mteb` package, packed and resumable, and its table in the layout of the paper's Table 4."""
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import hashlib
 import json
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers", "mteb")
 
 import mteb
 import numpy as np

@@ -6,15 +6,13 @@ from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
 from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
-from ..common.constants import DTYPES, POOLINGS
+from ..common.constants import CPU_TOKENS, CUDA_TOKENS, DTYPES, POOLINGS
 from ..common.errors import UserError, listed
 from .instructions import TEMPLATE, check_template, read_instructions
 
 
 FORMATS = ("parquet", "safetensors")
 PAPER_BENCHMARK = "MTEB(eng, v1)"
-# Tokens of a batch where none are given; on the CPU more leave the caches.
-CUDA_TOKENS, CPU_TOKENS = 65536, 3072
 TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
 
 

@@ -11,11 +11,10 @@ import torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
-from ..common.constants import POOLINGS, TOKENIZER
+from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
 from ..common.loading import check_model, choose_device, choose_dtype, position_limit
 from ..common.packing import mean_of_sequences, pack
-from .options import CPU_TOKENS, CUDA_TOKENS
 
 
 _PROBE = "A short text."

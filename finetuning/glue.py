@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from ..common.errors import UserError, require
+from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_there, check_vocabulary, load_tokenizer
@@ -195,8 +195,6 @@ def _check_same_origin(arguments, revision, rows):
 def main(argv=None):
     """Runs `neobert glue`; bad input is a UserError before any work."""
     arguments, trainer = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
-    require("train", "accelerate", "datasets")
-    require("eval", "sklearn", "scipy")
     from .glue_run import process_state
 
     main_process = process_state().is_main_process

@@ -18,21 +18,15 @@ _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def train_tokenizer(texts, kind, vocabulary, folder):
-    """A tokenizer learnt from `texts`.
-
-    Args:
-        kind: "wordpiece" (uncased, as BERT's), "wordpiece-cased", or "bpe" (cased, byte-level, as LLaMA's in kind, 5 % larger).
-    """
-    if kind.startswith("wordpiece"):
+    """A tokenizer learnt from `texts`: "wordpiece" (uncased, as BERT's) or "bpe" (cased, byte-level, as LLaMA's in kind, 5 % larger)."""
+    if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=kind == "wordpiece")
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=_SPECIAL, show_progress=False)
     else:
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         size = max(vocabulary * 32064 // 30522, len(alphabet) + 100)
         trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
@@ -53,27 +47,29 @@ def make_data(given, scale, folder):
     paths = {name: Path(given[name]) if given[name] else folder / f"{name}.jsonl" for name in COLUMNS}
     paths.update(wordpiece=folder / "wordpiece", bpe=folder / "bpe")
     if not all(paths[name].is_file() for name in ("curated", "diverse", "heldout")):
-        parts = {}
-        for name, entries in (("wordnet", local_text.wordnet_entries), ("gcide", local_text.gcide_entries)):
-            parts[name] = ([], [])
+        wordnet, gcide = ([], []), ([], [])  # (texts to train on, held-out texts)
+        for parts, entries in ((wordnet, local_text.wordnet_entries), (gcide, local_text.gcide_entries)):
             for row in entries():
-                parts[name][local_text.is_held_out(row["id"])].append(json.dumps({"text": row["text"]}, ensure_ascii=False))
+                parts[local_text.is_held_out(row["id"])].append({"text": row["text"]})
         own = {
-            "curated": some(parts["wordnet"][0], scale.corpus_texts),
-            "diverse": some(parts["wordnet"][0] + parts["gcide"][0], scale.corpus_texts),
-            "heldout": some(parts["wordnet"][1], 750) + some(parts["gcide"][1], 750),
+            "curated": some(wordnet[0], scale.corpus_texts),
+            "diverse": some(wordnet[0] + gcide[0], scale.corpus_texts),
+            "heldout": some(wordnet[1], 750) + some(gcide[1], 750),
         }
-        for name, lines in own.items():
+        for name, rows in own.items():
             if given[name] is None:
-                write_text(paths[name], "\n".join(lines) + "\n")
+                _write(paths[name], rows)
     if not paths["probe"].is_file():
-        rows = [json.dumps({"text": row["text"], "label": row["label"]}) for row in local_text.sentiment_sentences("movie")]
-        write_text(paths["probe"], "\n".join(rows) + "\n")
+        _write(paths["probe"], [{name: row[name] for name in COLUMNS["probe"]} for row in local_text.sentiment_sentences("movie")])
     for kind in ("wordpiece", "bpe"):
         if not (paths[kind] / "tokenizer_config.json").is_file():
             texts = (row["text"] for _, row in read_rows(paths["diverse"], ["text"]))
             train_tokenizer(texts, kind, scale.vocabulary, paths[kind])
     return paths
+
+
+def _write(path, rows):
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def some(rows, count):

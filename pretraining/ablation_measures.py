@@ -5,7 +5,8 @@ import math
 import numpy as np
 import torch
 
-from .batches import BatchSpec, MicroBatches, SpecialTokens, Windows, pad
+from ..common.packing import mean_of_sequences, pack
+from .batches import BatchSpec, MicroBatches, SpecialTokens, Windows
 from .masking import TokenMasking
 from .prepared import tokenise_texts
 from .trainer import evaluate_batches
@@ -13,19 +14,13 @@ from .trainer import evaluate_batches
 
 @torch.no_grad()
 def features(model, tokenizer, texts, length, batch_size=64):
-    """Mean-pooled last hidden states, (texts, D) numpy; special tokens included, padding not."""
-    ids = tokenizer(list(texts), truncation=True, max_length=length - 2, add_special_tokens=False)["input_ids"]
-    special = SpecialTokens.of(tokenizer)
-    rows = [special.around(row) for row in ids]
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    output = np.zeros((len(rows), model.config.hidden_size), dtype=np.float32)
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        batch = pad([rows[i] for i in chosen], special.pad)
-        hidden = model.model(**batch).last_hidden_state
-        mask = batch["attention_mask"][..., None]
-        output[chosen] = ((hidden * mask).sum(dim=1) / mask.sum(dim=1)).numpy()
-    return output
+    """Mean-pooled last hidden states, (texts, D) numpy; special tokens included."""
+    special, output = SpecialTokens.of(tokenizer), []
+    for start in range(0, len(texts), batch_size):
+        ids = tokenizer(texts[start : start + batch_size], truncation=True, max_length=length - 2, add_special_tokens=False)["input_ids"]
+        packed = pack([special.around(row) for row in ids])
+        output.append(mean_of_sequences(model.model(**packed).last_hidden_state, packed["cu_seq_lens_q"]).numpy())
+    return np.concatenate(output)
 
 
 def probe_accuracy(x, labels):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
 from ..common.packing import pack
-from .options import LAYOUTS, LONG_TEXTS
 from .plans import CHUNK, ByRows, ByTexts, ByTokens
 
 

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
+from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
 from ..common.outputs import check_folder
 from ..common.rows import read_rows
 from .ablation_recipes import PUBLISHED, RUNGS, SCALES
-
-
-LAYOUTS = ("packed", "padded", "packed_without_boundaries")
-
-
-LONG_TEXTS = ("truncate", "split")
 
 
 @dataclass

@@ -11,35 +11,30 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..common.errors import require
+import numpy as np
+import torch
+from transformers import TrainingArguments
 
-
-require("train", "accelerate", "datasets")
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
-
-from ..common.blocks import compile_blocks  # noqa: E402
-from ..common.checkpoints import claim, train  # noqa: E402
-from ..common.errors import UserError  # noqa: E402
-from ..common.files import read_json, redacted, remove_left_overs, write_json  # noqa: E402
-from ..common.identity import model_digest  # noqa: E402
-from ..common.loading import set_attention  # noqa: E402
-from ..common.outputs import check_apart, check_folder  # noqa: E402
-from ..common.results import environment  # noqa: E402
-from ..common.runs import Run, run_settings  # noqa: E402
-from ..common.trainer_options import number_options  # noqa: E402
-from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
-from .masking import TokenMasking  # noqa: E402
-from .model import choose_tokenizer, make_model, weights_folder  # noqa: E402
-from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments  # noqa: E402
-from .prepared import Tokenise, describe, load_prepared, prepare, source_digest  # noqa: E402
-from .raw_checkpoint import raw_from_model  # noqa: E402
-from .schedule import make_training_arguments  # noqa: E402
-from .sources import load_rows  # noqa: E402
-from .streaming import StreamedBatches, TokenStream  # noqa: E402
-from .trainer import PretrainingTrainer  # noqa: E402
+from ..common.blocks import compile_blocks
+from ..common.checkpoints import claim, train
+from ..common.errors import UserError
+from ..common.files import read_json, redacted, remove_left_overs, write_json
+from ..common.identity import model_digest
+from ..common.loading import set_attention
+from ..common.outputs import check_apart, check_folder
+from ..common.results import environment
+from ..common.runs import Run, run_settings
+from ..common.trainer_options import number_options
+from .batches import MicroBatches, SpecialTokens, Windows
+from .masking import TokenMasking
+from .model import choose_tokenizer, make_model, weights_folder
+from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments
+from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
+from .raw_checkpoint import raw_from_model
+from .schedule import make_training_arguments
+from .sources import load_rows
+from .streaming import StreamedBatches, TokenStream
+from .trainer import PretrainingTrainer
 
 
 @dataclass(frozen=True)

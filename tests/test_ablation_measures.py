@@ -23,11 +23,11 @@ def tokenizer(tokenizer_dir):
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=["rope", "learned"])
+def model(request):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16}
-    return NeoBERTForMaskedLM(NeoBERTConfig(**sizes)).eval()
+    return NeoBERTForMaskedLM(NeoBERTConfig(**sizes, position_embedding_type=request.param)).eval()
 
 
 def test_features_are_means_over_the_tokens_of_each_text(model, tokenizer):

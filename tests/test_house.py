@@ -1,4 +1,4 @@
-"""Pins the house: rooms import downward only, `common/` no room at all, and no command imports `__main__`."""
+"""Pins the house: rooms import downward only, `common/` no room at all, no file the package itself, and none in a circle."""
 
 import ast
 from pathlib import Path
@@ -12,37 +12,63 @@ ROOMS = (
     *("__main__", "benchmarks", "export", "convert_checkpoint", "conversion", "pretraining", "finetuning", "embeddings", "common"),
     *("modeling_neobert", "configuration_neobert", "attention_neobert"),
 )
-FILES = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS]
+FILES = {path.relative_to(ROOT): path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS}
 
 
-def imported_rooms(path):
-    """Rooms of this package that a file imports, anywhere in it."""
-    place = path.relative_to(ROOT).parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".") if node.module else []
-            if node.level:
-                parts = [*place[: len(place) - node.level], *parts]
-            elif parts[:1] == ["neobert"]:
-                parts = parts[1:]
-            else:
-                continue
-            for alias in node.names:
-                yield (*parts, alias.name)[0].removesuffix(".py")
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("neobert."):
-                    yield alias.name.split(".")[1]
+def imported(place, source):
+    """Files of this package that a file imports, anywhere in it: paths relative to the root, `__init__.py` for a package.
+
+    Args:
+        place: the file, relative to the root.
+        source: its text.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [(alias.name.split("."), None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = ["neobert", *place.parts][: 1 + len(place.parts) - node.level] if node.level else []
+            names = [([*start, *(node.module or "").split(".")] if node.module else start, alias.name) for alias in node.names]
+        else:
+            continue
+        for (first, *parts), name in names:
+            if first == "neobert":
+                # `from .room import name`: a file room/name.py, or a name in room.py or room/__init__.py.
+                options = [*([Path(*parts, f"{name}.py")] if name else []), *([Path(*parts).with_suffix(".py")] if parts else [])]
+                yield next((path for path in options if path in FILES), Path(*parts, "__init__.py"))
 
 
-def test_there_are_files_of_every_room():
-    assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES} >= set(ROOMS) - {"export"}
-    assert set(imported_rooms(ROOT / "convert_checkpoint.py")) >= {"common", "conversion"}, "the reader of imports sees none"
+IMPORTS = {place: set(imported(place, path.read_text(encoding="utf-8"))) for place, path in FILES.items()}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_imports_downward_only(path):
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
+def circle(imports, start):
+    """The first way from `start` back to it, as a list of files, or None."""
+    ways, seen = [[start]], set()
+    for way in ways:
+        for following in imports.get(way[-1], ()):
+            if following == start:
+                return way
+            if following not in seen:
+                seen.add(following)
+                ways.append([*way, following])
+    return None
+
+
+def test_the_reader_of_imports_sees_what_is_there():
+    assert {place.parts[0].removesuffix(".py") for place in FILES} >= set(ROOMS) - {"export"}
+    source = "from .onnx import x\nfrom . import c\nfrom .. import name\ndef f():\n    import neobert.common.rows\n    from ..common import files"
+    found = set(map(str, imported(Path("export/a.py"), source)))
+    assert found == {"export/onnx.py", "export/__init__.py", "__init__.py", "common/rows.py", "common/files.py"}
+    assert (
+        circle({"a": {"b"}, "b": {"c"}, "c": {"b", "a"}}, "a") == ["a", "b", "c"]
+        and circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "a") is None
+    )
+
+
+@pytest.mark.parametrize("place", FILES, ids=str)
+def test_a_file_imports_downward_and_in_no_circle(place):
+    own = place.parts[0].removesuffix(".py")
     above = ROOMS[: ROOMS.index(own)]
-    upward = sorted(room for room in imported_rooms(path) if room in above)
-    assert not upward, f"{path.relative_to(ROOT)} imports {', '.join(upward)}, which is above {own}"
+    upward = [str(other) for other in IMPORTS[place] if other.parts[0].removesuffix(".py") in above]
+    assert not upward, f"{place} imports {', '.join(upward)}, which is above {own}"
+    assert Path("__init__.py") not in IMPORTS[place], f"{place} imports the package, which imports everything"
+    assert circle(IMPORTS, place) is None, f"a circle of imports: {' -> '.join(map(str, circle(IMPORTS, place)))}"

@@ -17,6 +17,7 @@ from neobert.common.errors import UserError
 from neobert.common.runs import locked
 from neobert.pretraining import pseudo_perplexity as module
 from neobert.pretraining import pseudo_perplexity_report as report
+from neobert.pretraining.options import PseudoPerplexityArguments
 
 
 pytest.importorskip("matplotlib")
@@ -41,6 +42,13 @@ def folder(tmp_path_factory):
     texts = [" ".join(generator.choices(words, k=k)) for k in (20, 30, 40, 50, 60, 70)]
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return root
+
+
+@pytest.fixture(autouse=True)
+def _plot(request, monkeypatch):
+    """One test draws; the others save its time."""
+    if request.node.name != "test_exact_value_is_the_definition":
+        monkeypatch.setattr(report, "plot", lambda *given: None)
 
 
 def arguments(folder, output, **more):
@@ -117,7 +125,7 @@ def test_sampled_agrees_with_exact(folder, tmp_path):
     exact = {(row["text"], row["length"]): float(row["mean_cross_entropy"]) for row in run(folder, tmp_path / "exact")}
     deviations = []
     for seed in range(6):
-        for row in run(folder, tmp_path / "sampled", positions=9, seed=seed)[-len(exact) :]:
+        for row in run(folder, tmp_path / str(seed), positions=9, seed=seed):
             if int(row["positions"]) < int(row["tokens"]) - 2:
                 difference = float(row["mean_cross_entropy"]) - exact[row["text"], row["length"]]
                 deviations.append(difference / float(row["standard_error"]))
@@ -185,9 +193,8 @@ def table(folder, output, **more):
     return {(b["name"], b["yarn"], b["length"]): (b["texts"], b["pseudo_perplexity"]) for b in buckets}
 
 
-def test_the_table_is_of_the_command_that_ran(folder, tmp_path, monkeypatch):
+def test_the_table_is_of_the_command_that_ran(folder, tmp_path):
     """One folder for everything, against a folder of its own for each command."""
-    monkeypatch.setattr(report, "plot", lambda *given: None)
     lines = (folder / "texts.jsonl").read_text().splitlines(keepends=True)
     for name, part in (("p1", lines[:3]), ("p2", lines[3:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
@@ -196,13 +203,11 @@ def test_the_table_is_of_the_command_that_ran(folder, tmp_path, monkeypatch):
     commands += [{**p1, "dtype": "bfloat16"}, {**p1, "lengths": "16"}]
     alone = [table(folder, tmp_path / str(i), **more) for i, more in enumerate(commands)]
     assert len(set(map(str, alone))) == len(alone), "The commands must differ, or this shows nothing."
-    for _ in range(2):
-        for more, expected in zip(commands, alone):
-            assert table(folder, tmp_path / "shared", **more) == expected, f"{more} shows rows of other commands."
+    for more, expected in [*zip(commands, alone), (commands[0], alone[0])]:
+        assert table(folder, tmp_path / "shared", **more) == expected, f"{more} shows rows of other commands."
 
 
-def test_models_and_yarn_share_a_table_where_they_compare(folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(report, "plot", lambda *given: None)
+def test_models_and_yarn_share_a_table_where_they_compare(folder, tmp_path, caplog):
     neobert, yarn = table(folder, tmp_path, positions=4), table(folder, tmp_path, positions=4, yarn=2)
     assert neobert.items() < yarn.items() and {key[1] for key in yarn} == {"off", "2"}, "Another YaRN factor stands beside the first."
     both = table(folder, tmp_path, positions=4, model=folder / "bert")
@@ -238,18 +243,13 @@ def test_a_name_is_one_model(folder, tmp_path):
     assert table(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1, name="B").items() > first.items()
 
 
-def test_the_committed_results_continue(tmp_path):
+def test_the_committed_results_continue():
     """The committed CSV gives the committed table, where its own command runs again."""
     committed = module.Path(__file__).resolve().parents[1] / "results" / "pseudo_perplexity"
     rows = module.read_finished(committed / "pseudo_perplexity.csv")
-    given = module.PseudoPerplexityArguments(
-        model="m", text="t", name="bundled model", lengths=[32, 64, 128, 256, 512, 1024], positions="48", yarn=["off", "4"], yarn_from=128
-    )
-    planned = [(None, None, {name: row[name] for name in module.KEY if name != "yarn"}) for row in rows]
-    for name in ("bundled model", "another"):
-        given.name = name
-        found = module.comparable_rows(given, rows, planned, {row["text"] for row in rows})
-        assert report.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"], name
+    given = PseudoPerplexityArguments(model="m", text="t", lengths=[32, 64, 128, 256, 512, 1024], positions="48")
+    found = module.rows_to_show(given, [module.Unit(row["text"], 0, ()) for row in rows], rows)
+    assert report.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"]
 
 
 def test_yarn(folder, tmp_path):

@@ -1,5 +1,4 @@
-"""Pins `neobert report`: one markdown page with every result, its plots and its environment once, the published figures beside it, parts that
-may be missing, and bad input in one sentence."""
+"""Pins `neobert report`: an index, every result with its plots and its environment once, the published figures, bad input in one sentence."""
 
 import json
 import re
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from neobert.benchmarks import report
-from neobert.benchmarks.report import assign, collect, main, read_environment
+from neobert.benchmarks.report import collect, main, read_environment
 from neobert.common.errors import UserError
 from neobert.common.results import markdown_table, write_result
 
@@ -51,28 +50,25 @@ def test_every_result_is_there_once_with_its_environment(results):
     for expected in ("| NeoBERT <tiny> | 12,345 |", "other & more", "70.0 ± 1.0", "77.7", "Something else."):
         assert text.count(expected) == 1, f"{expected} is in the page {text.count(expected)} times"
     for command in ("neobert throughput --preset cpu", "neobert glue"):
-        assert text.count(f"`{command}`") == 1, f"the environment of {command} is missing, or told twice"
-    assert text.count("commit abc1234") == 2 and "torch 2.13.0" in text and "2 threads" in text
+        assert text.count(f"`{command}`") == 1 and f"| {command} |" in text, f"the environment of {command} is missing, or told twice"
+    assert "torch 2.13.0" in text and "2 threads" in text
     assert "not a result" not in text and "a cache" not in text
     assert build(results) == text, "the report reported itself"
 
 
-def test_headings_are_those_of_the_page(results):
+def test_the_index_names_every_page(results):
     text = build(results)
+    index = "| [throughput/throughput](throughput/throughput.md) | 2026-01-02 03:04 UTC | abc1234 | neobert throughput --preset cpu |"
+    assert index in text and "| [surprise](surprise.md) |  |  |  |" in text
     assert re.findall(r"^# (.*)$", text, flags=re.M) == ["NeoBERT: measured results"]
-    assert "\n#### Each\n" in text and "\n## Throughput\n" in text and "\n### throughput\n" in text and "# Surprise" not in text
-    links = re.findall(r"^\| \[[^\]]*\]\(#([^)]*)\)", text, flags=re.M)
-    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^## (.*)$", text, flags=re.M)}
-    assert links and set(links) <= anchors, "the overview leads nowhere"
+    assert "\n### Each\n" in text and "\n## throughput/throughput\n" in text and "# Surprise" not in text
 
 
-def test_published_figures_are_beside_ours(results):
+def test_published_figures_are_at_the_end(results):
     text = build(results)
+    published = text[text.index("## Published figures") :]
     for figure in ("| NeoBERT | 24.5 |", "1.47 at 4,096", "61.6", "about 6,000", "87.3"):
-        assert figure in text, f"the published {figure} is missing"
-    glue = text[text.index("## GLUE\n") : text.index("## Sentence embeddings")]
-    assert "Published figures" not in glue, "GLUE's measured table has the published rows already"
-    assert "Published figures" in text[text.index("## Throughput\n") : text.index("## Precisions")]
+        assert figure in published, f"the published {figure} is missing"
 
 
 def test_runs_below_a_table_are_not_results_of_their_own(results):
@@ -80,35 +76,12 @@ def test_runs_below_a_table_are_not_results_of_their_own(results):
         (results / run).mkdir(parents=True)
         (results / run / "result.md").write_text("a run")
     (results / "throughput" / "fill.png").write_bytes(b"x")
-    (results / "throughput_gpu_PENDING.md").write_text("# Throughput on a GPU: not measured yet\n\ntext")
-    found = collect(results)
-    assert not [result.path for result in found if "run-" in result.path], "the runs behind a table are listed beside it"
-    plots = [path.name for result in found if result.name == "throughput" for path in result.images]
-    assert plots == ["fill.png", "lengths.png"], "a folder's only page owns its plots, whatever their names"
-    text = build(results)
-    assert text.index("### throughput\n") < text.index("### Throughput on a GPU: not measured yet"), "what is open comes last"
-    assert "![fill](throughput/fill.png)" in text, "plots are linked from the page"
-
-
-def test_a_plot_goes_to_the_page_with_the_longest_matching_name(tmp_path):
-    for name in ("speed.md", "speed_gpu.md", "speed.png", "speed_gpu.png", "speed_gpu_memory.png", "other.png"):
-        (tmp_path / name).write_bytes(b"x")
-    images = {result.name: [path.name for path in result.images] for result in collect(tmp_path)}
-    assert images == {"speed": ["speed.png"], "speed gpu": ["speed_gpu.png", "speed_gpu_memory.png"]}
-
-
-def test_missing_parts_are_named_with_their_command(results):
-    text = build(results)
-    overview = text[: text.index("\n## ")]
-    for command in ("neobert mteb --model MODEL --output results/mteb", "make gpu", "python -m neobert.benchmarks.precisions"):
-        assert f"not measured yet: `{command}`" in overview and f"Not measured here. `{command}` does it." in text
-
-
-def test_results_belong_to_one_section_and_caches_to_none(results):
-    found = {section.title: [result.name for result in part] for section, part in assign(collect(results))}
-    assert found["Throughput"] == ["throughput"] and found["GLUE"] == ["glue"] and found["Ablation ladder"] == ["ablations small"]
-    assert found["Other measurements"] == ["surprise"]
-    assert not found["Sentence embeddings"], "MTEB's cache is not a result"
+    (results / "surprise.png").write_bytes(b"x")
+    (results / "a_gpu_PENDING.md").write_text("# Throughput on a GPU: not measured yet\n\ntext")
+    found = [path.relative_to(results).as_posix() for path in collect(results)]
+    assert found == ["ablations_small.md", "glue/table.md", "surprise.md", "throughput/throughput.md", "a_gpu_PENDING.md"]
+    plots = re.findall(r"!\[(.*)\]\((.*)\)", build(results))
+    assert plots == [("surprise", "surprise.png"), ("fill", "throughput/fill.png"), ("lengths", "throughput/lengths.png")]
 
 
 def test_environment_of_a_damaged_or_foreign_file_is_empty(tmp_path):
@@ -156,4 +129,4 @@ def test_only_an_earlier_report_is_replaced(results, tmp_path):
 def test_the_committed_page_is_that_of_the_committed_results():
     root = Path(report.__file__).resolve().parent.parent
     page = root / "results" / "report.md"
-    assert page.read_text() == report.build(root / "results", report.ReportArguments().title, page.parent), "run `neobert report`"
+    assert page.read_text() == report.build(root / "results", "NeoBERT: measured results", page.parent), "run `neobert report`"
