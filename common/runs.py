@@ -283,7 +283,9 @@ class Run:
         written = {**self.marker.pop("files", {}), **self.marker.get("moving", {})}
         own = split_files(self.folder, written)[0]
         targets = {name: self.folder / name for name in names if self.folder / name not in own}
-        if others := [name for name, path in targets.items() if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))]:
+        if others := [
+            name for name, path in targets.items() if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))
+        ]:
             raise UserError(
                 f"{self.folder} holds files that this run did not write ({listed(others, 3)}); "
                 "move them, and give the same command again: nothing was lost"
