@@ -30,6 +30,7 @@ from .runs import remove_empty
 
 
 MANIFEST = "complete.json"  # of a checkpoint: begun before everything else, and completed last with the size and digest of every file
+_REMOVING = "removing.json"  # what the manifest is called while the checkpoint is removed
 # Whole names: `checkpoint-best` or `damaged-checkpoint-8-copy` is a user's own.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _DAMAGED = re.compile(r"damaged-checkpoint-(\d+)(?:\.\d+)?")
@@ -110,7 +111,7 @@ def checkpoints(folder):
     return dict(_numbered(folder, _CHECKPOINT))
 
 
-def _finished(folder):
+def complete(folder):
     """Those of `checkpoints` that were written to their end."""
     return {step: path for step, path in checkpoints(folder).items() if _read_manifest(path) is not None}
 
@@ -155,10 +156,10 @@ def damage(checkpoint):
     return None
 
 
-def _read_manifest(checkpoint, complete=True):
-    """The manifest of a checkpoint; with `complete` None for one that is not written to its end, or half removed."""
+def _read_manifest(checkpoint, complete=True, name=MANIFEST):
+    """The manifest of a checkpoint; with `complete` None for one that is not written to its end."""
     try:
-        manifest = read_json(checkpoint / MANIFEST, 16 * TEXT_LIMIT)
+        manifest = read_json(checkpoint / name, 16 * TEXT_LIMIT)
         files = manifest["files"] if complete else manifest.get("files", {})
         good = all(isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in files.values())
     except (UserError, KeyError, TypeError, AttributeError):
@@ -168,18 +169,19 @@ def _read_manifest(checkpoint, complete=True):
 
 def _remove(checkpoint):
     """Removes what the run wrote of a checkpoint, as its manifest says, and the folder where nothing else is in it."""
-    manifest = None if checkpoint.is_symlink() else _read_manifest(checkpoint, complete=False)
-    if manifest is None:
+    begun, going = _read_manifest(checkpoint, complete=False), checkpoint / _REMOVING
+    if checkpoint.is_symlink():
         return
-    names = manifest.get("files", manifest.get("removing"))
-    if names is None:  # it was being written when the run was killed, or the disk was full
+    if begun is not None and "files" not in begun:  # it was being written when the run was killed, or the disk was full
         shutil.rmtree(checkpoint, ignore_errors=True)
         return
-    write_json(checkpoint / MANIFEST, {"removing": list(names)})  # first, so that what is half removed is never taken
-    for path in (*map(checkpoint.joinpath, names), checkpoint / MANIFEST):
-        if checkpoint in path.parents:
-            path.unlink(missing_ok=True)
-            remove_empty(path.parent, checkpoint)
+    if begun is not None:
+        os.replace(checkpoint / MANIFEST, going)  # first, so that what is half removed is never taken
+    if (manifest := _read_manifest(checkpoint, name=_REMOVING)) is not None:
+        for path in (*map(checkpoint.joinpath, manifest["files"]), going):
+            if checkpoint in path.parents:
+                path.unlink(missing_ok=True)
+                remove_empty(path.parent, checkpoint)
 
 
 def newest_complete(folder):
@@ -217,10 +219,10 @@ def _forget(folder, limit, keep_every, best=None):
 
     What `_set_aside` kept goes as soon as the run has come as far again.
     """
-    finished = _finished(folder)
+    finished = complete(folder)
     newest = max(finished, default=-1)
-    for step, path in _numbered(folder, _DAMAGED):
-        if step <= newest:
+    for step, path in (*_numbered(folder, _DAMAGED), *checkpoints(folder).items()):
+        if step <= newest and path not in finished.values():  # the latter: half removed
             _remove(path)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]
@@ -306,7 +308,7 @@ class Checkpoints(TrainerCallback):
             self._make_room(args, state)
 
     def _make_room(self, args, state):
-        finished = _finished(args.output_dir)
+        finished = complete(args.output_dir)
         if not finished:
             return
         need = sum(path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file())
@@ -384,9 +386,14 @@ def train(trainer, keep_every=0, before=None):
     except _NothingLeft:
         output = _end(trainer)
     except Exception as error:
+        half = folder / f"checkpoint-{trainer.state.global_step}"
+        if trainer.args.should_save and _read_manifest(half) is None:
+            _remove(half)
         if not is_disk_full(error):
             raise
-        raise UserError(_out_of_space(trainer, folder, error)) from error
+        kept = max(complete(folder), default=None)
+        place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
+        raise UserError(f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}") from error
     finally:
         callback.close()
         trainer.remove_callback(callback)
@@ -407,13 +414,3 @@ def _end(trainer):
         trainer._load_best_model()
     trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     return TrainOutput(trainer.state.global_step, math.nan, {})
-
-
-def _out_of_space(trainer, folder, error):
-    """Removes the checkpoint that was being written; returns the sentence."""
-    half = folder / f"checkpoint-{trainer.state.global_step}"
-    if trainer.args.should_save and _read_manifest(half) is None:
-        _remove(half)
-    kept = max(_finished(folder), default=None)
-    place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
-    return f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}"

@@ -92,7 +92,7 @@ def remove_empty(place, folder):
 
 
 def own_folder(path, **owner):
-    """Whether `path` is a folder, and no link, in which `make_own` left this mark."""
+    """Whether `path` is a folder, and no link, whose `OWNER` file says this."""
     path = Path(path)
     if path.is_symlink() or not (path / OWNER).is_file():
         return False
@@ -114,7 +114,8 @@ def _short(value):
 
 def run_settings(*options):
     """{name: value} of the options that a run is known by: all fields of these dataclasses but those with `free=True`."""
-    return {f.name: asdict(given)[f.name] for given in options for f in fields(given) if f.init and not f.metadata.get("free")}
+    known = {f.name for given in options for f in fields(given) if f.init and not f.metadata.get("free")}
+    return {name: value for given in options for name, value in asdict(given).items() if name in known}
 
 
 # ------------------------------------------------------------------------------------------------------------------- the run
@@ -222,8 +223,11 @@ class Run:
         write_json(self.path, self.marker)
 
     def _set_aside(self):
-        """Moves what the marker of a finished run names. What an earlier overwriting set aside stays: what is here then is not complete."""
+        """Moves what the marker of a finished run names. Of an unfinished one the result goes: what was set aside before it is complete."""
         if "files" not in self.before:
+            remove_files(self.folder, self.before.get("moving", {}))
+            if own_folder(left := self._scratch_folder(self.before.get("run")), run=self.before.get("run")):
+                shutil.rmtree(left)
             return
         aside = self.folder / _ASIDE
         if self._read(aside / self.path.name) != self.before:  # else it was killed while it moved them
@@ -248,7 +252,10 @@ class Run:
     @property
     def scratch_folder(self):
         """Where `scratch` is."""
-        return self.folder / f".{self.command}-{self.id}"
+        return self._scratch_folder(self.id)
+
+    def _scratch_folder(self, run):
+        return self.folder / f".{self.command}-{run}"
 
     def scratch(self):
         """An empty folder in the output, of this run alone, whose mark says so. What a killed process of the run left there goes.
@@ -275,7 +282,10 @@ class Run:
         names = [*sorted(set(found) - set(last)), *(name for name in last if name in found)]
         written = {**self.marker.pop("files", {}), **self.marker.get("moving", {})}
         own = split_files(self.folder, written)[0]
-        if others := [name for name in names if os.path.lexists(self.folder / name) and self.folder / name not in own]:
+        targets = {name: self.folder / name for name in names if self.folder / name not in own}
+        if others := [
+            name for name, path in targets.items() if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))
+        ]:
             raise UserError(
                 f"{self.folder} holds files that this run did not write ({listed(others, 3)}); "
                 "move them, and give the same command again: nothing was lost"

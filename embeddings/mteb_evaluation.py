@@ -12,7 +12,7 @@ from mteb.types import PromptType
 
 from ..common.constants import DTYPES
 from ..common.errors import UserError, one_line
-from ..common.files import TEXT_LIMIT, read_json, write_json
+from ..common.files import TEXT_LIMIT, read_text, write_json
 from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.outputs import check_folder, check_result_files
@@ -142,8 +142,8 @@ def _remove_broken_results(cache, model):
     folder = cache.get_task_result_path(task_name="x", model_name=meta, model_revision=meta.revision).parent
     for path in folder.glob("*.json"):
         try:
-            read_json(path, 256 * TEXT_LIMIT)
-        except UserError:
+            json.loads(read_text(path, 256 * TEXT_LIMIT))
+        except ValueError:
             if path.is_file():
                 path.unlink()
 

@@ -140,6 +140,40 @@ def test_a_result_moves_in_beside_the_files_of_the_user(tmp_path, monkeypatch, m
     assert names(out) == ["a.txt", "b.txt", "c.txt", "encode.json"] and (out / "c.txt").read_text() == "third"
 
 
+def test_a_result_that_was_moving_in_goes_with_its_run(tmp_path, monkeypatch):
+    """Killed there, and then given up for another run: its files are not the user's, and do not keep the other's result out."""
+    run, replace = Run(tmp_path, "encode", {"rows": 1}), os.replace
+
+    def killed(source, target):
+        replace(source, target)
+        if str(source).endswith(".txt"):
+            raise KeyboardInterrupt
+
+    with run.claim(), monkeypatch.context() as patch:
+        scratch = run.scratch()
+        for name in ("a.txt", "b.txt"):
+            (scratch / name).write_text("one")
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.move_in(scratch)
+    assert (tmp_path / "a.txt").exists() and run.scratch_folder.exists()
+    make(tmp_path, {"rows": 2}, overwrite=True)
+    assert names(tmp_path) == ["a.txt", "encode.json"]
+
+
+def test_a_link_to_a_folder_of_the_user_is_not_written_through(tmp_path):
+    run, other = Run(tmp_path / "out", "encode", {}), tmp_path / "other"
+    other.mkdir()
+    with run.claim():
+        (tmp_path / "out" / "sub").symlink_to(other)
+        scratch = run.scratch()
+        (scratch / "sub").mkdir()
+        (scratch / "sub" / "a.txt").write_text("one")
+        with pytest.raises(UserError, match=r"did not write \(sub/a.txt\)"):
+            run.move_in(scratch)
+    assert names(other) == []
+
+
 def test_a_link_is_never_followed(tmp_path):
     out, other = tmp_path / "out", tmp_path / "precious"
     other.mkdir()
