@@ -20,6 +20,7 @@ from ..common.packing import mean_of_sequences, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class Engine:
 
     Attributes:
         name, precision: of the row.
-        kind: "fp32", "16 bit" or "int8": what it is compared with.
         how: the setting, in words.
         open: function of (files, threads) -> session: a function of a list of lists of token ids, special tokens included, that returns float
             vectors (texts, D). A session with an attribute `batch` takes that many texts at once; its best value is found by trying. Torch's own
@@ -61,11 +61,15 @@ class Engine:
 
     name: str
     precision: str
-    kind: str
     how: str
     open: Callable
     size: Callable
     same_weights: bool = True
+
+    @property
+    def kind(self):
+        """What it is compared with: "fp32", "16 bit" or "int8"."""
+        return {"fp32": "fp32", "int8": "int8", "q8_0": "int8"}.get(self.precision, "16 bit")
 
 
 # --------------------------------------------------------------------------------------------------------------------- torch
@@ -85,26 +89,15 @@ class Packed:
 
 def torch_engine(precision, compiled=False):
     """NeoBERT packed in a floating-point dtype."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-    def open_session(files, threads):
-        model = _neobert(files, dtype)
-        return Packed(compile_blocks(model) if compiled else model)
-
-    how = f"`from_pretrained(..., dtype=torch.{str(dtype).removeprefix('torch.')})`, texts packed" + (
-        ", blocks compiled" if compiled else ""
+    dtype = DTYPES[precision]
+    how = f"`from_pretrained(..., dtype={dtype})`, texts packed"
+    return _packed_engine(
+        "torch", precision, how, lambda files: _neobert(files, dtype), compiled, lambda f: _weights(f.model) * dtype.itemsize // 4
     )
-    kind = "fp32" if precision == "fp32" else "16 bit"
-    name = "torch, compiled" if compiled else "torch"
-    return Engine(name, precision, kind, how, open_session, lambda files: _weights(files.model) * dtype.itemsize // 4)
 
 
 def torch_int8_engine(name, how, quantise, compiled=False):
     """NeoBERT packed, its linear layers quantised by `quantise(model)`, which returns the model."""
-
-    def open_session(files, threads):
-        model = quantise(_neobert(files, torch.float32))
-        return Packed(compile_blocks(model) if compiled else model)
 
     def size(files):
         # One byte a weight of a linear layer, four of everything else; scales are a thousandth of that.
@@ -112,7 +105,16 @@ def torch_int8_engine(name, how, quantise, compiled=False):
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
 
-    return Engine(name, "int8", "int8", how, open_session, size)
+    return _packed_engine(name, "int8", f"{how}, texts packed", lambda files: quantise(_neobert(files, torch.float32)), compiled, size)
+
+
+def _packed_engine(name, precision, how, load, compiled, size):
+    """An `Engine` of the model that `load(files)` returns."""
+    if not compiled:
+        return Engine(name, precision, how, lambda files, threads: Packed(load(files)), size)
+    return Engine(
+        f"{name}, compiled", precision, f"{how}, blocks compiled", lambda files, threads: Packed(compile_blocks(load(files))), size
+    )
 
 
 def _neobert(files, dtype):
@@ -183,9 +185,8 @@ def onnx_engine(precision, names):
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         session = onnxruntime.InferenceSession(str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"])
-        output = next(
-            (o.name for o in session.get_outputs() if o.name in ("last_hidden_state", "token_embeddings")), session.get_outputs()[0].name
-        )
+        names_of_outputs = [output.name for output in session.get_outputs()]
+        output = next((name for name in names_of_outputs if name in ("last_hidden_state", "token_embeddings")), names_of_outputs[0])
 
         def forward(batches):
             return [session.run([output], {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
@@ -193,7 +194,7 @@ def onnx_engine(precision, names):
         return Padded(forward)
 
     how = "all graph optimisations, intra_op_num_threads, sorted batches of the best size"
-    return Engine("ONNX Runtime", precision, precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+    return Engine("ONNX Runtime", precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
 
 
 def _graph_size(path):
@@ -234,8 +235,7 @@ def openvino_engine(precision, hint, names):
         return Padded(forward)
 
     how = f"throughput hint, {hint} inference precision, asynchronous requests, sorted batches of the best size"
-    kind = {"fp32": "fp32", "int8": "int8"}.get(precision, "16 bit")
-    return Engine("OpenVINO", precision, kind, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+    return Engine("OpenVINO", precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
 
 
 # ----------------------------------------------------------------------------------------------------------------- llama.cpp
@@ -292,8 +292,7 @@ def llama_engine(precision, names):
         return Llama(modules, files.find(names, made_by), threads)
 
     how = "node-llama-cpp, prebuilt for this CPU; its embedding context takes one text at a time"
-    kind = "int8" if precision == "q8_0" else "16 bit"
-    return Engine("llama.cpp", precision, kind, how, open_session, lambda files: files.find(names, made_by).stat().st_size)
+    return Engine("llama.cpp", precision, how, open_session, lambda files: files.find(names, made_by).stat().st_size)
 
 
 # ----------------------------------------------------------------------------------------------------- sentence-transformers
@@ -307,9 +306,9 @@ class SentenceTransformers:
     def __init__(self, folder, precision):
         from sentence_transformers import SentenceTransformer
 
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         # A folder without modules.json gets mean pooling.
-        self.model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype, "attn_implementation": "sdpa"})
+        options = {"dtype": DTYPES[precision], "attn_implementation": "sdpa"}
+        self.model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
         self.tokenizer = self.model.tokenizer
 
     def __call__(self, texts):
@@ -326,11 +325,11 @@ def sentence_transformers_engine(name, folder, precision):
 
     how = "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights of the same depth"
     share = 1 if precision == "fp32" else 2
-    kind = "fp32" if precision == "fp32" else "16 bit"
-    engine_name = f"sentence-transformers, {name}"
-    return Engine(
-        engine_name, precision, kind, how, open_session, lambda files: _weights(files.folder / folder) // share, same_weights=False
-    )
+
+    def size(files):
+        return _weights(files.folder / folder) // share
+
+    return Engine(f"sentence-transformers, {name}", precision, how, open_session, size, same_weights=False)
 
 
 ENGINES = {
@@ -339,11 +338,9 @@ ENGINES = {
     "torch-fp16": torch_engine("fp16"),
     "torch-bf16-compiled": torch_engine("bf16", compiled=True),
     "torch-fp16-compiled": torch_engine("fp16", compiled=True),
-    "torch-ao-int8": torch_int8_engine("torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers, texts packed", _dynamic),
-    "torchao-int8": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`, texts packed", _torchao),
-    "torchao-int8-compiled": torch_int8_engine(
-        "torchao, compiled", "`Int8DynamicActivationInt8WeightConfig`, texts packed, blocks compiled", _torchao, compiled=True
-    ),
+    "torch-ao-int8": torch_int8_engine("torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers", _dynamic),
+    "torchao-int8": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao),
+    "torchao-int8-compiled": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao, compiled=True),
     "onnx-fp32": onnx_engine("fp32", ["export/onnx/model.onnx"]),
     "onnx-int8": onnx_engine("int8", ["export/onnx/model_quantized.onnx"]),
     "openvino-fp32": openvino_engine("fp32", "f32", ["export/openvino/openvino_model.xml"]),

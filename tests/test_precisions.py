@@ -88,7 +88,7 @@ def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
 def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeypatch):
     """Or the ratios to an engine outside of torch would be those of other numbers of threads."""
     before = torch.get_num_threads()
-    engine = Engine("x", "fp32", "fp32", "", lambda files, threads: lambda texts: np.ones((len(texts), 2)), lambda files: 0)
+    engine = Engine("x", "fp32", "", lambda files, threads: lambda texts: np.ones((len(texts), 2)), lambda files: 0)
     monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
     monkeypatch.setattr(precisions, "MatrixProduct", lambda *given: lambda seconds: float(torch.get_num_threads()))
     try:
