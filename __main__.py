@@ -37,7 +37,9 @@ _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
     "encode": Command("use a model", "embeddings of a corpus", "embeddings.encode", ("eval", "sentence_transformers", "pyarrow")),
     "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
-    "glue": Command("train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "sklearn")),
+    "glue": Command(
+        "train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "datasets", "sklearn", "scipy")
+    ),
     "contrastive": Command("train and measure", "contrastive fine-tuning to a sentence encoder", "embeddings.contrastive", _SENTENCES),
     "distill": Command(
         "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", (*_SENTENCES, "scipy")
@@ -50,8 +52,12 @@ COMMANDS = {
     ),
     "convert": Command("pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"),
     "pretrain": Command("pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN),
-    "ablations": Command("pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", _TRAIN),
-    "pseudo-perplexity": Command("pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity"),
+    "ablations": Command(
+        "pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", (*_TRAIN, "sklearn", "matplotlib")
+    ),
+    "pseudo-perplexity": Command(
+        "pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity", ("eval", "accelerate", "matplotlib")
+    ),
     "throughput": Command("benchmarks", "tokens a second against other encoders", "benchmarks.throughput"),
     "report": Command("benchmarks", "one page from results/", "benchmarks.report"),
 }

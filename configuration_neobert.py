@@ -6,9 +6,15 @@ training configurations, and stores them under one set of names.
 """
 
 import inspect
+from typing import TYPE_CHECKING
 
 from transformers.configuration_utils import PretrainedConfig
 
+
+if TYPE_CHECKING:
+    # Never runs. transformers 4 and 5.0 copy the files that a file names, here with the
+    # configuration: a user's own class beside the modeling file would miss the attention file.
+    from .attention_neobert import VERSION  # noqa: F401
 
 _CHOICES = {
     "hidden_act": ("swiglu", "gelu"),

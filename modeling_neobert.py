@@ -83,8 +83,8 @@ class NeoBERTSwiGLU(nn.Module):
         self.w3 = nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False)
 
     def forward(self, x):
-        plain = type(self.w12) is type(self.w3) is nn.Linear and not _hooks(self)
-        if not plain or not _on_cpu_without_gradients(x):
+        in_pieces = _on_cpu_without_gradients(x) and type(self.w12) is type(self.w3) is nn.Linear
+        if not in_pieces or _hooks(self):
             return self.gated(x)
         pieces = [self.gated(rows, in_place=True) for rows in x.flatten(0, 1).split(_CPU_TOKENS)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view_as(x)
@@ -149,8 +149,8 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1))
         query_key, value = qkv.split((2, 1), dim=-2)
         if position_embeddings is not None:
-            plain = type(self.qkv) is nn.Linear and not _hooks(self.qkv)
-            in_place = plain and _on_cpu_without_gradients(hidden)
+            in_place = _on_cpu_without_gradients(hidden) and type(self.qkv) is nn.Linear
+            in_place = in_place and not _hooks(self.qkv)
             query_key = apply_rotary_pos_emb(query_key, position_embeddings, in_place)
         query, key = query_key.unbind(-2)
         return query.transpose(1, 2), key.transpose(1, 2), value.squeeze(-2).transpose(1, 2)
@@ -398,8 +398,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
         )
-        given = {name for name, value in kwargs.items() if value is not None}
-        unknown = sorted(given - _KNOWN_KWARGS)
+        names = {name for name, value in kwargs.items() if value is not None}
+        unknown = sorted(names - _KNOWN_KWARGS)
         if unknown and not is_tracing():
             logger.warning_once(
                 f"NeoBERT has no use for {', '.join(unknown)}: "

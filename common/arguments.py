@@ -17,17 +17,18 @@ from .errors import UserError, listed
 from .yaml_files import read_collection, read_scalar, read_yaml
 
 
-def option(default=MISSING, help="", *, default_factory=MISSING, positional=False, **bounds):
+def option(default=MISSING, help="", *, default_factory=MISSING, positional=False, free=False, **bounds):
     """A dataclass field with its help and its range.
 
     Args:
         default, default_factory: as of `dataclasses.field`.
         positional: given without a name, before all options.
+        free: a run that is continued may change it: it touches no number of the result.
         bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item where the value is a list.
     """
     unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
     assert not unknown, f"option() has no {unknown}"
-    metadata = {"help": help, "positional": positional, "bounds": bounds}
+    metadata = {"help": help, "positional": positional, "free": free, "bounds": bounds}
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 

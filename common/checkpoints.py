@@ -1,13 +1,12 @@
 """Checkpoints of a Trainer's run that lose nothing: complete or not used, verified before they are continued from, saved on SIGTERM.
 
 For every transformers Trainer:
-    with lock_run(output):                     # no second run writes here
+    with claim(run):                           # no second run writes here
         train(trainer, keep_every=0)           # goes on from the newest complete checkpoint; Stopped after SIGTERM
 """
 
 import contextlib
 import functools
-import json
 import math
 import os
 import re
@@ -25,12 +24,13 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from .errors import Stopped, UserError, is_disk_full, one_line, printable
-from .files import sha256, write_json
-from .locks import FolderLock
+from .files import TEXT_LIMIT, read_json, settle, sha256, write_json
 from .memory import keep_freed_memory
+from .runs import remove_empty
 
 
-MANIFEST = "complete.json"  # of a checkpoint: written after everything else, with the size and digest of every file
+MANIFEST = "complete.json"  # of a checkpoint: begun before everything else, and completed last with the size and digest of every file
+_REMOVING = "removing.json"  # what the manifest is called while the checkpoint is removed
 # Whole names: `checkpoint-best` or `damaged-checkpoint-8-copy` is a user's own.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _DAMAGED = re.compile(r"damaged-checkpoint-(\d+)(?:\.\d+)?")
@@ -66,25 +66,35 @@ def highest(value):
 
 
 @contextlib.contextmanager
-def lock_run(folder):
-    """Within it, `folder` belongs to this run, that is to all of its processes; see `FolderLock`.
+def lock_run(owner):
+    """Enters `owner`, a `Run`'s claim for example, in the run's first process; the others go on when it has.
 
     Raises:
-        UserError: another run has it; in the run's other processes SystemExit, so that one sentence is printed.
+        UserError: another run has the folder; in the run's other processes SystemExit, so that one sentence is printed.
     """
-    lock = error = None
-    if is_main():
-        try:
-            lock = FolderLock(folder)
-        except (UserError, OSError) as refused:
-            error = refused
-    if highest(int(error is not None)):
-        raise error or SystemExit(2)
-    lock = lock or FolderLock(folder, joins=True)
-    try:
+    error = None
+    with contextlib.ExitStack() as stack:
+        if is_main():
+            try:
+                stack.enter_context(owner)
+            except (UserError, OSError) as refused:
+                error = refused
+        if highest(int(error is not None)):
+            raise error or SystemExit(2)
         yield
-    finally:
-        lock.release()
+
+
+@contextlib.contextmanager
+def claim(run, overwrite=False, folder=None):
+    """The claim of a `Run` for all of its processes. A new one begins without the checkpoints in `folder`, of the run that it replaces."""
+    with lock_run(run.claim(overwrite, begin=False)):
+        if is_main() and run.state == "new":
+            if folder is not None:
+                remove(folder)
+            run.begin()
+        if highest(int(run.state == "finished")):
+            run.state = "finished"
+        yield
 
 
 # --------------------------------------------------------------------------------------------------------- which are complete
@@ -101,15 +111,14 @@ def checkpoints(folder):
     return dict(_numbered(folder, _CHECKPOINT))
 
 
-def _finished(folder):
+def complete(folder):
     """Those of `checkpoints` that were written to their end."""
-    return {step: path for step, path in checkpoints(folder).items() if (path / MANIFEST).is_file()}
+    return {step: path for step, path in checkpoints(folder).items() if _read_manifest(path) is not None}
 
 
 def _digest(path):
     """Size and SHA-256 of a file that is on the disk by then, not in memory alone."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+    settle(path)
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -129,7 +138,8 @@ def damage(checkpoint):
     """What keeps a checkpoint from being continued from, in a few words, or None for a complete one."""
     manifest = _read_manifest(checkpoint)
     if manifest is None:
-        return "it was not written to its end" if not (checkpoint / MANIFEST).exists() else f"{MANIFEST} is damaged"
+        whole = (checkpoint / MANIFEST).exists() and _read_manifest(checkpoint, complete=False) is None
+        return f"{MANIFEST} is damaged" if whole else "it was not written to its end"
     files = manifest["files"]
     if not any(_OPTIMIZER.fullmatch(name) for name in files):
         return "it has no state of the optimizer"
@@ -146,13 +156,32 @@ def damage(checkpoint):
     return None
 
 
-def _read_manifest(checkpoint):
+def _read_manifest(checkpoint, complete=True, name=MANIFEST):
+    """The manifest of a checkpoint; with `complete` None for one that is not written to its end."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        good = all(isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in manifest["files"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = read_json(checkpoint / name, 16 * TEXT_LIMIT)
+        files = manifest["files"] if complete else manifest.get("files", {})
+        good = all(isinstance(file["size"], int) and isinstance(file["sha256"], str) for file in files.values())
+    except (UserError, KeyError, TypeError, AttributeError):
         return None
     return manifest if good else None
+
+
+def _remove(checkpoint):
+    """Removes what the run wrote of a checkpoint, as its manifest says, and the folder where nothing else is in it."""
+    begun, going = _read_manifest(checkpoint, complete=False), checkpoint / _REMOVING
+    if checkpoint.is_symlink():
+        return
+    if begun is not None and "files" not in begun:  # it was being written when the run was killed, or the disk was full
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return
+    if begun is not None:
+        os.replace(checkpoint / MANIFEST, going)  # first, so that what is half removed is never taken
+    if (manifest := _read_manifest(checkpoint, name=_REMOVING)) is not None:
+        for path in (*map(checkpoint.joinpath, manifest["files"]), going):
+            if checkpoint in path.parents:
+                path.unlink(missing_ok=True)
+                remove_empty(path.parent, checkpoint)
 
 
 def newest_complete(folder):
@@ -175,11 +204,14 @@ def newest_complete(folder):
 
 
 def _set_aside(folder, step):
-    """Renames the checkpoints after `step`, which are damaged, so that new ones may take their names. `_forget` removes them later."""
+    """Renames the checkpoints after `step`, which are damaged, so that new ones may take their names; half ones go. `_forget` removes them."""
     for number, path in checkpoints(folder).items():
         if number > step:
-            names = (Path(folder) / f"damaged-{path.name}{suffix}" for suffix in ("", *(f".{i}" for i in range(1, 1000))))
-            path.rename(next(name for name in names if not name.exists()))
+            if _read_manifest(path) is None:
+                _remove(path)
+            if path.exists():
+                names = (Path(folder) / f"damaged-{path.name}{suffix}" for suffix in ("", *(f".{i}" for i in range(1, 1000))))
+                path.rename(next(name for name in names if not name.exists()))
 
 
 def _forget(folder, limit, keep_every, best=None):
@@ -187,25 +219,38 @@ def _forget(folder, limit, keep_every, best=None):
 
     What `_set_aside` kept goes as soon as the run has come as far again.
     """
-    finished = _finished(folder)
+    finished = complete(folder)
     newest = max(finished, default=-1)
-    for step, path in _numbered(folder, _DAMAGED):
-        if step <= newest:
-            shutil.rmtree(path, ignore_errors=True)
+    for step, path in (*_numbered(folder, _DAMAGED), *checkpoints(folder).items()):
+        if step <= newest and path not in finished.values():  # the latter: half removed
+            _remove(path)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]
         if not (keep_every and step % keep_every == 0) and not (best and path.samefile(best)):
-            (path / MANIFEST).unlink()  # first, so that what is half removed is never taken
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
 def remove(folder):
     """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
     for _, path in (*_numbered(folder, _CHECKPOINT), *_numbered(folder, _DAMAGED)):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
         with contextlib.suppress(OSError):
             path.rmdir()
+
+
+def _begin(trainer):
+    """Marks the checkpoint that is going to be written as this run's.
+
+    Raises:
+        UserError: there is a folder of its name that the run did not make.
+    """
+    path = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+    if is_main():
+        if os.path.lexists(path) and (path.is_symlink() or _read_manifest(path, complete=False) is None):
+            raise UserError(f"{path} was not made by this run; move it, and give the same command again")
+        write_json(path / MANIFEST, {"step": trainer.state.global_step})
+    highest(0)  # the others write after that
 
 
 # ------------------------------------------------------------------------------------------------------------------ training
@@ -263,7 +308,7 @@ class Checkpoints(TrainerCallback):
             self._make_room(args, state)
 
     def _make_room(self, args, state):
-        finished = _finished(args.output_dir)
+        finished = complete(args.output_dir)
         if not finished:
             return
         need = sum(path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file())
@@ -333,19 +378,26 @@ def train(trainer, keep_every=0, before=None):
         keep_freed_memory()
     if before is not None and checkpoint is not None:
         before(checkpoint)
-    callback = Checkpoints(keep_every, checkpoint)
+    callback, save = Checkpoints(keep_every, checkpoint), trainer._save_checkpoint
     trainer.add_callback(callback)
+    trainer._save_checkpoint = lambda *given, **options: (_begin(trainer), save(*given, **options))
     try:
         output = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except _NothingLeft:
         output = _end(trainer)
     except Exception as error:
+        half = folder / f"checkpoint-{trainer.state.global_step}"
+        if trainer.args.should_save and _read_manifest(half) is None:
+            _remove(half)
         if not is_disk_full(error):
             raise
-        raise UserError(_out_of_space(trainer, folder, error)) from error
+        kept = max(complete(folder), default=None)
+        place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
+        raise UserError(f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}") from error
     finally:
         callback.close()
         trainer.remove_callback(callback)
+        del trainer._save_checkpoint
     if callback.stopped:
         state = trainer.state
         sentence = f"stopped by SIGTERM after step {state.global_step:,} of {state.max_steps:,}, which is saved; the same command goes on"
@@ -362,13 +414,3 @@ def _end(trainer):
         trainer._load_best_model()
     trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     return TrainOutput(trainer.state.global_step, math.nan, {})
-
-
-def _out_of_space(trainer, folder, error):
-    """Removes the checkpoint that was being written; returns the sentence."""
-    half = folder / f"checkpoint-{trainer.state.global_step}"
-    if trainer.args.should_save and half.is_dir() and not (half / MANIFEST).exists():
-        shutil.rmtree(half, ignore_errors=True)
-    kept = max(_finished(folder), default=None)
-    place = "from the beginning" if kept is None else f"from checkpoint-{kept}"
-    return f"the disk of {folder} is full ({one_line(error, 80)}); make room, and the same command goes on {place}"

@@ -51,8 +51,10 @@ def listed(names, limit=20):
     return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
 
 
+# torch.save says one of the last three.
 _DISK_FULL = (
-    "No space left on device|os error 28|Disk quota exceeded|os error 122|PytorchStreamWriter failed writing|\\d requested and \\d+ written"
+    "No space left on device|os error 28|Disk quota exceeded|os error 122|\\d requested and \\d+ written"
+    "|PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|basic_ios::clear: iostream error"
 )
 
 

@@ -134,17 +134,33 @@ def read_json(path, limit=TEXT_LIMIT):
 # ------------------------------------------------------------------------------------------------------------------- writing
 
 
+def settle(path):
+    """Puts a file that is written on the disk, and gives it or a folder the rights that the umask leaves: some libraries give others."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    if os.path.isdir(path):
+        os.chmod(path, 0o777 & ~umask)
+        return
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    os.chmod(path, 0o666 & ~umask)
+
+
 @contextlib.contextmanager
-def new_path(path):
-    """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not."""
+def new_path(path, check=None):
+    """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not.
+
+    `check` is called before that: it may refuse what came to `path` meanwhile.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less what the umask takes
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        settle(temporary)
+        if check is not None:
+            check()
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -173,10 +189,10 @@ def is_alive(pid):
 
 def remove_left_overs(folder, name=""):
     """Removes what killed processes of this machine left of `new_file`, for files whose names begin with `name`."""
-    owner = re.compile(rf"\.{re.escape(name)}.*\.{re.escape(socket.gethostname())}-(\d+)-\w+")
+    owner = re.compile(rf"\.{re.escape(name)}.*\.{re.escape(socket.gethostname())}-(\d+)-\w{{8}}")
     for path in Path(folder).glob(".*"):
         match = owner.fullmatch(path.name)
-        if match and not is_alive(int(match[1])):
+        if match and path.is_file() and not path.is_symlink() and not is_alive(int(match[1])):
             path.unlink(missing_ok=True)
 
 

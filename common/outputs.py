@@ -1,27 +1,22 @@
 """Outputs of commands: nothing is ever removed that the same command did not make.
 
-A command marks what it writes: a folder by a manifest, `<command>.json`, with the digest of each file; a single file in its own metadata.
-Only what carries the mark, and holds nothing else, may be replaced. It is moved away first and removed last.
+A folder that is written at once is made beside its place and takes its name when it is complete (`new_folder`). Its manifest,
+`<command>.json`, has size and time of every file. Only what carries the manifest, and holds nothing else, may be replaced. It is moved
+away first and removed last. For folders that grow while a run works see runs.py.
 """
 
 import contextlib
 import errno
-import fnmatch
 import glob
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 from .errors import UserError, listed
-from .files import TEXT_LIMIT, json_text, read_json, read_text, redacted, sha256, write_text
-
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from .files import TEXT_LIMIT, json_text, read_json, read_text, redacted, settle, write_json, write_text
+from .runs import OWNER, locked, own_folder, split_files, stamps
 
 
 # ------------------------------------------------------------------------------------------------- what a command may replace
@@ -74,64 +69,31 @@ def check_apart(output, *inputs):
             raise UserError(f"the output {output} is the input {given} itself; choose another name")
         if any(_is_same(target, folder) for folder in source.parents):
             raise UserError(f"the output {output} holds the input {given}; choose a folder of its own")
-        if source.is_dir() and any(_is_same(source, folder) for folder in target.parents):
+        if any(_is_same(source, folder) for folder in target.parents):
             raise UserError(f"the output {output} is inside the input {given}; choose a folder outside of it")
 
 
-def write_manifest(folder, command, content=None):
-    """Marks a finished folder as the output of `command`: `<command>.json` with `content` and the digest of every file.
-
-    Args:
-        folder: a folder of regular files.
-        command: name of the command.
-        content: more to keep in the manifest.
-    """
-    files = {path.relative_to(folder).as_posix(): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    # A digest is no secret, though the file be called token.json.
-    write_text(folder / f"{command}.json", json_text({"command": command, **redacted(content or {}), "files": files}))
-
-
 def read_manifest(folder, command):
-    """What `write_manifest` wrote in a folder: "files" {relative path: digest} and the content; None for any other folder."""
+    """The manifest of a folder that `command` wrote: "files" {relative path: size and time} and its content; None for any other folder."""
     try:
-        manifest = read_json(folder / f"{command}.json", 16 * TEXT_LIMIT)
+        manifest = read_json(Path(folder) / f"{command}.json", 16 * TEXT_LIMIT)
     except UserError:
         return None
     ours = isinstance(manifest, dict) and manifest.get("command") == command and isinstance(manifest.get("files"), dict)
     return manifest if ours else None
 
 
-def _matches(name, pattern):
-    """Whether a relative path matches a pattern of as many parts, or is below a folder of a pattern that ends in /**."""
-    parts, patterns = name.split("/"), pattern.split("/")
-    if patterns[-1] == "**":
-        patterns.pop()
-        parts = parts[: len(patterns)] if len(parts) > len(patterns) else []
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatch, parts, patterns))
-
-
-def check_replaceable(folder, command, working_files=()):
-    """Raises UserError unless `folder` is an output of `command` and holds nothing else.
-
-    Args:
-        folder: an existing folder.
-        command: name of the command whose manifest it must carry.
-        working_files: patterns of files that the command writes on its way, relative to the folder: "part-*.parquet", or "checkpoints/checkpoint-*/**".
-    """
-    manifest, foreign = read_manifest(folder, command), []
+def check_replaceable(folder, command):
+    """Raises UserError unless `folder`, which is there, was written by `command`, and holds nothing else and nothing that was changed."""
+    folder = Path(os.path.realpath(folder))
+    manifest = read_manifest(folder, command)
     if manifest is None:
         raise UserError(
             f"{folder} was not written by neobert {command} (it has no {command}.json), so it is not replaced; remove it yourself"
         )
-    digests = manifest["files"]
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            foreign.append(name)
-        elif path.is_dir() or name == f"{command}.json" or any(_matches(name, pattern) for pattern in working_files):
-            continue
-        elif name not in digests or digests[name] != sha256(path):
-            foreign.append(name)
+    known = {*split_files(folder, manifest["files"])[0], folder / f"{command}.json"}
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
+    foreign = [path.relative_to(folder) for path in paths if path not in known]
     if foreign:
         raise UserError(
             f"{folder} holds files that neobert {command} did not write, or that were changed since: {listed(foreign, 5)}; "
@@ -142,40 +104,21 @@ def check_replaceable(folder, command, working_files=()):
 # ------------------------------------------------------------------------------------------------ complete folders, one rename
 
 
-# A folder is made in a workplace beside it, `.<name>.writing-<random>`, which its process keeps locked while it lives.
+# A folder is made in a workplace beside it, `.<name>.writing-<random>`, which says whose it is, and which its process keeps locked.
 _NEW, _OLD = "new", "old"
 
 
-def _lock(place):
-    """An open descriptor that keeps a workplace locked; None if another process has it, or where files cannot be locked."""
-    if fcntl is None:
-        return None
-    try:
-        handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(handle), os.stat(place)):
-            return handle
-    except OSError:
-        pass
-    os.close(handle)
-    return None
-
-
 @contextlib.contextmanager
-def _workplace(target):
+def _workplace(target, command):
     """A locked folder beside `target`, removed at the end unless it holds an earlier output."""
-    place = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-    lock = _lock(place)
-    try:
-        yield place
-    finally:
-        if not (place / _OLD).exists():
-            shutil.rmtree(place, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+    place = target.with_name(f".{target.name}.writing-{secrets.token_hex(4)}")
+    with locked(place):
+        write_json(place / OWNER, {"command": command, "output": target.name})
+        try:
+            yield place
+        finally:
+            if not (place / _OLD).exists():
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def recover(folder, command):
@@ -183,19 +126,17 @@ def recover(folder, command):
 
     Args:
         folder: an output, there or not.
-        command: whose manifest it carries.
+        command: whose manifest it carries. Only folders are touched in which a run of it left its mark.
     """
     folder = Path(os.path.realpath(folder))
     for place in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.writing-*")):
-        lock = _lock(place)
-        if lock is None:
-            continue
-        old = place / _OLD
-        if old.exists() and not os.path.lexists(folder):
-            os.rename(old, folder)
-        if not old.exists() or read_manifest(folder, command) is not None:
-            shutil.rmtree(place, ignore_errors=True)
-        os.close(lock)
+        with contextlib.suppress(UserError):  # its process is alive
+            if own_folder(place, command=command, output=folder.name):
+                with locked(place):
+                    if (place / _OLD).exists() and not os.path.lexists(folder):
+                        os.rename(place / _OLD, folder)
+                    if not (place / _OLD).exists() or read_manifest(folder, command) is not None:
+                        shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -218,15 +159,16 @@ def new_folder(output, command, replace=False, content=None):
     made = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with _workplace(target) as place:
+        with _workplace(target, command) as place:
             folder, old = place / _NEW, place / _OLD
             folder.mkdir()
             yield folder
-            write_manifest(folder, command, content)
-            for path in folder.rglob("*"):
-                if path.is_file():
-                    with open(path, "rb+") as file:
-                        os.fsync(file.fileno())
+            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            for path in (folder, *folder.rglob("*")):
+                settle(path)
+            # Sizes are no secrets, though the file be called token.json.
+            manifest = {"command": command, **redacted(content or {}), "files": stamps(folder, files)}
+            write_text(folder / f"{command}.json", json_text(manifest))
             try:
                 if target.is_dir() and any(target.iterdir()):
                     if not replace:
@@ -247,37 +189,3 @@ def new_folder(output, command, replace=False, content=None):
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
-
-
-# ------------------------------------------------------------------------------------------- folders that grow while a run works
-
-
-def _aside(folder):
-    return folder.with_name(f"{folder.name}.before-overwrite")  # a name that nobody else gives
-
-
-def set_aside(folder, command, working_files=()):
-    """Moves an output that is to be made anew to `<name>.before-overwrite`, where it stays until `remove_set_aside`.
-
-    What an earlier run set aside is complete, and what is at `folder` then is not: that one goes.
-
-    Raises:
-        UserError: it may not be replaced; see `check_replaceable`.
-    """
-    folder = Path(os.path.realpath(folder))
-    check_replaceable(folder, command, working_files)
-    aside = _aside(folder)
-    if not aside.exists():
-        os.rename(folder, aside)
-        return
-    check_replaceable(aside, command, working_files)
-    with _workplace(folder) as place:
-        os.rename(folder, place / _NEW)
-
-
-def remove_set_aside(folder, command, working_files=()):
-    """Removes what `set_aside` kept, once the new output is complete."""
-    aside = _aside(Path(os.path.realpath(folder)))
-    if aside.is_dir():
-        check_replaceable(aside, command, working_files)
-        shutil.rmtree(aside)

@@ -11,6 +11,7 @@ names; its files must have one format.
 
 import bz2
 import csv
+import functools
 import gzip
 import io
 import itertools
@@ -25,6 +26,7 @@ from .errors import UserError, listed, one_line, require
 
 _JSONL = (".jsonl", ".ndjson", ".json")
 FORMATS = (*_JSONL, ".parquet", ".csv", ".tsv", ".txt")
+LINE_LIMIT = 2**30  # bytes of a line, or characters of a csv file's: a small compressed file can have one that no memory holds
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 
@@ -204,6 +206,14 @@ def _open(path):
         return io.BufferedReader(zstandard.open(path, "rb"))
 
 
+def _bounded(file, path, first=1):
+    """Lines of an open file. UserError for one above LINE_LIMIT."""
+    for number, line in enumerate(iter(functools.partial(file.readline, LINE_LIMIT), file.read(0)), first):
+        if len(line) == LINE_LIMIT and not line.endswith("\n" if isinstance(line, str) else b"\n"):
+            raise UserError(f"{path}, line {number:,} has {LINE_LIMIT:,} bytes or more; give each row a line of its own")
+        yield line
+
+
 def _lines(path, columns, start):
     """(Place, line) of the lines that are not blank."""
     with _open(path) as lines:
@@ -211,7 +221,7 @@ def _lines(path, columns, start):
         offset, first = (start.offset, start.number) if enters else (0, 1)
         if offset:
             lines.seek(offset)
-        for number, line in enumerate(lines, first):
+        for number, line in enumerate(_bounded(lines, path, first), first):
             if line.strip() and number >= start.number:
                 yield Place(path, number, offset if enters else 0), line
             offset += len(line)
@@ -244,9 +254,9 @@ def _text_line(place, line):
 def _table(path, columns, start):
     """Rows of a csv file with its standard quotes, or of a tsv file, where a quote is a character as any other."""
     tabs = row_format(path) == ".tsv"
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(LINE_LIMIT)
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, **({"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}))
+        reader = csv.DictReader(_bounded(lines, path), **({"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}))
         try:
             names = reader.fieldnames or []
             if len(set(names)) < len(names):

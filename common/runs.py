@@ -3,10 +3,12 @@
     run = Run(folder, "contrastive", settings)
     with run.claim(overwrite):
         if run.state == "finished": ...        # "new", "begun" or "finished"
-        run.finish(["model.safetensors", ...], steps=100)
+        scratch = run.scratch()                # write the output here
+        run.finish(run.move_in(scratch), steps=100)
 
-A run marks its folder with `<command>.json`: what it is known by, and when it is finished the names of the files that it wrote. What no
-marker names is the user's and is never touched. The folder is locked before anything in it is looked at.
+A run marks its folder with a JSON file: what it is known by, and when it is finished the files that it wrote, with size and time. What no
+marker names, or what was changed since, is the user's and is never touched; links are never followed for writing. The folder is locked
+before anything in it is looked at.
 """
 
 import contextlib
@@ -14,15 +16,16 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .errors import UserError, listed
-from .files import TEXT_LIMIT, read_json, redacted, write_json
+from .errors import UserError, listed, shortened
+from .files import TEXT_LIMIT, read_json, redacted, settle, write_json
 
 
-LOCK = ".lock"
+LOCK, OWNER = ".lock", ".neobert.json"
 _ASIDE = ".before-overwrite"  # in the folder: the finished output that is being made anew
 
 
@@ -36,7 +39,7 @@ def locked(folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
-    if path.is_symlink() or (path.exists() and path.stat().st_size):
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.stat().st_size):
         raise UserError(f"{path} is not a lock that neobert made; move it, or choose another folder")
     lock = FileLock(path, timeout=0)
     try:
@@ -52,33 +55,95 @@ def locked(folder):
             folder.rmdir()  # nothing was written
 
 
-def own_files(folder, names):
-    """Those of `names`, paths relative to `folder`, that are regular files inside of it; a link or a folder of that name is the user's."""
+# ------------------------------------------------------------------------------------------------ what the marks of a run say
+
+
+def stamps(folder, names):
+    """{name: [bytes, time of the last change in ns]} of files in `folder`, as a marker keeps them."""
+    found = {str(name): os.stat(Path(folder) / name) for name in sorted(map(str, names))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+def split_files(folder, files):
+    """(own, changed): those of `files`, {name: stamp}, that are regular files in `folder` as they were written, and the others there."""
+    folder, own, changed = Path(os.path.realpath(folder)), [], []
+    for name, stamp in files.items():
+        path = Path(os.path.normpath(folder / name))
+        if folder in path.parents and os.path.lexists(path):
+            regular = os.path.realpath(path) == str(path) and path.is_file()
+            (own if regular and stamps(folder, [name])[name] == stamp else changed).append(path)
+    return own, changed
+
+
+def remove_files(folder, files):
+    """Removes the own ones of `files` and the folders that they leave empty, `folder` itself too."""
+    for path in split_files(folder, files)[0]:
+        path.unlink()
+        remove_empty(path.parent, folder)
+
+
+def remove_empty(place, folder):
+    """Removes `place` and the folders above it up to `folder`, as far as they are empty."""
     folder = Path(os.path.realpath(folder))
-    for name in names:
-        path = folder / name
-        if folder in path.parents and path.is_file() and os.path.realpath(path) == str(path):
-            yield path
+    with contextlib.suppress(OSError):
+        while place == folder or folder in place.parents:
+            place.rmdir()
+            place = place.parent
+
+
+def own_folder(path, **owner):
+    """Whether `path` is a folder, and no link, whose `OWNER` file says this."""
+    path = Path(path)
+    if path.is_symlink() or not (path / OWNER).is_file():
+        return False
+    try:
+        mark = read_json(path / OWNER)
+    except UserError:
+        return False
+    return isinstance(mark, dict) and owner.items() <= mark.items()
+
+
+def changed_settings(before, now):
+    """Names of the settings that differ between two dicts."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+
+def _short(value):
+    return shortened(repr(value), 60)
+
+
+def run_settings(*options):
+    """{name: value} of the options that a run is known by: all fields of these dataclasses but those with `free=True`."""
+    known = {f.name for given in options for f in fields(given) if f.init and not f.metadata.get("free")}
+    return {name: value for given in options for name, value in asdict(given).items() if name in known}
+
+
+# ------------------------------------------------------------------------------------------------------------------- the run
 
 
 class Run:
     """A command's run in an output folder.
 
+    Args:
+        folder: the output.
+        command: name of the command.
+        settings: what the run is known by.
+        name: of the marker, `<command>.json` by default.
+        key: under which the marker has the settings; None: among its other keys.
+        takes: whether something of a name must not be there before the run begins; by default nothing may.
     Attributes:
         folder: where links lead, if it is one.
-        settings: what the run is known by, of JSON types and without secrets.
-        state: within `claim`: "new", "begun" (by a process that ended) or "finished".
-        marker: content of the marker: "command", "run", "settings", and once it is finished "files" and what `finish` was given.
+        settings: of JSON types and without secrets.
+        state: after `inspect` and within `claim`: "new", "begun" (by a process that ended) or "finished".
+        marker: content of the marker: "command", "run", the settings, and once it is finished "files" and what `finish` was given.
+        before: the marker that is overwritten, {} if there is none.
     """
 
-    def __init__(self, folder, command, settings):
-        self.folder, self.command = Path(os.path.realpath(folder)), command
+    def __init__(self, folder, command, settings, name=None, key="settings", takes=lambda name: True):
+        self.folder, self.command, self.key, self.takes = Path(os.path.realpath(folder)), command, key, takes
+        self.path = self.folder / (name or f"{command}.json")
         self.settings = json.loads(json.dumps(redacted(settings), default=str))
-        self.state, self.marker = None, None
-
-    @property
-    def path(self):
-        return self.folder / f"{self.command}.json"
+        self.state, self.marker, self.before = None, None, {}
 
     @property
     def id(self):
@@ -86,81 +151,166 @@ class Run:
         return hashlib.sha256(json.dumps([self.command, self.settings], sort_keys=True).encode()).hexdigest()[:16]
 
     def inspect(self, overwrite=False):
-        """Sets `state` and `marker` by what the folder holds. Changes nothing.
+        """Sets `state` and `marker` by what the folder holds, and returns the state. Changes nothing.
 
+        Args:
+            overwrite: whether another run, or a finished one, is replaced; None for a command without this option.
         Raises:
-            UserError: it holds something else, or without `overwrite` another run.
+            UserError: it holds something else, without `overwrite` another run, or with it files that were changed since.
         """
-        marker = self._read()
-        if marker is None:
-            others = [path.name for path in self.folder.iterdir() if path.name != LOCK] if self.folder.is_dir() else []
+        self.state, self.marker, self.before = "new", self._read(self.path), {}
+        if self.marker is None:
+            found = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
+            # The second of them: a marker that is being written.
+            others = [name for name in found if self.takes(name) and name != LOCK and not name.startswith(f".{self.path.name}.")]
             if others:
                 raise UserError(f"{self.folder} holds other files ({listed(others, 3)}); choose another output")
-            self.state = "new"
-            return
-        before = marker["settings"]
-        changed = [name for name in {**before, **self.settings} if before.get(name) != self.settings.get(name)]
-        if overwrite and (changed or "files" in marker):
-            self.state = "new"
+            return self.state
+        changed = changed_settings(self._settings(self.marker), self.settings)
+        if overwrite and (changed or "files" in self.marker):
+            self.before, self.marker = self.marker, None
+            if edited := split_files(self.folder, self.before.get("files", {}))[1]:
+                names = listed((path.relative_to(self.folder) for path in edited), 5)
+                raise UserError(f"{self.folder} holds files that were changed since ({names}); move them, or choose another output")
         elif changed:
+            before = self._settings(self.marker)
+            told = (f"{name} {_short(before.get(name))}, now {_short(self.settings.get(name))}" for name in changed)
             raise UserError(
-                f"{self.folder} holds a run with other settings ({listed(changed, 5)} differ); choose another output, or give --overwrite"
+                f"{self.folder} holds a run with other settings ({listed(told, 5)}); give the same, or choose another output"
+                + ("" if overwrite is None else ", or give --overwrite")
             )
         else:
-            self.state, self.marker = "finished" if "files" in marker else "begun", marker
+            self.state = "finished" if "files" in self.marker else "begun"
+        return self.state
 
-    def _read(self):
-        """The marker in the folder, None where there is none."""
-        if not os.path.lexists(self.path):
+    def _settings(self, marker):
+        written = {"command", "run", "files", "moving"}
+        return marker.get(self.key, {}) if self.key else {name: value for name, value in marker.items() if name not in written}
+
+    def _read(self, path):
+        """The marker in a file, None where there is none."""
+        if not os.path.lexists(path):
             return None
-        marker = read_json(self.path, 16 * TEXT_LIMIT)
-        if not isinstance(marker, dict) or marker.get("command") != self.command or not isinstance(marker.get("settings"), dict):
-            raise UserError(f"{self.path} is damaged or not of neobert {self.command}; choose another output")
+        marker = read_json(path, 16 * TEXT_LIMIT)
+        ours = isinstance(marker, dict) and marker.get("command") == self.command and "run" in marker
+        if not ours or not isinstance(marker.get("files", {}), dict) or not isinstance(marker.get(self.key, {}), dict):
+            raise UserError(f"{path} is damaged, or not of this version of neobert {self.command}; choose another output")
         return marker
 
     @contextlib.contextmanager
-    def claim(self, overwrite=False):
-        """Locks the folder and marks it. With `overwrite` the files of a finished run wait in `.before-overwrite` until this one is finished.
+    def claim(self, overwrite=False, begin=True):
+        """Locks the folder, looks at it, and marks it, unless the command calls `begin` itself when its input is read.
 
         Raises:
             UserError: as `inspect`; another run has the folder.
         """
         with locked(self.folder):
             self.inspect(overwrite)
-            if self.state == "new":
-                self._set_aside()
-                self.mark()
+            if begin:
+                self.begin()
             yield self
 
+    def begin(self, **more):
+        """Marks a new run, with `more`. The files of a finished run wait in `.before-overwrite` until this one is finished."""
+        if self.state == "new":
+            self._set_aside()
+            self.mark(**more)
+
     def mark(self, **more):
-        """Writes the marker of a run that has begun, with `more` that a continuation needs."""
-        self.marker = {"command": self.command, "run": self.id, "settings": self.settings, **more}
+        """Writes the marker of a run that has begun, with `more`."""
+        settings = {self.key: self.settings} if self.key else self.settings
+        self.marker = {"command": self.command, "run": self.id, **settings, **more}
         write_json(self.path, self.marker)
 
     def _set_aside(self):
-        """Moves what the marker of a finished run names. An unfinished run leaves what was set aside before it, and its own marker goes."""
-        marker = self._read()
-        if marker is None or "files" not in marker:
+        """Moves what the marker of a finished run names. Of an unfinished one the result goes: what was set aside before it is complete."""
+        if "files" not in self.before:
+            remove_files(self.folder, self.before.get("moving", {}))
+            if own_folder(left := self._scratch_folder(self.before.get("run")), run=self.before.get("run")):
+                shutil.rmtree(left)
             return
-        self._remove_aside()
-        for path in own_files(self.folder, [*marker["files"], self.path.name]):
-            target = self.folder / _ASIDE / path.relative_to(self.folder)
+        aside = self.folder / _ASIDE
+        if self._read(aside / self.path.name) != self.before:  # else it was killed while it moved them
+            self._remove_aside()
+            if aside.is_symlink() or (aside.exists() and any(aside.iterdir())):
+                raise UserError(f"{aside} holds files of somebody else; move it, or choose another output")
+            aside.mkdir(exist_ok=True)
+            write_json(aside / self.path.name, self.before)
+        for path in split_files(self.folder, self.before["files"])[0]:
+            target = aside / path.relative_to(self.folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
+            remove_empty(path.parent, self.folder)
 
     def _remove_aside(self):
         aside = self.folder / _ASIDE
-        if (aside / self.path.name).is_file():
-            shutil.rmtree(aside)
+        if not aside.is_symlink() and (marker := self._read(aside / self.path.name)):
+            remove_files(aside, marker["files"])
+            (aside / self.path.name).unlink()
+            remove_empty(aside, self.folder)
 
-    def finish(self, files, **content):
+    @property
+    def scratch_folder(self):
+        """Where `scratch` is."""
+        return self._scratch_folder(self.id)
+
+    def _scratch_folder(self, run):
+        return self.folder / f".{self.command}-{run}"
+
+    def scratch(self):
+        """An empty folder in the output, of this run alone, whose mark says so. What a killed process of the run left there goes.
+
+        Raises:
+            UserError: there is something of that name that the run did not make.
+        """
+        path, owner = self.scratch_folder, {"command": self.command, "run": self.id}
+        if own_folder(path, **owner):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            raise UserError(f"{path} was not made by neobert {self.command}; move it, and give the same command again")
+        path.mkdir()
+        write_json(path / OWNER, owner)
+        return path
+
+    def move_in(self, scratch, *last):
+        """Moves the files of `scratch` into the output, one by one; those named `last` at the end. Returns their names.
+
+        Raises:
+            UserError: there is one of these names that the run did not write. Then nothing was moved.
+        """
+        found = [path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file() and path.name != OWNER]
+        names = [*sorted(set(found) - set(last)), *(name for name in last if name in found)]
+        written = {**self.marker.pop("files", {}), **self.marker.get("moving", {})}
+        own = split_files(self.folder, written)[0]
+        targets = {name: self.folder / name for name in names if self.folder / name not in own}
+        if others := [
+            name for name, path in targets.items() if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))
+        ]:
+            raise UserError(
+                f"{self.folder} holds files that this run did not write ({listed(others, 3)}); "
+                "move them, and give the same command again: nothing was lost"
+            )
+        for name in names:
+            settle(scratch / name)
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+        self.marker["moving"] = {**written, **stamps(scratch, names)}
+        write_json(self.path, self.marker)
+        for name in names:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(scratch / name, self.folder / name)
+        shutil.rmtree(scratch)
+        return names
+
+    def finish(self, names, **content):
         """Marks the run as finished; then what it replaces goes.
 
         Args:
-            files: names of the files that it wrote, relative to the folder.
+            names: of the files that it wrote, relative to the folder.
             content: more for the marker.
         """
-        self.marker = {**self.marker, **redacted(content), "files": sorted(map(str, files))}
+        marker = {name: value for name, value in self.marker.items() if name != "moving"}
+        self.marker = {**marker, **redacted(content), "files": stamps(self.folder, names)}
         write_json(self.path, self.marker)
         self._remove_aside()
         self.state = "finished"

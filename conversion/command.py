@@ -76,7 +76,8 @@ def convert(arguments):
     with new_folder(output, "convert", replace=arguments.force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         scratch = Path(scratch)
         if tokenizer is not None:
-            write_tokenizer(tokenizer, folder, conversion.config)
+            config = conversion.config
+            write_tokenizer(tokenizer, folder, config.vocab_size, config.max_position_embeddings)
         check_values(conversion.tensors, conversion.dtype)
         write_config(folder, conversion)
         if pooled:

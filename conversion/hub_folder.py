@@ -41,7 +41,7 @@ def write_weights(folder, conversion, max_shard_size):
 
 
 def write_config(folder, conversion):
-    """config.json with the complete auto_map, and the two code files that it points at."""
+    """config.json with the complete auto_map, and the code files that it points at."""
     conversion.config.architectures = list(conversion.head.architectures)
     conversion.config.dtype = str(conversion.dtype).removeprefix("torch.")
     conversion.config.to_json_file(folder / "config.json")

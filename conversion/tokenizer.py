@@ -91,24 +91,25 @@ def _write(tokenizer, target, max_length):
         (target / name).write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(source, target, config):
+def write_tokenizer(source, target, rows, max_length):
     """Writes the tokenizer of the folder `source` to the folder `target` and compares what both make of some texts.
 
     Args:
         source, target: folders.
-        config: of the model: how many rows its embedding has, and how long its texts are.
+        rows: of the model's embedding.
+        max_length: tokens of its longest text.
     Raises:
         UserError: not loadable; without a fast form; not of this model.
     """
     try:
         tokenizer = _load(source)
         size = max(tokenizer.get_vocab().values()) + 1
-        check_rows(size, config.vocab_size, source)
+        check_rows(size, rows, source)
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer in {source} has no fast form (tokenizer.json), which the Hub folder needs; give another with --tokenizer DIR."
             )
-        _write(tokenizer, target, config.max_position_embeddings)
+        _write(tokenizer, target, max_length)
         same = _load(target)(_TEXTS)["input_ids"] == tokenizer(_TEXTS)["input_ids"]
     except UserError:
         raise

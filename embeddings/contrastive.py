@@ -4,21 +4,10 @@ InfoNCE on cosine similarity / 0.07 with in-batch and hard negatives; every batc
 before the query; mean pooling. The output folder loads with `SentenceTransformer(folder, trust_remote_code=True)`.
 """
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import functools
 import json
-import os
-import shutil
 import sys
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers>=6", "datasets", "accelerate")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -27,12 +16,12 @@ from transformers import set_seed
 
 from ..common import checkpoints
 from ..common.errors import UserError, one_line
-from ..common.files import redacted, write_json
 from ..common.identity import files_digest, model_digest
 from ..common.lora import lora_config, trainable_parameters
-from ..common.outputs import check_apart, check_folder, check_replaceable, remove_set_aside, set_aside, write_manifest
+from ..common.outputs import check_apart, check_folder
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment, shown
+from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options, training_arguments
 from .contrastive_card import write_card
 from .contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, inspected, load_source, probabilities, rows_per_batch
@@ -42,10 +31,6 @@ from .packed_encoder import load_sentence_transformer
 from .retrieval import described, measure, read_questions
 
 
-MANIFEST = "contrastive.json"
-# What a run writes before its manifest has the digests of the finished encoder.
-WORKING_FILES = ("checkpoints/checkpoint-[0-9]*/**", "checkpoints/damaged-checkpoint-[0-9]*/**", ".saving-*/**", ".lock")
-ADAPTER = ".saving-adapter"  # until it moves in with the encoder
 # Trainer's options that a run could not be continued with, or that would be ignored.
 FIXED = {
     "ignore_data_skip": False,
@@ -54,8 +39,6 @@ FIXED = {
     "data_seed": None,
     "resume_from_checkpoint": None,
 }
-# Options of ours that a continued run may change.
-_FREE = ("output", "overwrite", "heldout", "license", "base_model")
 
 
 class ContrastiveTrainer(SentenceTransformerTrainer):
@@ -163,28 +146,18 @@ def model_prompts(prompts, arguments):
     return {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
 
 
-def save_encoder(model, folder, sources, arguments, extra):
-    """Writes the SentenceTransformer folder beside what `folder` holds: first the manifest that owns the files, last modules.json.
+def save_encoder(model, run, scratch, sources, arguments, extra):
+    """Writes the SentenceTransformer folder beside what the output holds; last modules.json, and the marker.
 
     Args:
+        run: the `Run`.
+        scratch: its scratch folder, which may hold an adapter.
         sources: the `PairSource`s.
-        extra: content of contrastive.json.
+        extra: more for contrastive.json.
     """
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
-    try:
-        save_for_all_versions(model, temporary)
-        write_card(temporary, arguments, sources, model.max_seq_length, extra["training"])
-        if (folder / ADAPTER).is_dir():
-            os.replace(folder / ADAPTER, temporary / "adapter")
-        write_manifest(temporary, "contrastive", extra)
-        entries = sorted(temporary.iterdir(), key=lambda path: (path.name == "modules.json") - (path.name == MANIFEST))
-        for path in entries:
-            target = folder / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(path, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    save_for_all_versions(model, scratch)
+    write_card(scratch, arguments, sources, model.max_seq_length, extra["training"])
+    run.finish(run.move_in(scratch, "modules.json"), **extra)
 
 
 def merge_lora(model, adapter_folder, arguments):
@@ -201,12 +174,11 @@ def merge_lora(model, adapter_folder, arguments):
 
 def _recipe(arguments, training, sources):
     """The settings that a run is known by, with digests of the model that it starts from and of its local files."""
-    recipe = number_options(training.to_dict())
-    recipe |= {name: value for name, value in asdict(arguments).items() if name not in _FREE}
+    recipe = number_options(training.to_dict()) | run_settings(arguments)
     recipe |= {"processes": training.world_size, "model_digest": model_digest(arguments.model)}
     recipe["instructions"] = {source.name: source.instruction for source in sources}
     recipe["files"] = {source.name: files_digest([source.path]) for source in sources if source.is_local}
-    return redacted(_without_folders(json.loads(json.dumps(recipe, default=str))))
+    return _without_folders(json.loads(json.dumps(recipe, default=str)))
 
 
 def _without_folders(value):
@@ -216,32 +188,6 @@ def _without_folders(value):
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     return shown(value) if isinstance(value, str) else value
-
-
-def _state(folder, recipe, overwrite):
-    """What `folder` holds: "nothing", "begun" or "finished" by this very recipe, or "replaceable", with `overwrite`. Changes nothing.
-
-    Raises:
-        UserError: it holds something else.
-    """
-    if not folder.is_dir() or all(path.name == ".lock" for path in folder.iterdir()):
-        return "nothing"
-    try:
-        old = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["recipe"]
-        changed = [name for name in recipe if old.get(name) != recipe[name]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        changed = None
-    finished = (folder / "modules.json").is_file()
-    if overwrite and (finished or changed != []):
-        check_replaceable(folder, "contrastive", WORKING_FILES)
-        return "replaceable"
-    if changed is None:
-        raise UserError(f"{folder} holds other files; choose another output")
-    if changed:
-        raise UserError(
-            f"{folder} holds a run with other settings ({', '.join(changed)} differ); choose another output, or give --overwrite"
-        )
-    return "finished" if finished else "begun"
 
 
 def train(arguments, training):
@@ -255,12 +201,10 @@ def train(arguments, training):
     Raises:
         UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
     """
-    folder = Path(arguments.output)
     sources = check(arguments, training)
-    recipe = _recipe(arguments, training, sources)
-    state = _state(folder, recipe, arguments.overwrite)
-    if state == "finished":
-        checkpoints.remove(folder / "checkpoints")
+    run = Run(arguments.output, "contrastive", _recipe(arguments, training, sources), key="recipe")
+    if run.inspect(arguments.overwrite) == "finished":
+        checkpoints.remove(training.output_dir)
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())
@@ -271,28 +215,23 @@ def train(arguments, training):
         data, prompts = build_datasets(arguments, training, sources)
         heldout = held_out(arguments, data)
         before = measure(model.to(training.device), *heldout) if heldout and training.process_index == 0 else None
-    if state == "replaceable" and training.process_index == 0:
-        set_aside(folder, "contrastive", WORKING_FILES)
-    with checkpoints.lock_run(folder):
-        if training.process_index == 0:
-            for path in folder.glob(".saving-*"):  # of a killed run
-                shutil.rmtree(path, ignore_errors=True)
-            write_json(folder / MANIFEST, {"command": "contrastive", "recipe": recipe, "files": {}})
+    with checkpoints.claim(run, arguments.overwrite, training.output_dir):
+        if run.state == "finished":
+            return None
         trainer = build_trainer(model, data, prompts, arguments, training)
         summary = _train(trainer, data, arguments)
         if trainer.is_world_process_zero():
-            trained = trainer.accelerator.unwrap_model(trainer.model)
+            trained, scratch = trainer.accelerator.unwrap_model(trainer.model), run.scratch()
             if arguments.lora:
-                trained = merge_lora(trained, folder / ADAPTER, arguments)
+                trained = merge_lora(trained, scratch / "adapter", arguments)
             trained.prompts = model_prompts(prompts, arguments)
             if heldout:
                 summary["heldout"] = {"questions": len(heldout[0]), "texts": len(heldout[1]), "before": before}
                 summary["heldout"]["after"] = measure(trained.to(training.device), *heldout)
             dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
-            extra = {"recipe": recipe, "training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
-            save_encoder(trained, folder, sources, arguments, extra)
+            extra = {"training": summary, "environment": environment(dtype=dtype, processes=training.world_size)}
+            save_encoder(trained, run, scratch, sources, arguments, extra)
             checkpoints.remove(training.output_dir)
-            remove_set_aside(folder, "contrastive", WORKING_FILES)
     return summary
 
 

@@ -6,17 +6,8 @@ exists. It trains with sentence-transformers' trainer, packed as in inference: N
 Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished; `--output` appears when it is, complete.
 """
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import functools
-import json
-from dataclasses import asdict
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers>=6", "datasets", "accelerate", "scipy")
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -25,11 +16,12 @@ from transformers import set_seed
 from ..common import checkpoints
 from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.errors import UserError
-from ..common.files import read_json, redacted, write_json
+from ..common.files import read_json, write_json
 from ..common.identity import files_digest, model_digest
 from ..common.loading import check_model, choose_device, set_attention
 from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
 from ..common.results import environment, shown
+from ..common.runs import Run, changed_settings, run_settings
 from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
 from .distill_card import precision_check, write_card
 from .distill_data import SimilarLengths, TeacherVectors, read_texts, token_lengths, training_dataset
@@ -39,10 +31,7 @@ from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
 
-SETTINGS, LENGTHS = "run.json", "lengths.npy"
 FIGURES = "figures.json"
-# Options that a continued run may change: they touch neither the numbers nor the order of the data. An evaluation only measures here.
-_FREE = ("output", "work", "overwrite", "compile", "texts", "other_texts", "title", "license", "language", "base_model")
 
 
 class DistillTrainer(SentenceTransformerTrainer):
@@ -82,8 +71,7 @@ def is_finished(arguments, settings):
     path = Path(arguments.output) / FIGURES
     if arguments.overwrite or not path.is_file():
         return False
-    old = read_json(path)["settings"]
-    changed = [name for name in settings if old.get(name) != settings[name]]
+    changed = changed_settings(read_json(path)["settings"], settings)
     if changed:
         raise UserError(
             f"{arguments.output} holds a finished student of other settings ({', '.join(changed)} differ); give another --output, "
@@ -94,32 +82,14 @@ def is_finished(arguments, settings):
 
 def settings_of(arguments, trainer_options, sources, others):
     """What a run is known by: its settings, with digests of its texts and of the weights it starts from."""
-    settings = {name: value for name, value in asdict(arguments).items() if name not in _FREE}
+    settings = run_settings(arguments)
+    # An evaluation only measures here.
     settings["trainer"] = {name: value for name, value in number_options(trainer_options).items() if not name.startswith("eval_")}
     settings["teacher"] = shown(arguments.teacher)  # the weights are known by their digest, wherever they are
     settings["teacher_digest"] = model_digest(arguments.teacher)
     settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}
-    return redacted(json.loads(json.dumps(settings, default=str)))
-
-
-def claim_work(work, settings, overwrite):
-    """Makes `work` this run's: with the same settings a run goes on; with others only the vectors stay, and only with `overwrite`."""
-    path = work / SETTINGS
-    old = read_json(path) if path.is_file() else None
-    if not (isinstance(old, dict) and old.get("command") == "distill" and isinstance(old.get("settings"), dict)):
-        old = None
-    if old is None and any(entry.name not in ("vectors", ".lock") for entry in work.iterdir()):
-        raise UserError(f"{work} holds other files; choose another --work")
-    changed = [] if old is None else [name for name in settings if old["settings"].get(name) != settings[name]]
-    if changed and not overwrite:
-        raise UserError(
-            f"{work} holds a run with other settings ({', '.join(changed)} differ); choose another --work, or give --overwrite to begin anew"
-        )
-    if changed:
-        checkpoints.remove(work / "checkpoints")
-        (work / LENGTHS).unlink(missing_ok=True)
-    write_json(path, {"command": "distill", "settings": settings})
+    return settings
 
 
 def load_teacher(arguments, device):
@@ -161,8 +131,10 @@ def train(arguments, trainer_options):
         fixed["use_cpu"] = True
     training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
     settings = settings_of(arguments, trainer_options, sources, others)
-    if is_finished(arguments, settings):
+    run = Run(work, "distill", settings, name="run.json", takes=lambda name: name != "vectors")
+    if is_finished(arguments, run.settings):
         return None
+    run.inspect(arguments.overwrite)
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
     set_seed(training.seed)
     teacher = load_teacher(arguments, "cpu")
@@ -170,21 +142,26 @@ def train(arguments, trainer_options):
     del teacher
     packing = student[0].auto_model.config._attn_implementation
     set_attention(student[0].auto_model, arguments.attn_implementation)
-    with checkpoints.lock_run(work):
-        if training.process_index == 0:
-            claim_work(work, settings, arguments.overwrite)
+    with checkpoints.claim(run, arguments.overwrite, work / "checkpoints"):
+        if run.before and training.process_index == 0:
+            lengths_file(work, run.before["run"]).unlink(missing_ok=True)
         with training.main_process_first(desc="teacher vectors"):
             vectors = teacher_vectors(arguments, texts, device)
-        return _train(arguments, training, settings, texts, vectors, student, packing)
+        return _train(arguments, training, run, texts, vectors, student, packing)
 
 
-def _train(arguments, training, settings, texts, vectors, student, packing):
+def lengths_file(work, run):
+    """File of the texts' lengths of the run with this id."""
+    return work / f"lengths-{run}.npy"
+
+
+def _train(arguments, training, run, texts, vectors, student, packing):
     """Trains `student` and writes it with the attention implementation `packing`."""
     model = student[0].auto_model
     if arguments.compile:
         compile_blocks(model)
     with training.main_process_first(desc="lengths"):
-        lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, Path(arguments.work) / LENGTHS)
+        lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, lengths_file(run.folder, run.id))
     training.batch_sampler = functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
     sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
     sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
@@ -216,7 +193,7 @@ def _train(arguments, training, settings, texts, vectors, student, packing):
             for entry in history
             if any(key.endswith("_spearman") for key in entry)
         ],
-        "settings": settings,
+        "settings": run.settings,
         "earlier": earlier_runs(arguments.init_from),
         "environment": environment(
             dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32", processes=training.world_size

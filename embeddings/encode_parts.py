@@ -79,10 +79,9 @@ class Plan:
     @classmethod
     def load(cls, path, source):
         """The plan that `save` wrote to `path`, of the file or folder `source`; None where there is none."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        if not is_regular(path):
             return None
+        data = json.loads(path.read_text(encoding="utf-8"))
         files = [source / name if source.is_dir() else source for name in data["files"]]
         windows = [
             Window(Place(files[file], number, offset), rows, characters) for file, number, offset, rows, characters in data["windows"]
@@ -146,7 +145,10 @@ class WindowReader:
             self._rows, self._next = read_rows(self.source, self.columns, start=self.windows[number].start), number
         passed = sum(window.rows for window in self.windows[self._next : number])
         self._next = number + 1
-        return list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
+        rows = list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
+        if len(rows) < self.windows[number].rows:
+            raise UserError(f"{self.source} has fewer rows than when the run began; begin anew with --overwrite")
+        return rows
 
 
 # --------------------------------------------------------------------------------------------------------------------- files
@@ -178,8 +180,15 @@ def write_part(path, rows, vectors, schema, mark):
         pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
 
 
+def is_regular(path):
+    """Whether a file is neither a link nor a pipe, whose reading may never end."""
+    return path.is_file() and not path.is_symlink()
+
+
 def read_mark(path):
     """(rows, metadata) of a part or of an output file; None for a damaged file or one of another kind."""
+    if not is_regular(path):
+        return None
     try:
         if path.suffix == ".parquet":
             metadata = pyarrow.parquet.read_metadata(path)
@@ -210,13 +219,10 @@ def _shape_text(rows, columns):
     return json.dumps({"rows": rows, "columns": columns})
 
 
-def merge_parts(parts, output, mark):
-    """One file from its parts, part by part, completely or not at all; rows keep their order."""
-    for part in parts:
-        if read_mark(part) is None:
-            raise UserError(f"{part} is damaged; remove it, and give the same command again")
+def merge_parts(parts, output, mark, check=None):
+    """One file from its parts, part by part, completely or not at all; rows keep their order. `check` is that of `new_path`."""
     mark = {**mark, "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0]))}
-    with new_path(output) as path:
+    with new_path(output, check) as path:
         (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, path, mark)
 
 

@@ -15,12 +15,12 @@ import torch
 
 from ..common.errors import UserError
 from ..common.loading import choose_device
-from .encode_parts import CUT, Cut, Plan, WindowReader, is_part, part_path, read_mark, write_part
+from .encode_parts import CUT, Cut, Plan, WindowReader, is_part, is_regular, part_path, read_mark, write_part
 from .packed_encoder import NotFinite, PackedEncoder
 
 
 @dataclass(frozen=True)
-class Run:
+class Job:
     """What every process of a run knows.
 
     Attributes:
@@ -57,7 +57,7 @@ class Run:
         missing = []
         for number in numbers:
             path = self.path(number)
-            if path.exists() and read_mark(path) is not None:
+            if os.path.lexists(path) and (not is_regular(path) or read_mark(path) is not None):
                 if not is_part(path, self.mark, self.plan.windows[number].rows):
                     raise UserError(f"{path} is not a part of this run; move it, or choose another output")
                 if progress is not None:
@@ -104,14 +104,14 @@ def build_encoder(arguments, device, encoder=None):
     return encoder, encoder.prompt(arguments.prompt_name) if arguments.prompt is None else arguments.prompt
 
 
-def encode_windows(encoder, prompt, run, numbers, progress):
+def encode_windows(encoder, prompt, job, numbers, progress):
     """Encodes and writes the windows `numbers`; the next one is read and tokenized while one is embedded.
 
     Args:
         numbers: an iterator.
         progress: called with (rows, tokens) of each finished batch or part.
     """
-    reader = WindowReader(run.source, dict.fromkeys([run.arguments.text_column, *run.plan.schema.names]), run.plan.windows)
+    reader = WindowReader(job.source, dict.fromkeys([job.arguments.text_column, *job.plan.schema.names]), job.plan.windows)
     numbers = iter(numbers)
 
     def tokenized():
@@ -119,22 +119,22 @@ def encode_windows(encoder, prompt, run, numbers, progress):
         if number is None:
             return None
         rows, lengths = reader.read(number), []
-        tokens = encoder.tokenize([row[run.arguments.text_column] for _, row in rows], prompt, lengths)
+        tokens = encoder.tokenize([row[job.arguments.text_column] for _, row in rows], prompt, lengths)
         return number, rows, tokens, Cut.of(tokens, lengths)
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(tokenized)
-        while (job := following.result()) is not None:
-            number, rows, tokens, cut = job
+        while (window := following.result()) is not None:
+            number, rows, tokens, cut = window
             following = pool.submit(tokenized)
             try:
                 vectors = encoder.embed(tokens, lambda count: progress(count, 0), prompt)
             except NotFinite as error:
                 raise UserError(f"{rows[error.index][0]}: {error}") from None
-            if run.arguments.normalize:
+            if job.arguments.normalize:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-            mark = {**run.mark, CUT: cut.text()}
-            write_part(run.path(number), rows, vectors.astype(run.arguments.output_dtype, copy=False), run.plan.schema, mark)
+            mark = {**job.mark, CUT: cut.text()}
+            write_part(job.path(number), rows, vectors.astype(job.arguments.output_dtype, copy=False), job.plan.schema, mark)
             progress(0, sum(map(len, tokens)))
 
 
@@ -147,13 +147,13 @@ def _end_with_parent():
     os._exit(1)
 
 
-def _worker(number, jobs, reports, run, device, threads):
+def _worker(number, jobs, reports, job, device, threads):
     """A process: takes numbers of windows from `jobs` until None comes; reports ("progress", rows, tokens), ("done",), ("error", text)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
-        encoder, prompt = build_encoder(run.arguments, device)
-        encode_windows(encoder, prompt, run, iter(jobs.get, None), lambda *counts: reports.put(("progress", *counts)))
+        encoder, prompt = build_encoder(job.arguments, device)
+        encode_windows(encoder, prompt, job, iter(jobs.get, None), lambda *counts: reports.put(("progress", *counts)))
         reports.put(("done",))
     except KeyboardInterrupt:
         pass
@@ -163,19 +163,19 @@ def _worker(number, jobs, reports, run, device, threads):
         reports.put(("error", f"process {number}: {traceback.format_exc()}"))
 
 
-def encode_in_processes(count, run, numbers, progress):
+def encode_in_processes(count, job, numbers, progress):
     """`encode_windows` shared out among `count` processes; each takes the next window when it is ready."""
     context = multiprocessing.get_context("spawn")
     jobs, reports = context.Queue(), context.Queue()
     for number in (*numbers, *[None] * count):
         jobs.put(number)
-    device = choose_device(run.arguments.device)
+    device = choose_device(job.arguments.device)
     gpus = torch.cuda.device_count() if device == torch.device("cuda") else 0
     threads = max(1, torch.get_num_threads() // count)
     workers = []
     for number in range(count):
         place = f"cuda:{number % gpus}" if gpus else str(device)
-        workers.append(context.Process(target=_worker, args=(number, jobs, reports, run, place, threads), daemon=True))
+        workers.append(context.Process(target=_worker, args=(number, jobs, reports, job, place, threads), daemon=True))
         workers[-1].start()
     done = 0
     try:

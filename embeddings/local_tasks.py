@@ -13,12 +13,6 @@ come from the synsets that `common.local_text` keeps out of training; `wordnet_p
 import functools
 import hashlib
 
-from ..common.errors import require
-
-
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-require("eval", "mteb", "datasets")
-
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata

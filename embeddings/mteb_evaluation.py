@@ -1,15 +1,8 @@
 """`neobert mteb`: MTEB through the `mteb` package, packed and resumable, and its table in the layout of the paper's Table 4."""
 
-# ruff: noqa: E402  (a missing extra is named before the imports that need it)
-
 import hashlib
 import json
 from pathlib import Path
-
-from ..common.errors import require
-
-
-require("eval", "sentence_transformers", "mteb")
 
 import mteb
 import numpy as np
@@ -19,7 +12,7 @@ from mteb.types import PromptType
 
 from ..common.constants import DTYPES
 from ..common.errors import UserError, one_line
-from ..common.files import write_json
+from ..common.files import TEXT_LIMIT, read_text, write_json
 from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.outputs import check_folder, check_result_files
@@ -149,9 +142,10 @@ def _remove_broken_results(cache, model):
     folder = cache.get_task_result_path(task_name="x", model_name=meta, model_revision=meta.revision).parent
     for path in folder.glob("*.json"):
         try:
-            json.loads(path.read_text())
+            json.loads(read_text(path, 256 * TEXT_LIMIT))
         except ValueError:
-            path.unlink()
+            if path.is_file():
+                path.unlink()
 
 
 def evaluate(encoder, arguments, show_progress_bar=True):
@@ -211,7 +205,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
 def _earlier_dtype(arguments):
     """The dtype that an earlier run of this row chose by itself, so that a measurement that turns out otherwise does not part them."""
     try:
-        run = json.loads((Path(arguments.output) / f"{arguments.row}.json").read_text())
+        run = read_run(Path(arguments.output) / f"{arguments.row}.json")
         return run["environment"]["dtype"] if run["dtype"] == "auto" and run["environment"]["dtype"] in DTYPES else "auto"
     except (OSError, ValueError, KeyError, TypeError):
         return "auto"

@@ -26,7 +26,7 @@ class EncoderOptions(Arguments):
     pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
     tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
     attn_implementation: str | None = option(None, "attention implementation of transformers")
-    trust_remote_code: bool = option(False, "run the model repository's own code")
+    trust_remote_code: bool = option(False, "run the model repository's own code", free=True)
 
 
 # -------------------------------------------------------------------------------------------------------------------- encode
@@ -36,8 +36,10 @@ class EncoderOptions(Arguments):
 class CorpusOptions(Arguments):
     """What is encoded, by which model."""
 
-    source: str = option(help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True)
-    output: str = option(help="a file (.parquet or .safetensors), or a folder of parts", positional=True)
+    source: str = option(
+        help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True, free=True
+    )
+    output: str = option(help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True)
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     text_column: str = option("text", "column that holds the text")
     prompt_name: str | None = option(None, "name of one of the model's prompts to put before each text")
@@ -52,7 +54,7 @@ class VectorOptions(Arguments):
     format: str = option("parquet", "of the parts, where OUTPUT is a folder", choices=FORMATS)
     normalize: bool = option(False, "scale the vectors to length 1")
     output_dtype: str = option("float32", "of the vectors in the output", choices=("float32", "float16"))
-    overwrite: bool = option(False, "make OUTPUT anew where neobert encode wrote it; any other file is left alone")
+    overwrite: bool = option(False, "make OUTPUT anew where neobert encode wrote it; any other file is left alone", free=True)
 
 
 @dataclass(kw_only=True)
@@ -60,9 +62,9 @@ class WorkOptions(Arguments):
     """How the work is done and shared out."""
 
     dtype: str = option("auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes")
-    processes: int | None = option(None, "worker processes; by default one a GPU, or one; one a rank under a launcher", least=1)
-    tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
+    device: str | None = option(None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True)
+    processes: int | None = option(None, "worker processes; by default one a GPU, or one; one a rank under a launcher", free=True, least=1)
+    tokens_per_batch: int | None = option(None, TOKENS_HELP, free=True, least=1)
     shard_rows: int = option(8192, "most rows in a part", least=1)
     shard_characters: int = option(32_000_000, "most characters in a part; a longer text is a part of its own", least=1)
 
@@ -88,11 +90,11 @@ class PairsOptions(Arguments):
     """What is trained on what."""
 
     model: str = option(help="encoder to start from: a folder or a Hub name")
-    output: str = option(help="folder of the sentence encoder")
+    output: str = option(help="folder of the sentence encoder", free=True)
     pairs: list[str] = option(default_factory=list, help="files of rows with columns anchor, positive, negative, negative_1, ...")
-    heldout: str | None = option(None, "file of pairs to measure retrieval on, before and after the training; never trained on")
+    heldout: str | None = option(None, "file of pairs to measure retrieval on, before and after the training; never trained on", free=True)
     datasets: list[dict] = option(default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe")
-    overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone")
+    overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone", free=True)
 
 
 @dataclass(kw_only=True)
@@ -134,8 +136,8 @@ class LoraOptions(Arguments):
 class CardOptions(Arguments):
     """What the card says."""
 
-    license: str | None = option(None, LICENSE_HELP)
-    base_model: str | None = option(None, BASE_MODEL_HELP)
+    license: str | None = option(None, LICENSE_HELP, free=True)
+    base_model: str | None = option(None, BASE_MODEL_HELP, free=True)
 
 
 @dataclass(kw_only=True)
@@ -216,13 +218,14 @@ class TeacherOptions(Arguments):
     texts: list[str | dict] = option(
         default_factory=list,
         help="required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license",
+        free=True,  # known by their digests
     )
-    output: str | None = option(None, "required: folder of the student")
+    output: str | None = option(None, "required: folder of the student", free=True)
     model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
     init_from: str | None = option(None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name")
-    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on")
-    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work")
-    overwrite: bool = option(False, "train anew, also where output holds a student of this command")
+    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on", free=True)
+    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True)
+    overwrite: bool = option(False, "train anew, also where output holds a student of this command", free=True)
     trust_remote_code: bool = option(False, "run the Python code that the teacher or the student brings")
 
 
@@ -259,7 +262,7 @@ class TrainingOptions(Arguments):
         "auto", "of the teacher's weights while its vectors are computed", choices=("auto", "float32", "float16", "bfloat16")
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
-    compile: bool = option(False, "torch.compile the blocks while training")
+    compile: bool = option(False, "torch.compile the blocks while training", free=True)
     device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
 
 
@@ -267,10 +270,12 @@ class TrainingOptions(Arguments):
 class StudentCardOptions(Arguments):
     """What the card says."""
 
-    title: str | None = option(None, "heading; by default the name of the output folder")
-    license: str = option("other", "licence of the student")
-    language: str = option("en", "language of the texts")
-    base_model: str | None = option(None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name")
+    title: str | None = option(None, "heading; by default the name of the output folder", free=True)
+    license: str = option("other", "licence of the student", free=True)
+    language: str = option("en", "language of the texts", free=True)
+    base_model: str | None = option(
+        None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name", free=True
+    )
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,6 @@ import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -221,11 +220,10 @@ def _read(arguments, given, folder, modules, scratch):
     longest = min(read or config.context_length, config.context_length)
     tokenizer_folder = scratch / "written-tokenizer"
     tokenizer_folder.mkdir()
-    sizes = SimpleNamespace(vocab_size=config.vocab_size, max_position_embeddings=longest)
     found = find_tokenizer(arguments.tokenizer, [folder])
     if found is None:
         raise UserError("an export holds its tokenizer and is proven on texts: --tokenizer takes a folder here, not none")
-    write_tokenizer(found, tokenizer_folder, sizes, scratch)
+    write_tokenizer(found, tokenizer_folder, config.vocab_size, longest)
     tokenizer = load_tokenizer(tokenizer_folder)
     further = given / "config_sentence_transformers.json"
     prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}

@@ -11,16 +11,17 @@ from its newest complete checkpoint. OUTPUT/table.md and table.json are made fro
 import hashlib
 import logging
 import re
-import shutil
 import sys
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from ..common.errors import UserError, require
+from ..common.errors import UserError
+from ..common.files import read_json
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_there, check_vocabulary, load_tokenizer
 from ..common.outputs import check_apart, check_folder
+from ..common.runs import remove_files
 from .glue_table import finished_runs, read_result, same_row, write_tables
 from .glue_tasks import TASKS, load_task, parse_tasks, rows_digest
 from .options import OPTIONS, RunSettings
@@ -126,8 +127,9 @@ def _prune(arguments, task):
     runs = sorted(run for run in runs if (run[1] / "best").is_dir())
     kept = runs[-1:] if arguments.keep_models == "best" or task.name == "mnli" else []
     for _, folder in runs:
-        if folder not in [run[1] for run in kept]:
-            shutil.rmtree(folder / "best", ignore_errors=True)
+        if folder not in [run[1] for run in kept] and (folder / "glue.json").is_file():
+            marker = read_json(folder / "glue.json")
+            remove_files(folder, {name: stamp for name, stamp in marker.get("files", {}).items() if name.startswith("best/")})
 
 
 def check(arguments, trainer, tasks):
@@ -193,8 +195,6 @@ def _check_same_origin(arguments, revision, rows):
 def main(argv=None):
     """Runs `neobert glue`; bad input is a UserError before any work."""
     arguments, trainer = OPTIONS["glue"].read(sys.argv[1:] if argv is None else argv)
-    require("train", "accelerate", "datasets")
-    require("eval", "sklearn", "scipy")
     from .glue_run import process_state
 
     main_process = process_state().is_main_process

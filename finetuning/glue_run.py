@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from ..common.lora import head_modules, lora_config, save_adapter_and_merge, tra
 from ..common.memory import PeakMemory, mebibytes
 from ..common.optimisation import decay_parameter_names
 from ..common.results import environment
+from ..common.runs import Run
 from ..common.trainer_options import check_trainer_options, training_arguments
 from .glue_tasks import TASKS, scores
 
@@ -259,7 +259,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         splits: from `glue_tasks.load_task`.
         model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is used).
         tokenizer: the model's.
-        folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA, adapter/.
+        folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA, adapter/; glue.json names the files.
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
     Returns:
@@ -283,16 +283,17 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
         return evaluation_metrics(task, logits, output.label_ids, slices, settings.metric)
 
-    trainer = GlueTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=compute_metrics,
-        callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
-    )
-    with checkpoints.lock_run(folder):
+    run = Run(folder, "glue", asdict(settings))
+    with checkpoints.claim(run, None, folder / "checkpoints"):
+        trainer = GlueTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            compute_metrics=compute_metrics,
+            callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
+        )
         resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
         memory = PeakMemory()
         spent = checkpoints.train(trainer).metrics
@@ -309,11 +310,13 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             "memory_before_mib": mebibytes(memory.before),
         }
         if trainer.is_world_process_zero():
-            result["reload_difference"] = _save(trainer, tokenizer, evaluation, folder, settings, options)
+            scratch = run.scratch()
+            result["reload_difference"] = _save(trainer, tokenizer, evaluation, scratch, settings, options)
             dtype = "bfloat16 autocast" if arguments.bf16 else "float16 autocast" if arguments.fp16 else "float32"
             result["environment"] = environment(dtype=dtype, processes=process_state().num_processes)
-            write_json(folder / "result.json", result)
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            write_json(scratch / "result.json", result)
+            run.finish(run.move_in(scratch, "result.json"))
+            checkpoints.remove(folder / "checkpoints")
         trainer.accelerator.wait_for_everyone()
     return result
 
@@ -383,12 +386,8 @@ def _save(trainer, tokenizer, evaluation, folder, settings, options):
         before = model(**batch.to(model.device)).logits.float().cpu()
     if settings.lora:
         model = save_adapter_and_merge(model, folder / "adapter")
-    partial = folder / "best.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    save_tokenizer(tokenizer, partial)
-    shutil.rmtree(folder / "best", ignore_errors=True)
-    partial.rename(folder / "best")
+    model.save_pretrained(folder / "best")
+    save_tokenizer(tokenizer, folder / "best")
     again = AutoModelForSequenceClassification.from_pretrained(
         folder / "best", dtype=torch.float32, trust_remote_code=options.trust_remote_code
     )

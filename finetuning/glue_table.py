@@ -4,7 +4,8 @@ import json
 import logging
 from pathlib import Path
 
-from ..common.files import write_json, write_text
+from ..common.errors import UserError
+from ..common.files import TEXT_LIMIT, read_json, write_json, write_text
 from ..common.outputs import check_result_files, earlier_result
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import environment, markdown_table
@@ -21,8 +22,8 @@ def read_result(path):
     if not path.is_file():
         return None
     try:
-        result = json.loads(path.read_text())
-    except ValueError:
+        result = read_json(path, 16 * TEXT_LIMIT)
+    except UserError:
         result = None
     if isinstance(result, dict) and _RESULT <= result.keys():
         return result

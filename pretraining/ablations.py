@@ -7,15 +7,14 @@ that --work holds.
 """
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from ..common.errors import UserError, listed, require
-from ..common.files import write_json
+from ..common.errors import UserError, listed
+from ..common.files import read_json, write_json
 from ..common.loading import load_tokenizer
 from ..common.outputs import check_result_files, earlier_result
 from ..common.results import environment
@@ -34,14 +33,14 @@ def run_rung(name, seed, scale, paths, out, heldout, probe):
     values = rung_values(name, scale, paths, out, seed)
     pretrain.execute(pretrain.run_of(values))
     model = NeoBERTForMaskedLM.from_pretrained(out, dtype=torch.float32)
-    trained = json.loads((out / "result.json").read_text())
+    trained = read_json(out / "result.json")
     row = {"rung": name, "seed": seed, **{key: trained[key] for key in ("steps", "parameters", "tokens_seen", "cpu_seconds")}}
     return {**row, **measure(model, load_tokenizer(values["tokenizer"]), heldout, probe, scale.length)}
 
 
 def finished_runs(folder):
     """What was measured in a --work, seed by seed in the ladder's order."""
-    rows = [json.loads(path.read_text()) for path in Path(folder).glob("m?*_seed*/measured.json")]
+    rows = [read_json(path) for path in Path(folder).glob("m?*_seed*/measured.json")]
     return sorted((row for row in rows if row["rung"] in RUNGS), key=lambda row: (row["seed"], RUNGS.index(row["rung"])))
 
 
@@ -71,8 +70,6 @@ def check_ladder(arguments, todo):
 
 def main(argv=None):
     """Entry point of `neobert ablations`; returns the exit code."""
-    require("train", "accelerate", "datasets")
-    require("eval", "sklearn", "matplotlib")
     (arguments,) = OPTIONS["ablations"].read(sys.argv[1:] if argv is None else argv)
     scale, work = arguments.sizes, Path(arguments.work)
     todo = [(name, seed) for seed in range(arguments.seeds) for name in arguments.rung_names]

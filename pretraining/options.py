@@ -18,8 +18,10 @@ class ModelArguments(Arguments):
     """What is trained."""
 
     model_config: dict | None = option(None, "fields of NeoBERTConfig that differ from the published model, as a mapping")
-    tokenizer: str | None = option(None, "folder or Hub name; default: that of init_from, or the bundled one")
-    init_from: str | None = option(None, "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub name")
+    tokenizer: str | None = option(None, "folder or Hub name; default: that of init_from, or the bundled one", free=True)
+    init_from: str | None = option(
+        None, "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub name", free=True
+    )
     init_optimizer: bool = option(False, "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)")
 
     def __post_init__(self):
@@ -33,18 +35,19 @@ class DataArguments(Arguments):
     """What it is trained on."""
 
     dataset: str | list = option(
-        help="Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, parquet, a saved set; several as a list"
+        help="Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, parquet, a saved set; several as a list",
+        free=True,  # known by its digest
     )
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     column: str = option("text", "column with the text")
-    heldout: str | list | None = option(None, "held-out text, as dataset; evaluated every eval_steps and at the end")
+    heldout: str | list | None = option(None, "held-out text, as dataset; evaluated every eval_steps and at the end", free=True)
     streaming: bool | None = option(
         None, "read and tokenise while training, prepared set or not; default: yes for one Hub name without a prepared set"
     )
-    prepared: str | None = option(None, "where the tokenised set is kept; default OUTPUT/prepared")
-    prepare: bool = option(False, "tokenise the data and stop")
-    num_proc: int = option(1, "processes that tokenise a set which is prepared", least=1)
+    prepared: str | None = option(None, "where the tokenised set is kept; default OUTPUT/prepared", free=True)
+    prepare: bool = option(False, "tokenise the data and stop", free=True)
+    num_proc: int = option(1, "processes that tokenise a set which is prepared", free=True, least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,13 +118,16 @@ class BatchArguments(Arguments):
 class RunArguments(Arguments):
     """What else a run does."""
 
-    output: str = option("runs/pretrain", "checkpoints, logs and the final model")
-    keep_every: int = option(0, "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none", least=0)
-    peak_tflops: float | None = option(None, "the device's peak, for mfu; default: a measured matrix product", above=0)
+    output: str = option("runs/pretrain", "checkpoints, logs and the final model", free=True)
+    keep_every: int = option(0, "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none", free=True, least=0)
+    peak_tflops: float | None = option(None, "the device's peak, for mfu; default: a measured matrix product", free=True, above=0)
     attn_implementation: str | None = option(None, "attention implementation while training")
-    compile: bool = option(False, "torch.compile the blocks while training")
+    compile: bool = option(False, "torch.compile the blocks while training", free=True)
     raw_checkpoint: str | None = option(
-        None, "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype", choices=("float32", "bfloat16", "float16")
+        None,
+        "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",
+        free=True,
+        choices=("float32", "bfloat16", "float16"),
     )
 
 

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from ..common.errors import UserError, one_line
 from ..common.files import read_json, redacted, remove_left_overs, write_json
-from ..common.locks import LOCK_FILE, FolderLock
 from ..common.outputs import check_folder
+from ..common.runs import LOCK, changed_settings, locked
 from .sources import load_rows, source_key
 
 
@@ -97,12 +97,10 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     begun = out / "source.json"
     if begun.exists():
         other = _read_own(begun, _KEY)
-        different = [name for name in key if other.get(name) != key[name]]
-        if different:
-            name = different[0]
+        for name in changed_settings({name: other.get(name) for name in key}, key):
             raise UserError(f"{out} was prepared with another {name} ({other.get(name)}, now {key[name]}); choose another --prepared")
     elif out.exists():
-        others = sorted({path.name for path in out.iterdir()} - {LOCK_FILE})
+        others = sorted({path.name for path in out.iterdir()} - {LOCK})
         if others:
             raise UserError(f"{out} holds {others[0]}, but no set that neobert pretrain prepared (source.json); choose another --prepared")
     if (out / "prepared.json").exists():
@@ -111,7 +109,7 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     name = key["dataset"]
     if not len(rows):
         raise UserError(f"dataset {name} has no rows")
-    with FolderLock(out):
+    with locked(out):
         write_json(begun, key)
         shards = shards or -(-len(rows) // 200_000)
         tokenise = Tokenise(tokenizer)
@@ -150,7 +148,7 @@ def _shard(out, number, shards):
 def _prepare_shard(shard, folder, tokenise, features, workers):
     """Tokenises and saves one shard, unless it is there; returns its counts."""
     if folder.is_dir():
-        return json.loads((folder / "counts.json").read_text())
+        return read_json(folder / "counts.json")
     for left in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed here
         shutil.rmtree(left, ignore_errors=True)
     workers = min(workers, len(shard))
@@ -225,7 +223,10 @@ def load_prepared(folder, tokenizer):
     try:
         shards = [_shard(folder, number, summary["shards"]) for number in range(summary["shards"])]
         rows = concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()])
-        return TokenisedTexts(rows, np.load(folder / "lengths.npy", mmap_mode="r")), summary
+        lengths = np.load(folder / "lengths.npy", mmap_mode="r")
+        if not len(rows) == len(lengths) == summary["kept"]:
+            raise ValueError(f"it has {len(rows):,} rows and {len(lengths):,} lengths, and was made with {summary['kept']:,}")
+        return TokenisedTexts(rows, lengths), summary
     except Exception as error:  # OSError, EOFError, pyarrow's own, ... for one cause
         raise UserError(f"the prepared set {folder} cannot be read ({one_line(error)}); prepare it again in another folder") from error
 

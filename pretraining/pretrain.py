@@ -3,67 +3,42 @@
 `--prepare` only tokenises the data. The same command again continues from the last complete checkpoint.
 """
 
+import fnmatch
 import functools
 import json
 import os
-import shutil
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..common.errors import require
+import numpy as np
+import torch
+from transformers import TrainingArguments
 
-
-require("train", "accelerate", "datasets")
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from transformers import TrainingArguments  # noqa: E402
-
-from ..common.blocks import compile_blocks  # noqa: E402
-from ..common.checkpoints import lock_run, train  # noqa: E402
-from ..common.errors import UserError  # noqa: E402
-from ..common.files import read_json, redacted, remove_left_overs, write_json  # noqa: E402
-from ..common.identity import model_digest  # noqa: E402
-from ..common.loading import set_attention  # noqa: E402
-from ..common.outputs import check_apart, check_folder  # noqa: E402
-from ..common.results import environment  # noqa: E402
-from .batches import MicroBatches, SpecialTokens, Windows  # noqa: E402
-from .masking import TokenMasking  # noqa: E402
-from .model import choose_tokenizer, make_model, weights_folder  # noqa: E402
-from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments  # noqa: E402
-from .prepared import Tokenise, describe, load_prepared, prepare, source_digest  # noqa: E402
-from .raw_checkpoint import raw_from_model  # noqa: E402
-from .schedule import make_training_arguments  # noqa: E402
-from .sources import load_rows  # noqa: E402
-from .streaming import StreamedBatches, TokenStream  # noqa: E402
-from .trainer import PretrainingTrainer  # noqa: E402
-
-
-# What a run is known by: a continued run has the same. Of our own options all but these, of Trainer's these.
-_FREE = {
-    "output",
-    "compile",
-    "prepare",
-    "prepared",
-    "num_proc",
-    "keep_every",
-    "peak_tflops",
-    "raw_checkpoint",
-    "tokenizer",
-    "dataset",
-    "heldout",
-    "init_from",
-}
-_NUMBERS = (
-    *("max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "optim", "optim_args"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "gradient_accumulation_steps", "seed", "data_seed"),
-    *("bf16", "fp16", "neftune_noise_alpha"),
-)
+from ..common.blocks import compile_blocks
+from ..common.checkpoints import claim, train
+from ..common.errors import UserError
+from ..common.files import read_json, redacted, remove_left_overs, write_json
+from ..common.identity import model_digest
+from ..common.loading import set_attention
+from ..common.outputs import check_apart, check_folder
+from ..common.results import environment
+from ..common.runs import Run, run_settings
+from ..common.trainer_options import number_options
+from .batches import MicroBatches, SpecialTokens, Windows
+from .masking import TokenMasking
+from .model import choose_tokenizer, make_model, weights_folder
+from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments
+from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
+from .raw_checkpoint import raw_from_model
+from .schedule import make_training_arguments
+from .sources import load_rows
+from .streaming import StreamedBatches, TokenStream
+from .trainer import PretrainingTrainer
 
 
 @dataclass(frozen=True)
-class Run:
+class Given:
     """Everything that a run was given."""
 
     model: ModelArguments
@@ -113,18 +88,18 @@ class Run:
 
 
 def read_run(argv):
-    """The `Run` of a command line; UserError for bad input."""
+    """The `Given` of a command line; UserError for bad input."""
     *groups, given = OPTIONS["pretrain"].read(argv)
     return make_run(*groups, given)
 
 
 def make_run(model, data, batch, run, given):
-    """A `Run` from its options and Trainer's `given` ones."""
-    return Run(model, data, batch, run, make_training_arguments(run, batch, given))
+    """A `Given` from its options and Trainer's `given` ones."""
+    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
 
 
 def run_of(recipe):
-    """The `Run` of a recipe as a dict: {option: value}, and under "trainer" Trainer's options."""
+    """The `Given` of a recipe as a dict: {option: value}, and under "trainer" Trainer's options."""
     names = [{field.name for field in fields(group)} for group in GROUPS]
     groups = [group(**{name: recipe[name] for name in known & recipe.keys()}) for group, known in zip(GROUPS, names)]
     assert not recipe.keys() - {"trainer"}.union(*names), "a recipe has options that are not known"
@@ -198,27 +173,11 @@ def unigram_accuracy(batches, token):
 # -------------------------------------------------------------------------------------------------------------------- checks
 
 
-# Names of what a run writes into its output.
+# Names of what a run writes into its output: a folder without a run has none of them.
 _WRITTEN = (
-    "recipe.json",
-    "log.jsonl",
-    "result.json",
-    "checkpoint-*",
-    "raw",
-    "config.json",
-    "*.safetensors",
-    "*.bin",
-    "*token*",
-    "vocab*",
-    "*.py",
+    *("recipe.json", "log.jsonl", "result.json", "checkpoint-*", "raw", "config.json"),
+    *("*.safetensors", "*.bin", "*token*", "vocab*", "*.py"),
 )
-
-
-def _begun_with(run):
-    """The numbers that a run in the output was begun with, or None."""
-    path = run.output / "recipe.json"
-    recipe = read_json(path) if path.is_file() else None
-    return recipe if isinstance(recipe, dict) and recipe.get("command") == "pretrain" else None
 
 
 def _inputs(run):
@@ -252,42 +211,30 @@ def _check(run, tokenizer, model):
     output = run.output
     check_folder(output, "output")
     check_apart(output, *_inputs(run), *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]))
-    # What is there under a name that a run writes must be this program's.
-    others = sorted(path.name for name in _WRITTEN for path in output.glob(name))
-    if others and _begun_with(run) is None:
-        raise UserError(f"output {output} holds {others[0]}, but no run of neobert pretrain (recipe.json); choose another output")
 
 
-def _known_by(run, tokenizer):
-    """The numbers of a run as JSON types, for the check of a continued run."""
-    groups = (run.model, run.data, run.batch, run.run)
-    values = {name: value for group in groups for name, value in asdict(group).items() if name not in _FREE}
-    trainer = run.training.to_dict()
-    values |= {name: trainer[name] for name in _NUMBERS if name in trainer}
+def _owner(run, tokenizer):
+    """The `Run` of the output, known by the numbers of a run."""
+    values = run_settings(run.model, run.data, run.batch, run.run)
+    # An evaluation only measures here.
+    values |= {name: value for name, value in number_options(run.training.to_dict()).items() if not name.startswith("eval_")}
     values |= {"streaming": run.streams, "data": source_digest(run.data.sources, tokenizer), "world_size": run.training.world_size}
     values["init_from"] = None if run.start is None else model_digest(run.start)
     if run.streams:  # each worker reads a share of its own
         values["dataloader_num_workers"] = run.training.dataloader_num_workers
-    return {"command": "pretrain", **redacted(json.loads(json.dumps(values)))}
+    return Run(
+        run.output, "pretrain", values, name="recipe.json", key=None,
+        takes=lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _WRITTEN),
+    )  # fmt: skip
 
 
-def _check_continues(run, values):
-    """A run that is continued, and one that made the model in the output, must have been started with the same numbers."""
-    before = _begun_with(run)
-    if before is None or not any(path for name in ("checkpoint-*", "config.json") for path in run.output.glob(name)):
-        return
-    for name, value in values.items():
-        if name in before and before[name] != value:
-            raise UserError(f"{run.output} was started with {name}={before[name]!r}, now {value!r}; give the same, or another output")
-
-
-def _finished(run, heldout):
+def _finished(owner, heldout):
     """result.json, where the output holds the finished model of this very run, measured on this held-out text (`source_digest`); or None."""
-    path = run.output / "result.json"
-    if _begun_with(run) is None or not (run.output / "config.json").is_file() or not path.is_file():
+    path = owner.folder / "result.json"
+    if owner.inspect(overwrite=None) != "finished" or not path.is_file():
         return None
     result = read_json(path)
-    return result if run.training.max_steps <= result.get("steps", 0) and heldout == result.get("heldout") else None
+    return result if heldout == result.get("heldout") else None
 
 
 def _moments(run):
@@ -324,10 +271,9 @@ def execute(run):
         compile_blocks(model)
     moments = _moments(run)
     _check(run, tokenizer, model)
-    values = _known_by(run, tokenizer)
-    _check_continues(run, values)
+    owner = _owner(run, tokenizer)
     heldout_text = redacted(source_digest(run.data.heldout_sources, tokenizer)) if run.data.heldout is not None else None
-    if (result := _finished(run, heldout_text)) is not None:
+    if (result := _finished(owner, heldout_text)) is not None:
         if training.process_index == 0:
             print(f"{run.output}: finished already, after {training.max_steps:,} steps", file=sys.stderr)
             _write_raw(run, result["steps"])
@@ -344,10 +290,9 @@ def execute(run):
         heldout_tokens = prepared_tokens(run, "heldout", run.data.heldout_sources, tokenizer)
         spec = run.spec.of_all_texts(run.spec.seed + 1)
         heldout = make_batches(heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout)
-    with lock_run(run.output):
+    with claim(owner, overwrite=None):
         if training.process_index == 0:
             remove_left_overs(run.output)
-            write_json(run.output / "recipe.json", values)
         if torch.cuda.is_available():
             torch.set_float32_matmul_precision("high")  # TF32
         trainer = PretrainingTrainer(
@@ -360,31 +305,40 @@ def execute(run):
             moments=moments,
         )
         spent = train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None).metrics
-        return _finish(run, trainer, tokens, tokenizer, {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text})
+        return _finish(run, owner, trainer, tokens, tokenizer, {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text})
 
 
-def _finish(run, trainer, tokens, tokenizer, more):
-    """Saves the final model and what it reached."""
+def _finish(run, owner, trainer, tokens, tokenizer, more):
+    """Saves the final model and what it reached: the files come in one after another, config.json, which makes it a model, near the end."""
     training, metrics, heldout = trainer.args, {}, trainer.eval_dataset
     if heldout is not None:
         metrics = trainer.evaluate()
         # A streamed run has no training tokens at hand to count: the held-out ones give the baseline its best case.
         frequent = unigram(heldout.windows.texts if tokens is None else tokens, tokenizer)
         metrics["eval_unigram_accuracy"] = unigram_accuracy(heldout, frequent)
-    _save_final(trainer, run.output)
     if trainer.is_world_process_zero():
+        owner.scratch()
+    trainer.accelerator.wait_for_everyone()
+    folder = owner.scratch_folder
+    trainer.save_model(str(folder))
+    trainer.accelerator.wait_for_everyone()
+    if trainer.is_world_process_zero():
+        if not any(folder.glob("*.safetensors")):
+            raise UserError(f"the final weights of {run.output} were not saved by this kind of training; the last checkpoint has them")
         trainer.write_log()
-        _write_raw(run, trainer.state.global_step)
         result = environment(
             processes=training.world_size,
             distributed=trainer.accelerator.distributed_type.value,
             steps=trainer.state.global_step,
             tokens_seen=trainer.state.num_input_tokens_seen,
-            parameters=_parameters(run.output),
+            parameters=_parameters(folder),
             **more,
             dtype="bfloat16 autocast" if training.bf16 else "float16 autocast" if training.fp16 else "float32",
         )
-        write_json(run.output / "result.json", {**result, **metrics})
+        write_json(folder / "result.json", {**result, **metrics})
+        names = owner.move_in(folder, "config.json", "result.json")
+        _write_raw(run, trainer.state.global_step)
+        owner.finish([*names, "log.jsonl"])
     trainer.accelerator.wait_for_everyone()
     return metrics
 
@@ -393,24 +347,6 @@ def _write_raw(run, step):
     """The final weights in the authors' layout, where they were asked for and are not there."""
     if run.run.raw_checkpoint and not (run.output / "raw" / "config.yaml").is_file():
         raw_from_model(run.output, run.output / "raw", step, getattr(torch, run.run.raw_checkpoint))
-
-
-def _save_final(trainer, output):
-    """The final model beside the checkpoints: its files come in one after another, config.json, which makes it a model, last."""
-    folder = output / ".final"
-    if trainer.is_world_process_zero():
-        shutil.rmtree(folder, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(folder))
-    trainer.accelerator.wait_for_everyone()
-    if not trainer.is_world_process_zero():
-        return
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"the final weights of {output} were not saved by this kind of training; the last checkpoint has them")
-    (output / "config.json").unlink(missing_ok=True)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
-        os.replace(path, output / path.name)
-    folder.rmdir()
 
 
 def _parameters(folder):

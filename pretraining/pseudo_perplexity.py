@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..common.errors import UserError, listed, one_line, require
+from ..common.errors import UserError, listed, one_line
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
 from ..common.loading import check_model, check_there, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
@@ -295,7 +295,6 @@ def rows_to_show(given, units, rows):
 def main(argv=None):
     """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
     (given,) = OPTIONS["pseudo-perplexity"].read(sys.argv[1:] if argv is None else argv)
-    require("eval", "accelerate", "matplotlib")
     logging.basicConfig(format="%(message)s")
     check_folder(given.output, "output")
     path = Path(given.output) / "pseudo_perplexity.csv"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from ..common import optimisation
-from ..common.checkpoints import checkpoints
+from ..common.checkpoints import complete
 from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
@@ -202,7 +202,7 @@ class PretrainingTrainer(Trainer):
     # ------------------------------------------------------------------------------------------------------------------- saving
 
     def _diverged(self, what):
-        newest = max(checkpoints(self.args.output_dir).items(), default=None)
+        newest = max(complete(self.args.output_dir).items(), default=None)
         start = "from the beginning (there is no checkpoint)" if newest is None else f"init_from {newest[1]} (the last checkpoint)"
         return UserError(f"the run has diverged: {what}; start again {start} with a lower learning_rate and another output")
 

@@ -181,6 +181,7 @@ def corpora(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--scale", "tiny", "--seeds", "1", "--rungs", "m0,m3,m6", "--work", "work", "--output", "results"]

@@ -28,6 +28,7 @@ def count_compiled_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkeypatch):
     torch._dynamo.reset()
     calls = count_compiled_calls(monkeypatch)
@@ -55,13 +56,13 @@ def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
 
 def test_the_attention_of_a_run(corpus, tmp_path, monkeypatch):
     seen = set()
-    attend = NeoBERTBlock.attend
+    project = NeoBERTBlock.project
 
-    def noted(self, hidden, position_embeddings, attention, **kwargs):
+    def noted(self, hidden, position_embeddings):
         seen.add(self.config._attn_implementation)
-        return attend(self, hidden, position_embeddings, attention, **kwargs)
+        return project(self, hidden, position_embeddings)
 
-    monkeypatch.setattr(NeoBERTBlock, "attend", noted)
+    monkeypatch.setattr(NeoBERTBlock, "project", noted)
     run_of(arguments_of(corpus, tmp_path, max_steps=1, warmup_steps=0, attn_implementation="eager"))
     assert seen == {"eager"}
     with pytest.raises(ValueError, match="flush_attention"):

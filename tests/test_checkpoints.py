@@ -1,4 +1,4 @@
-"""Pins common/checkpoints.py and locks.py with plain Trainers: manifests, damage and what is taken in its place, SIGTERM, disks, locks."""
+"""Pins common/checkpoints.py with plain Trainers: manifests, damage and what is taken in its place, SIGTERM, disks."""
 
 import errno
 import hashlib
@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +18,9 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from neobert import __main__ as cli
-from neobert.common import checkpoints, locks
-from neobert.common.errors import Stopped, UserError
+from neobert.common import checkpoints
+from neobert.common.errors import Stopped, UserError, is_disk_full
+from neobert.common.runs import LOCK, locked
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,9 +117,9 @@ def test_a_manifest_has_size_and_digest_of_every_file_and_is_written_last(whole)
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
     seen, write = [], checkpoints.write_manifest
 
-    def watched(checkpoint, step):
-        seen.append([number for number, path in checkpoints.checkpoints(tmp_path).items() if (path / checkpoints.MANIFEST).exists()])
-        write(checkpoint, step)
+    def watched(checkpoint, *given):
+        seen.append(list(checkpoints.complete(tmp_path)))
+        write(checkpoint, *given)
 
     monkeypatch.setattr(checkpoints, "write_manifest", watched)
     made = trainer(tmp_path, save_total_limit=2)
@@ -161,7 +160,8 @@ def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(who
             capsys.readouterr()
             assert seen == [True], "until the run has come as far again the damaged one must stay"
             assert same(weights(made), end), "the continued run must end as the uninterrupted one"
-            assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted(f"checkpoint-{step}" for step in range(2, 13, 2))
+            kept = ["damaged-checkpoint-8"] * (name == checkpoints.MANIFEST)  # without it nothing says that the run made it
+            assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted([f"checkpoint-{s}" for s in range(2, 13, 2)] + kept)
 
 
 def test_nothing_complete_begins_anew_and_deletes_nothing(tmp_path, capsys):
@@ -272,28 +272,76 @@ def made_by_hand(folder, *names, complete=True):
 STRANGERS = ("checkpoint-best", "checkpoint-2-copy", "damaged-checkpoint-old", "damaged-checkpoint-2-copy", "my-checkpoint-2")
 
 
-def test_what_is_forgotten(tmp_path, monkeypatch):
-    """A folder that is half removed is never taken for a complete one, and what a user has beside the checkpoints stays."""
+def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path):
+    """The library copies the model's code with the rights of its source."""
+    before = os.umask(0o077)
+    try:
+        made_by_hand(tmp_path, "checkpoint-2", complete=False)
+        (tmp_path / "checkpoint-2" / "optimizer.pt").chmod(0o644)
+        checkpoints.write_manifest(tmp_path / "checkpoint-2", 2)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "checkpoint-2").iterdir()} == {0}
+
+
+def test_what_is_forgotten(tmp_path):
+    """What a user has beside the checkpoints stays."""
     made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)), *STRANGERS)
-    made_by_hand(tmp_path, "checkpoint-12", "damaged-checkpoint-4.1", "damaged-checkpoint-10", "damaged-checkpoint-12", complete=False)
-    removed, remove = [], shutil.rmtree
-
-    def watched(path, **options):
-        removed.append(path.name)
-        assert not (path / checkpoints.MANIFEST).exists()
-        remove(path, **options)
-
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", watched)
+    made_by_hand(tmp_path, "damaged-checkpoint-4.1", "damaged-checkpoint-10", "damaged-checkpoint-12")
+    made_by_hand(tmp_path, "checkpoint-12", "damaged-checkpoint-3", complete=False)
+    before = set(os.listdir(tmp_path))
     checkpoints._forget(tmp_path, 1, 4, str(tmp_path / "checkpoint-2"))
-    assert sorted(removed) == ["checkpoint-6", "damaged-checkpoint-10", "damaged-checkpoint-4.1"]
+    assert before - set(os.listdir(tmp_path)) == {"checkpoint-6", "damaged-checkpoint-10", "damaged-checkpoint-4.1"}
+
+
+def test_a_checkpoint_that_is_half_removed_is_never_taken_and_goes_later(tmp_path, monkeypatch):
+    made_by_hand(tmp_path, "checkpoint-2", "checkpoint-4")
+    unlink = Path.unlink
+
+    def killed(path, **options):
+        if path.suffix == ".json":
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints._remove(tmp_path / "checkpoint-4")
+    shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-1")
+    assert checkpoints.resume_point(tmp_path) == tmp_path / "checkpoint-2"
+    checkpoints._forget(tmp_path, None, 0)
+    assert os.listdir(tmp_path) == ["checkpoint-2"]
+
+
+def test_killed_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
+    """The half one says that the run made it, so it goes; a folder of the user under the name of the next one does not."""
+
+    def killed(*given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.train(trainer(tmp_path))
+    assert "model.safetensors" in os.listdir(tmp_path / "checkpoint-2")
+    assert checkpoints.resume_point(tmp_path) is None and os.listdir(tmp_path) == []
+
+    def mine():
+        (tmp_path / "checkpoint-4").mkdir()
+        (tmp_path / "checkpoint-4" / "model.safetensors").write_text("mine")
+
+    with pytest.raises(UserError, match="checkpoint-4 was not made by this run; move it"):
+        checkpoints.train(trainer(tmp_path, At(3, mine)))
+    assert files_of(tmp_path / "checkpoint-4") == ["model.safetensors"]
 
 
 def test_a_finished_run_loses_its_checkpoints_and_nothing_else(tmp_path):
-    made_by_hand(tmp_path, "checkpoint-2", "damaged-checkpoint-4", "damaged-checkpoint-4.1", *STRANGERS)
+    made_by_hand(tmp_path, "checkpoint-2", "checkpoint-6", "damaged-checkpoint-4", "damaged-checkpoint-4.1", *STRANGERS)
     (tmp_path / "eval").mkdir()
+    (tmp_path / "checkpoint-6" / "notes.txt").write_text("mine")
     checkpoints.remove(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted(STRANGERS)
-    for name in STRANGERS:
+    assert sorted(os.listdir(tmp_path)) == sorted([*STRANGERS, "checkpoint-6"]) and os.listdir(tmp_path / "checkpoint-6") == ["notes.txt"]
+    for name in (*STRANGERS, "checkpoint-6"):
         shutil.rmtree(tmp_path / name)
     checkpoints.remove(tmp_path)
     assert not tmp_path.exists()
@@ -361,6 +409,7 @@ def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_pat
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: No space left on device (os error 28)"), OSError(errno.EDQUOT, "x"),
+     RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), RuntimeError("basic_ios::clear: iostream error"),
      RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/0: file write failed")],
 )  # fmt: skip
 def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypatch, error):
@@ -377,6 +426,15 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypat
             checkpoints.train(trainer(tmp_path, save_total_limit=1))
     assert list(checkpoints.checkpoints(tmp_path)) == [4], "what was half written must not take room"
     checkpoints.train(trainer(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("megabytes", [0, 1, 64])
+def test_torch_that_meets_a_full_disk_is_recognised(megabytes):
+    """It says so in its own words, by the size of what it writes: the optimizer's file is the largest of a checkpoint."""
+    with pytest.raises(Exception) as met:
+        torch.save({"state": torch.zeros(megabytes << 18)}, "/dev/full")
+    assert is_disk_full(met.value), met.value
 
 
 def test_a_disk_that_is_full_after_a_checkpoint_costs_it_nothing(tmp_path):
@@ -402,120 +460,11 @@ def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
         checkpoints.train(trainer(tmp_path, At(3, broken)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------- locks
-
-_HOLD = """
-import os, sys, time
-from neobert.common.locks import FolderLock
-lock = FolderLock(sys.argv[1])
-child = os.fork()
-if child == 0:
-    inner = FolderLock(sys.argv[1], joins=True)
-    print("held", os.getpid(), flush=True)
-    time.sleep(60)
-time.sleep(60)
-"""
-
-
 @pytest.fixture
 def package(tmp_path):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "neobert").symlink_to(ROOT)
     return {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_a_second_run_is_refused_as_long_as_one_process_of_the_first_lives(tmp_path, package):
-    out = tmp_path / "out"
-    first = subprocess.Popen([sys.executable, "-c", _HOLD, str(out)], env=package, stdout=subprocess.PIPE, text=True)
-    worker = int(first.stdout.readline().split()[1])
-    try:
-        with pytest.raises(
-            UserError, match=f"out is in use by process {first.pid} on {socket.gethostname()}; wait until that run has ended"
-        ):
-            locks.FolderLock(out)
-        first.kill()
-        first.wait()
-        with pytest.raises(UserError, match=f"is in use by process {worker} on "):
-            locks.FolderLock(out)
-    finally:
-        os.kill(worker, signal.SIGKILL)
-    deadline = time.time() + 10
-    while (out / locks.LOCK_FILE).exists() and time.time() < deadline:
-        try:
-            with locks.FolderLock(out):
-                assert (out / locks.LOCK_FILE).read_text() == f"{os.getpid()} {socket.gethostname()}\n"
-        except UserError:
-            time.sleep(0.05)  # the worker is being taken down
-    assert not list(out.iterdir()), "a lock that was given back must leave nothing"
-
-
-def test_one_process_may_lock_again_after_it_released(tmp_path):
-    for _ in range(2):
-        with checkpoints.lock_run(tmp_path / "out"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-            locks.FolderLock(tmp_path / "out")
-
-
-def test_a_lock_stays_until_the_last_process_of_the_run_gives_it_back(tmp_path):
-    first, second = locks.FolderLock(tmp_path), locks.FolderLock(tmp_path, joins=True)
-    first.release()
-    with pytest.raises(UserError, match="is in use by"):
-        locks.FolderLock(tmp_path)
-    second.release()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_whose_file_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
-    """The run before gives the folder free between the opening of its file and the lock."""
-    flock, calls = locks.fcntl.flock, []
-
-    def late(file, how):
-        if not calls:
-            (tmp_path / locks.LOCK_FILE).unlink()
-        calls.append(how)
-        flock(file, how)
-
-    monkeypatch.setattr(locks.fcntl, "flock", late)
-    with locks.FolderLock(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
-        locks.FolderLock(tmp_path)
-
-
-def test_the_message_names_a_process_that_may_hold_the_lock(tmp_path):
-    file, here = tmp_path / locks.LOCK_FILE, socket.gethostname()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    file.write_text(f"1 {here}\n")  # of a run that was killed
-    with locks.FolderLock(tmp_path):
-        for lines, named in (
-            (file.read_text(), f"process {os.getpid()} on {here}"),
-            (f"{ended.pid} {here}\n{os.getpid()} {here}\n", f"process {os.getpid()} on {here}"),
-            (f"{ended.pid} {here}\n7 another-host\n", "process 7 on another-host"),
-            (f"{ended.pid} {here}\n", f"process {ended.pid} on {here}"),
-            ("\n", "another process"),
-        ):
-            file.write_text(lines)
-            with pytest.raises(UserError, match=f"is in use by {named}; wait"):
-                locks.FolderLock(tmp_path)
-
-
-def test_a_disk_that_fails_is_not_a_file_system_without_locks(tmp_path, monkeypatch):
-    def refuse(*given):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        locks.FolderLock(tmp_path)
-
-
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, capsys, code):
-    def refuse(*given):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    with checkpoints.lock_run(tmp_path):
-        pass
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be locked" in error and "do not start a second run there" in error
 
 
 # ------------------------------------------------------------------------------------------------------------- two processes
@@ -524,6 +473,7 @@ _TWO = r"""
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
 from neobert.common import checkpoints
+from neobert.common.runs import locked
 from neobert.common.errors import Stopped, UserError
 import test_checkpoints as tests
 
@@ -539,7 +489,7 @@ def run(step, folder):
     made = tests.trainer(sys.argv[1], tests.At(step, lambda: made.args.process_index == 1 and tests.sigterm()), save_total_limit=1)
 
     def body():
-        with checkpoints.lock_run(folder):
+        with checkpoints.lock_run(locked(folder)):
             checkpoints.train(made)
             if made.args.process_index == 0:
                 made.save_model()
@@ -573,7 +523,7 @@ def test_two_processes_agree_on_the_step_and_write_the_manifest_after_both(tmp_p
     (tmp_path / "two.py").write_text(_TWO)
     out = tmp_path / "out"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "two.py")]
-    with locks.FolderLock(tmp_path / "out-locked"):
+    with locked(tmp_path / "out-locked"):
         done = subprocess.run([*launch, str(out), str(ROOT / "tests")], env=package, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
@@ -581,8 +531,8 @@ def test_two_processes_agree_on_the_step_and_write_the_manifest_after_both(tmp_p
         assert stopped.startswith("code 143, step 5, ") and "checkpoint-5" in stopped and "model.safetensors" not in stopped
         assert ended.startswith("code 0, step 12, ") and refused.startswith("code 2, step 0")
     assert done.stderr.count("stopped by SIGTERM after step 5 of 12") == 1, "one sentence for all processes"
-    assert done.stderr.count(f"in use by process {os.getpid()}") == 1
+    assert done.stderr.count("is in use by another run") == 1
     assert list(checkpoints.checkpoints(out)) == [12] and checkpoints.damage(out / "checkpoint-12") is None
     manifest = json.loads((out / "checkpoint-12" / checkpoints.MANIFEST).read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(manifest["files"])
-    assert (out / "model.safetensors").exists() and not (out / locks.LOCK_FILE).exists()
+    assert (out / "model.safetensors").exists() and not (out / LOCK).exists()

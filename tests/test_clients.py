@@ -379,6 +379,7 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
     assert seen == [44, 44], f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"
 
 
+@pytest.mark.slow
 def test_captum():
     """Integrated gradients of the embedding add up to the change of the logit, and layer tools read the blocks."""
     attr = pytest.importorskip("captum.attr", reason="Captum is not installed")

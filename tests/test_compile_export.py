@@ -25,6 +25,7 @@ def real(output, mask):
 # ----------------------------------------------------------------------------------------------------------------- compile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation,variant", (("sdpa", "neobert"), ("eager", "neobert"), ("sdpa", "learned"), ("sdpa", "yarn")))
 def test_compile_is_one_graph(implementation, variant):
     fields = {"neobert": {}, "learned": LEARNED, "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}}[variant]
@@ -64,6 +65,7 @@ def test_compiled_packed_batch():
     assert_same(actual, expected, 1e-5, "compiled packed batch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
 @pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
 @torch.no_grad()
@@ -153,6 +155,7 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
         assert_same(actual, expected, 1e-5, f"exported output at {tuple(ids.shape)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ("neobert", "learned", "linear"))
 def test_onnx(variant, tmp_path):
     pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript")

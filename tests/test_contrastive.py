@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from neobert.common.cards import base_model
 from neobert.common.errors import Stopped, UserError
 from neobert.common.identity import model_digest
-from neobert.common.locks import FolderLock
+from neobert.common.runs import locked
 from neobert.embeddings import contrastive, retrieval
 from neobert.embeddings.contrastive import build_loss, main
 from neobert.embeddings.options import ContrastiveArguments
@@ -68,6 +68,7 @@ def test_cached_loss_equals_the_plain_one(model_folder):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_folder, triplets, pairs, tmp_path):
     output = tmp_path / "out"
     argv = arguments_for(model_folder, output, "--pairs", triplets, pairs, "--instruction", "Find it.", "--max_steps", "40")
@@ -105,6 +106,7 @@ def _without_package():
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, triplets, pairs, tmp_path, monkeypatch, lora):
     if lora:
@@ -135,10 +137,11 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(model_folder, t
     broken = tmp_path / "resumed" / "checkpoints" / "checkpoint-6"
     broken.mkdir()
     (broken / "trainer_state.json").write_text('{"global_')
-    (tmp_path / "resumed" / ".saving-abc").mkdir()
+    (tmp_path / "resumed" / "notes.txt").write_text("mine")
     monkeypatch.setattr(contrastive, "build_trainer", build)
     assert main(argv("resumed")) == main(argv("whole")) == 0
-    assert not list((tmp_path / "resumed").glob(".saving*")), "left-overs of the killed run"
+    assert not list((tmp_path / "resumed").glob(".*")), "left-overs of the killed run"
+    assert (tmp_path / "resumed" / "notes.txt").read_text() == "mine"
     resumed, whole, start = (load_file(path / "model.safetensors") for path in (tmp_path / "resumed", tmp_path / "whole", model_folder))
     assert resumed.keys() == whole.keys() and not any("lora" in key for key in whole), "the saved model must hold plain weights"
     moved = max((whole[key] - start[f"model.{key}"]).abs().max().item() for key in whole)
@@ -185,6 +188,7 @@ def assert_same_weights(one, two):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one), "the weights differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
 def test_a_damaged_checkpoint_is_passed_over(model_folder, pairs, tmp_path, monkeypatch, capsys, name):
     """A disk that was full, or a machine that lost its power, cuts a file of the newest checkpoint."""
@@ -214,6 +218,7 @@ def test_sigterm_loses_no_step(model_folder, pairs, tmp_path, monkeypatch):
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interruptions_end_as_none(model_folder, triplets, pairs, tmp_path, monkeypatch, seed):
     """Two and three random ones over several passes of two data sets, by Ctrl-C or SIGTERM."""
@@ -231,10 +236,16 @@ def test_any_interruptions_end_as_none(model_folder, triplets, pairs, tmp_path, 
 
 
 def test_two_runs_do_not_write_together(model_folder, pairs, tmp_path):
-    with FolderLock(tmp_path / "out"):
-        with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on .*; wait until that run has ended"):
-            main(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs))
-    assert not list((tmp_path / "out").iterdir()), "something was written"
+    """The second one moves nothing, with --overwrite either."""
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "1")
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="is in use by another run; wait until it has ended"):
+        main(argv)
+    assert not (tmp_path / "out").exists(), "something was written"
+    assert main(argv) == 0
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="is in use by another run"):
+        main([*argv, "--learning_rate", "1e-3", "--overwrite"])
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
 
 
 def test_a_run_is_known_by_its_weights_texts_and_instructions(model_folder, pairs, tmp_path):
@@ -367,6 +378,7 @@ def test_the_folder_has_both_forms_of_a_pooling(model_folder, pairs, tmp_path):
     assert settings == {"max_seq_length": 20, "do_lower_case": False}
 
 
+@pytest.mark.slow
 def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monkeypatch):
     argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "3", "--save_steps", "1")
     assert main(argv) == 0
@@ -376,27 +388,34 @@ def test_overwrite_removes_only_what_it_made(model_folder, pairs, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         main(anew)
     go_on()
-    kept = tmp_path / "out.before-overwrite" / "model.safetensors"
+    kept = tmp_path / "out" / ".before-overwrite" / "model.safetensors"
     assert kept.read_bytes() == old, "the old encoder went before the new one was complete"
+    mine = [tmp_path / "out" / name for name in ("notes.txt", "checkpoints/notes.txt", "checkpoints/checkpoint-1/notes.txt")]
+    for path in mine:
+        path.write_text("mine")
     steps = []
     go_on = stop_at(monkeypatch, [2], lambda: steps.append(2))
     assert main(anew) == 0
     go_on()
     assert steps == [2] and (tmp_path / "out" / "model.safetensors").read_bytes() != old and not kept.exists()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="did not write, or that were changed since: notes.txt"):
+    assert all(path.read_text() == "mine" for path in mine)
+    (tmp_path / "out" / "README.md").write_text("edited")
+    with pytest.raises(UserError, match=r"changed since \(README.md\); move them"):
         main([*argv, "--overwrite"])
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
-    (tmp_path / "out" / "notes.txt").unlink()
-    for folder in ("checkpoints", "adapter"):
-        path = tmp_path / "out" / folder / "notes.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-        assert main(anew[:-1]) == 0 and path.read_text() == "mine", "a finished run changes nothing"
-        with pytest.raises(UserError, match=f"did not write, or that were changed since: {folder}/notes.txt"):
-            main([*argv, "--overwrite"])
-        path.unlink()
+    assert (tmp_path / "out" / "README.md").read_text() == "edited"
+
+
+def test_a_file_of_the_user_under_a_name_of_the_result_stays(model_folder, pairs, tmp_path, monkeypatch):
+    """It came while the run worked; nothing of the work is lost."""
+    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, "--max_steps", "2", "--save_steps", "1")
+    go_on = stop_at(monkeypatch, [1], lambda: (tmp_path / "out" / "README.md").write_text("mine"))
+    with pytest.raises(UserError, match=r"files that this run did not write \(README.md\); move them"):
+        main(argv)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    (tmp_path / "out" / "README.md").unlink()
+    go_on()
+    stop_at(monkeypatch, [1, 2], lambda: pytest.fail("a step was trained again"))
+    assert main(argv) == 0 and "modules.json" in os.listdir(tmp_path / "out")
 
 
 @pytest.mark.parametrize("steps", ["1", "4"])

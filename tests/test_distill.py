@@ -102,7 +102,7 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
 
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
     arguments = DistillArguments(
-        teacher, texts=["x"], output="o", model_config=STUDENT, cosine_weight=2.0, mse_weight=3.0, similarity_weight=0.0
+        teacher=teacher, texts=["x"], output="o", model_config=STUDENT, cosine_weight=2.0, mse_weight=3.0, similarity_weight=0.0
     )
     student, vectors = torch.randn(4, 8), torch.randn(4, 8)
     found = DistillLoss(torch.nn.Identity(), arguments).losses(student, vectors)
@@ -334,6 +334,7 @@ def test_every_precision_gives_the_same_vectors(finished):
         assert found["held_out_cosine"] == pytest.approx(figures["precision"]["float32"]["held_out_cosine"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_it_loads_with_sentence_transformers_alone(finished, tmp_path):
     """In a process that does not know this package."""
     folder, _ = finished
@@ -372,6 +373,7 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in real) > sum(seen), "no batch had padding, so this test would be vacuous"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, seed):
     """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint."""
@@ -396,6 +398,7 @@ def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, se
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, teacher, files):
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     steps = {"max_steps": 12, "save_steps": 2}
@@ -453,7 +456,7 @@ BAD = {
     "a size of zero": ({"model_config": {"hidden_size": 0}}, "hidden_size must be a positive whole number"),
     "a negative weight": ({"mse_weight": -1}, "mse_weight must be at least 0, but -1.0 was given"),
     "a wrong temperature": ({"similarity_temperature": 0}, "similarity_temperature must be above 0"),
-    "no teacher there": ({"teacher": "./nowhere"}, "there is no model in ./nowhere"),
+    "no teacher there": ({"teacher": "./nowhere"}, "there is no ./nowhere; give a folder"),
     "a wrong dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
     "no number": ({"cosine_weight": float("nan")}, "cosine_weight must be a finite number, but nan was given"),
     "no number in the config": ({"model_config": {"norm_eps": float("inf")}}, "model_config must be made of finite numbers"),
@@ -487,6 +490,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(case, tmp_path, teacher, f
     assert not (tmp_path / "student").exists() and not (tmp_path / "student.work").exists(), "something was written"
 
 
+@pytest.mark.slow
 def test_what_a_user_had_is_never_replaced(tmp_path, teacher, files, capsys):
     path = recipe(tmp_path, teacher, files, trainer={"max_steps": 1})
     (tmp_path / "student").mkdir()
@@ -514,14 +518,14 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys
     work.mkdir()
     (work / "mine.txt").write_text("x")
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 2
-    assert "holds other files; choose another --work" in capsys.readouterr().err
+    assert "student.work holds other files (mine.txt); choose another output" in capsys.readouterr().err
     (work / "mine.txt").unlink()
     (work / "checkpoints").mkdir()
     (work / "checkpoints" / "best.pt").write_text("precious")
     for text in ('{"experiment": "mine"}', '["mine"]'):
         (work / "run.json").write_text(text)
         assert command(["distill", recipe(tmp_path, teacher, files), "--overwrite"]) == 2
-        assert "holds other files; choose another --work" in capsys.readouterr().err
+        assert "run.json is damaged, or not of this version of neobert distill" in capsys.readouterr().err
         assert (work / "run.json").read_text() == text and (work / "checkpoints" / "best.pt").read_text() == "precious"
     shutil.rmtree(work)
     work.mkdir()
@@ -530,6 +534,30 @@ def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys
     assert command(["distill", recipe(tmp_path, teacher, files, name="other.yaml", output=str(tmp_path / "second"), work=str(work))]) == 2
     assert "holds a run with other settings (" in capsys.readouterr().err
     assert (work / "vectors" / "train" / "00000.npy").is_file(), "the vectors were lost"
+
+
+@pytest.mark.parametrize("work, output", [("student/work", "student"), ("work", "work/student"), ("same", "same")])
+def test_one_of_the_two_folders_in_the_other_is_refused_before_the_training(tmp_path, teacher, files, capsys, work, output):
+    assert command(["distill", recipe(tmp_path, teacher, files, work=str(tmp_path / work), output=str(tmp_path / output))]) == 2
+    assert "the output " in capsys.readouterr().err and not (tmp_path / work).exists() and not (tmp_path / output).exists()
+
+
+def test_a_continued_run_leaves_what_the_user_has_in_its_folder(tmp_path, teacher, files, monkeypatch):
+    def interrupted(self, *given, **more):
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return train_step(self, *given, **more)
+
+    train_step, path = DistillTrainer.training_step, recipe(tmp_path, teacher, files)
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillTrainer, "training_step", interrupted)
+        assert command(["distill", path]) == 130
+    mine = [tmp_path / "student.work" / name for name in ("notes.txt", "checkpoints/notes.txt", "checkpoints/checkpoint-3/notes.txt")]
+    for file in mine:
+        file.write_text("mine")
+    assert command(["distill", path]) == 0
+    assert all(file.read_text() == "mine" for file in mine)
+    assert [file.name for file in (tmp_path / "student.work" / "checkpoints").rglob("*.safetensors")] == []
 
 
 def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):

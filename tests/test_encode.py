@@ -29,6 +29,7 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.loading import position_limit
+from neobert.common.runs import changed_settings, run_settings
 from neobert.embeddings import encode, encode_workers
 from neobert.embeddings.encode_parts import merge_parts
 from neobert.embeddings.options import EncodeArguments
@@ -214,7 +215,7 @@ def test_other_weights_in_the_same_folder_do_not_continue_a_run(corpus, model_fo
     model = NeoBERTModel.from_pretrained(copy)
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(copy)
-    with pytest.raises(UserError, match=r"was begun with other settings \(model_digest differ\)"):
+    with pytest.raises(UserError, match=r"holds a run with other settings \(model_digest "):
         embed(corpus, tmp_path / "out", copy, shard_rows=16)
 
 
@@ -225,19 +226,49 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_begun_run_goes_on_with_the_same_settings_alone(corpus, model_folder, tmp_path, name):
-    def manifest(**more):
-        given = EncodeArguments(source=str(corpus), output="out", model=str(model_folder), **more)
-        return encode._manifest(given, given.format)
+def test_a_begun_run_goes_on_with_the_same_settings_alone(model_folder, name):
+    def settings(**more):
+        return run_settings(EncodeArguments(source="corpus.jsonl", output="out", model=str(model_folder), **more))
 
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "encode.json").write_text(json.dumps(manifest()))
-    assert encode._begun(tmp_path / "parts", manifest(device="cpu", tokens_per_batch=9)) == manifest(), "these change no vector"
-    with pytest.raises(UserError, match=rf"was begun with other settings \({name} differ\)"):
-        encode._begun(tmp_path / "parts", manifest(**{name: CHANGES[name]}))
-    os.utime(corpus, (1, 1))
-    with pytest.raises(UserError, match=r"was begun with another input \(modified differ\)"):
-        encode._begun(tmp_path / "parts", manifest())
+    assert settings() == settings(device="cpu", tokens_per_batch=9, processes=2, overwrite=True), "these change no vector"
+    assert changed_settings(settings(), settings(**{name: CHANGES[name]})) == [name]
+
+
+@pytest.mark.parametrize("change", ["time", "swapped", "removed"])
+def test_a_run_goes_on_with_the_same_input_alone(model_folder, tmp_path, monkeypatch, change):
+    """The windows are places in the files: two files that change their names give rows twice, and others not at all."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(20)))
+    interrupt_once(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        embed(folder, tmp_path / "out", model_folder, shard_rows=10)
+    if change == "time":
+        os.utime(folder / "a.jsonl", (1, 1))
+    elif change == "removed":
+        (folder / "b.jsonl").unlink()
+    else:
+        (folder / "a.jsonl").rename(folder / "c")
+        (folder / "b.jsonl").rename(folder / "a.jsonl")
+        (folder / "c").rename(folder / "b.jsonl")
+    with pytest.raises(UserError, match=r"other settings \(input "):
+        embed(folder, tmp_path / "out", model_folder, shard_rows=10)
+
+
+@pytest.mark.parametrize("output", ["out", "out.parquet"])
+def test_an_input_that_gets_shorter_while_the_run_works(corpus, model_folder, tmp_path, monkeypatch, output):
+    lines, make_plan = corpus.read_text().splitlines(keepends=True), encode.make_plan
+
+    def shorten(*given):
+        plan = make_plan(*given)
+        corpus.write_text("".join(lines[:40]))
+        return plan
+
+    monkeypatch.setattr(encode, "make_plan", shorten)
+    with pytest.raises(UserError, match="fewer rows than when the run began"):
+        embed(corpus, tmp_path / output, model_folder, shard_rows=16)
+    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_a_loaded_encoder_is_used_as_it_is(corpus, model_folder, reference, tmp_path, monkeypatch):

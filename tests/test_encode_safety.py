@@ -1,6 +1,8 @@
 """Pins what `neobert encode` may remove and write over: only what it wrote itself; everything that a user has in, beside or in place of
 the output stays."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from encode_runs import embed, interrupt_once, make_corpus, make_model_folder, r
 from safetensors.numpy import load_file, save_file
 
 from neobert.common.errors import UserError
+from neobert.common.runs import locked
 from neobert.embeddings import encode_workers
 from neobert.embeddings.encode import main
 
@@ -40,7 +43,7 @@ def test_a_strangers_file_with_the_name_of_a_part(corpus, model_folder, tmp_path
     content = path.read_bytes()
     with pytest.raises(UserError, match="part-000001.parquet is not a part of this run; move it"):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
-    with pytest.raises(UserError, match="part-000001.parquet was not written by neobert encode"):
+    with pytest.raises(UserError, match=r"changed since \(part-000001.parquet\)"):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True)
     assert path.read_bytes() == content
 
@@ -61,19 +64,21 @@ def test_overwrite_removes_nothing_that_encode_did_not_write(tmp_path, corpus, m
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "mine.parquet")
     save_file({"a": np.zeros(1)}, tmp_path / "mine.safetensors")
     before = files_of(tmp_path)
-    with pytest.raises(UserError, match="the input|was not written by neobert encode"):
+    with pytest.raises(UserError, match="the input|was not written by neobert encode|holds other files"):
         main([str(corpus), str(tmp_path / output), "--model", str(model_folder), "--overwrite"])
     assert files_of(tmp_path) == before
 
 
-def test_overwrite_of_a_folder_with_a_foreign_file(tmp_path, corpus, model_folder):
+def test_overwrite_of_a_folder_with_files_of_the_user(tmp_path, corpus, model_folder):
+    """Spark's files begin as ours do."""
     arguments = [str(corpus), str(tmp_path / "out"), "--model", str(model_folder), "--shard-rows", "40"]
     assert main(arguments) == 0
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    before = files_of(tmp_path)
-    with pytest.raises(UserError, match="did not write, or that were changed since: notes.txt"):
-        main([*arguments, "--overwrite"])
-    assert files_of(tmp_path) == before
+    mine = {"notes.txt": b"mine", "part-00000-6ba7b810.snappy.parquet": b"mine too"}
+    for name, content in mine.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    assert main([*arguments, "--normalize", "--overwrite"]) == 0
+    parts = {"part-000000.parquet", "part-000001.parquet", "encode.json", "plan.json"}
+    assert files_of(tmp_path / "out").items() >= mine.items() and files_of(tmp_path / "out").keys() == mine.keys() | parts
 
 
 @pytest.mark.parametrize("name", ["out", "out.parquet", "out.safetensors"])
@@ -93,7 +98,7 @@ def test_overwrite_of_its_own_output(tmp_path, corpus, model_folder, name, monke
     monkeypatch.setattr(encode_workers, "write_part", fail_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         main([*arguments, "--normalize", "--overwrite"])
-    kept = tmp_path / "out.before-overwrite" if name == "out" else output
+    kept = output / ".before-overwrite" if name == "out" else output
     assert (files_of(kept) if kept.is_dir() else kept.read_bytes()) == old, "the old output went before the new one was complete"
     monkeypatch.setattr(encode_workers, "write_part", write)
     assert main([*arguments, "--normalize", "--overwrite"]) == 0
@@ -114,15 +119,51 @@ def test_what_a_user_has_beside_the_output_stays(corpus, model_folder, tmp_path)
     assert files_of(tmp_path / "out.replaced") == before
 
 
-def test_parts_of_another_program_in_the_output(corpus, model_folder, tmp_path):
-    """Spark's files begin as ours do."""
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_has_the_name_of_a_part_and_is_no_file(corpus, model_folder, tmp_path, monkeypatch, kind):
+    interrupt_once(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
+    path = tmp_path / "out" / "part-000001.parquet"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "out" / "part-000000.parquet")
+    with pytest.raises(UserError, match="part-000001.parquet is not a part of this run; move it"):
+        embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
+
+
+def test_what_comes_to_the_output_while_the_run_works_stays(corpus, model_folder, tmp_path, monkeypatch):
+    output, write = tmp_path / "out.parquet", encode_workers.write_part
+    monkeypatch.setattr(encode_workers, "write_part", lambda *part: (output.write_text("mine"), write(*part)))
+    with pytest.raises(UserError, match="out.parquet was not written by neobert encode"):
+        embed(corpus, output, model_folder)
+    assert output.read_text() == "mine" and [path.name for path in tmp_path.glob(".out*")] == []
+
+
+def test_another_run_given_up_for_this_one(corpus, model_folder, tmp_path, monkeypatch):
+    """Its parts go, and a part that still comes of it, from a rank on another machine, is not taken for one of this run."""
+    interrupt_once(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
+    late = (tmp_path / "out" / "part-000001.parquet").read_bytes()
+    write = encode_workers.write_part
+
+    def interfered(path, *rest):
+        write(path, *rest)
+        if "000002" in path.name:
+            (path.parent / "part-000001.parquet").write_bytes(late)
+
+    monkeypatch.setattr(encode_workers, "write_part", interfered)
+    with pytest.raises(UserError, match="part-000001.parquet is not a part of this run"):
+        embed(corpus, tmp_path / "out", model_folder, shard_rows=16, normalize=True, overwrite=True)
+
+
+def test_the_second_of_two_runs_moves_nothing(corpus, model_folder, tmp_path):
+    """It set the old output aside before it asked for the lock, and the first run went on with its parts."""
     embed(corpus, tmp_path / "out", model_folder)
-    path = tmp_path / "out" / "part-00000-6ba7b810.snappy.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"mine": [1]}), path)
-    before = files_of(tmp_path)
-    with pytest.raises(UserError, match="was not written by neobert encode, so .*out is not replaced"):
-        embed(corpus, tmp_path / "out", model_folder, overwrite=True)
-    assert files_of(tmp_path) == before
+    before = files_of(tmp_path / "out")
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="is in use by another run"):
+        embed(corpus, tmp_path / "out", model_folder, normalize=True, overwrite=True)
+    assert files_of(tmp_path) == {**files_of(tmp_path), **{f"out/{name}": content for name, content in before.items()}}
+    assert not (tmp_path / "out.before-overwrite").exists() and not (tmp_path / "out" / ".before-overwrite").exists()
 
 
 def test_files_in_the_folder_of_parts_stay(corpus, model_folder, tmp_path, capsys, monkeypatch):
@@ -178,4 +219,4 @@ def test_an_interrupted_overwrite_continues(corpus, model_folder, tmp_path, monk
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True, normalize=True)
     embed(corpus, tmp_path / "out", model_folder, shard_rows=16, overwrite=True, normalize=True)
     assert len(written) == len(set(written)) == 5, f"parts were made twice: {written}"
-    assert not (tmp_path / "out.before-overwrite").exists(), "what was replaced stays behind"
+    assert not list((tmp_path / "out").glob(".*")), "what was replaced stays behind"

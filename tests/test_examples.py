@@ -76,6 +76,7 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
     return metrics
 
 
+@pytest.mark.slow
 def test_text_classification(model_folder, tmp_path):
     def row(generator):
         name, thing = generator.choice(NAMES), generator.choice(THINGS)
@@ -94,6 +95,7 @@ def test_a_label_that_training_lacks_is_one_sentence(model_folder, tmp_path, cap
     assert "test.jsonl has the label 'bad', which no row of train.jsonl has (it has good)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_csv_with_columns_and_ratings_of_its_own(model_folder, tmp_path):
     """Ratings 1 to 10 keep their order and their names, each in every part; ';' separates, and rows without a rating are left out."""
     words = ["awful", "bad", "poor", "dull", "fair", "fine", "good", "great", "lovely", "perfect"]
@@ -122,6 +124,7 @@ def test_a_csv_that_cannot_be_split_is_one_sentence(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_token_classification(model_folder, tmp_path):
     def row(generator):
         words = ["the", generator.choice(COLOURS), generator.choice(THINGS), "of", generator.choice(NAMES)]
@@ -131,6 +134,7 @@ def test_token_classification(model_folder, tmp_path):
     assert metrics["eval_accuracy"] > 0.95, f"accuracy {metrics['eval_accuracy']}; naming every word O gives 0.6."
 
 
+@pytest.mark.slow
 def test_question_answering(model_folder, tmp_path):
     def row(generator):
         colour, thing = generator.choice(COLOURS), generator.choice(THINGS)

@@ -8,8 +8,8 @@ import pytest
 from glue_runs import make_world, run  # noqa: F401
 
 from neobert.common import loading
-from neobert.common.arguments import training_arguments
 from neobert.common.errors import UserError
+from neobert.common.trainer_options import training_arguments
 from neobert.finetuning import glue_run, glue_tasks
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS, RunSettings

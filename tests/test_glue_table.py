@@ -10,6 +10,7 @@ from jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.common.published import GLUE
+from neobert.common.runs import stamps
 from neobert.finetuning import glue, glue_run, glue_table
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS, RunSettings
@@ -106,6 +107,7 @@ def _give_weights(folder):
     for path in folder.rglob("result.json"):
         (path.parent / "best").mkdir()
         (path.parent / "best" / "config.json").write_text("{}")
+        (path.parent / "glue.json").write_text(json.dumps({"files": stamps(path.parent, ["best/config.json"])}))
 
 
 def test_the_mnli_run_to_start_from_is_the_best_selected_one_of_the_same_weights(tmp_path):
@@ -130,6 +132,10 @@ def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep
     )
     glue._prune(arguments, TASKS[task])
     assert {int(path.parent.name[0]) for path in tmp_path.rglob("best")} == left
+    (tmp_path / "mine" / task / "3-1e-05" / "best").mkdir(exist_ok=True)
+    (tmp_path / "mine" / task / "3-1e-05" / "best" / "notes.txt").write_text("mine")
+    glue._prune(arguments, TASKS[task])
+    assert (tmp_path / "mine" / task / "3-1e-05" / "best" / "notes.txt").exists()
     assert len(glue_table.finished_runs(tmp_path)) == 3, "results stay"
 
 

@@ -15,8 +15,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 from neobert import NeoBERTForMaskedLM
 from neobert.common.errors import Stopped, UserError
-from neobert.common.locks import FolderLock
+from neobert.common.runs import locked
 from neobert.finetuning import glue_run, glue_table
+
+
+pytestmark = pytest.mark.slow
 
 
 # --------------------------------------------------------------------------------------------------------------------- runs
@@ -84,10 +87,19 @@ def test_interrupted_run_continues_and_equals_the_uninterrupted(world, tmp_path,
     with interrupted(monkeypatch, _Interrupt(saved[-1] + 1)), pytest.raises(KeyboardInterrupt):
         run(world, tmp_path / "parts", num_train_epochs=2)
     assert not list((tmp_path / "parts").rglob("result.json")), "An unfinished run must not look finished."
+    (checkpoints,) = (tmp_path / "parts").rglob("checkpoints")
+    mine = [
+        checkpoints.parent / name for name in ("notes.txt", "best/notes.txt", "best.partial/notes.txt", "checkpoints/checkpoint-99/notes")
+    ]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     _, parts = run(world, tmp_path / "parts", num_train_epochs=2)["sst2", 1]
+    mine[-1] = checkpoints / "damaged-checkpoint-99" / "notes"
+    assert all(path.read_text() == "mine" for path in mine), "files of the user went"
     assert parts["resumed"] and not whole["resumed"], "The run started from the beginning again."
     assert parts["evaluations"] == whole["evaluations"], "The continued run differs from the uninterrupted one."
-    assert not list((tmp_path / "parts").rglob("checkpoints")), "Checkpoints of a finished run stay behind."
+    assert not list(checkpoints.rglob("*.safetensors")), "Checkpoints of a finished run stay behind."
 
 
 def test_a_damaged_checkpoint_starts_the_run_again(world, tmp_path, monkeypatch, capsys):
@@ -149,12 +161,9 @@ def test_any_interruptions_end_as_none(world, tmp_path, monkeypatch, seed):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(world, tmp_path):
-    with FolderLock(tmp_path / "lock"):
-        pass  # what it leaves behind is nothing
-    assert not list((tmp_path / "lock").iterdir())
     folder, _ = run(world, tmp_path / "out", num_train_epochs=0.2)["sst2", 1]
     (folder / "result.json").unlink()
-    with FolderLock(folder), pytest.raises(UserError, match="is in use by process"):
+    with locked(folder), pytest.raises(UserError, match="is in use by another run"):
         run(world, tmp_path / "out", num_train_epochs=0.2)
 
 

@@ -501,7 +501,9 @@ def test_labels_of_exchanged_axes_are_refused():
 
 @pytest.mark.parametrize("items", (0, torch.tensor(0)))
 def test_a_batch_without_items_has_a_finite_loss(items):
-    """An accumulated batch in which no token is masked: the sum of its losses is zero."""
-    batch = mlm_batch()
-    loss = make_model(NeoBERTForMaskedLM)(**{**batch, "labels": torch.full_like(batch["labels"], -100)}, num_items_in_batch=items).loss
-    assert loss.item() == 0
+    """An accumulated batch in which no token is masked: the sum of its losses is zero. With padding and without."""
+    batch = {**mlm_batch(), "num_items_in_batch": items}
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    model = make_model(NeoBERTForMaskedLM)
+    for mask in (batch["attention_mask"], None):
+        assert model(**{**batch, "attention_mask": mask}).loss.item() == 0

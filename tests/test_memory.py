@@ -94,6 +94,6 @@ def test_training_on_the_cpu_keeps_freed_memory(device, times, tmp_path, monkeyp
     arguments = SimpleNamespace(output_dir=str(tmp_path), device=torch.device(device))
     state = SimpleNamespace(global_step=0, max_steps=1)
     same = lambda *given, **named: None  # noqa: E731
-    trainer = SimpleNamespace(args=arguments, state=state, add_callback=same, remove_callback=same, train=same)
+    trainer = SimpleNamespace(args=arguments, state=state, add_callback=same, remove_callback=same, train=same, _save_checkpoint=same)
     checkpoints.train(trainer)
     assert len(called) == times

@@ -2,9 +2,11 @@
 side, results that are not computed twice and not reused for other weights, the published rows, and the local tasks."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -406,3 +408,12 @@ def test_no_sentence_is_both_trained_and_tested_on(monkeypatch):
     task.load_data()
     parts = [dict(zip(task.dataset[name]["text"], task.dataset[name]["label"])) for name in ("train", "test")]
     assert list(map(len, parts)) == [200, 500] and parts[0] | parts[1] == {row["text"]: row["label"] for row in rows}
+
+
+def test_a_pipe_among_the_results_does_not_hang_the_command(tmp_path):
+    os.mkfifo(tmp_path / "mine.json")
+    assert mteb_evaluation._earlier_dtype(SimpleNamespace(output=tmp_path, row="mine")) == "auto"
+    model = SimpleNamespace(mteb_model_meta=SimpleNamespace(revision="1"))
+    cache = SimpleNamespace(get_task_result_path=lambda **given: tmp_path / "x")
+    mteb_evaluation._remove_broken_results(cache, model)
+    assert (tmp_path / "mine.json").exists()

@@ -258,6 +258,7 @@ def test_sliced_norms_are_those_of_torch(dtype):
 # ----------------------------------------------------------------------------------------------------------- torch.compile
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_keep_their_graphs():
     """Batches of different texts, lengths and numbers of texts run through the graphs of the first ones."""
@@ -395,6 +396,7 @@ def test_gradients_of_the_kernel_on_cuda():
     assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], f"errors {errors[1]} against {errors[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4096), (4, 1024), (16, 256)])
 def test_at_most_8_hidden_vectors_a_token_are_alive_at_once(shape):
     """Counted in tensors of (tokens, D) float32, of the paper's width, whatever the number of blocks."""

@@ -1,6 +1,7 @@
 """Pins the commands of the pages in docs/: every command, script, recipe and option in them exists today, and each opens with its use."""
 
 import dataclasses
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -43,8 +44,10 @@ def commands(page):
 def options_of(words):
     """Names that a command's options may have, by its code."""
     if words[0] == "neobert":
-        folder = (ROOT / COMMANDS[words[1]][0].replace(".", "/")).parent
-        return options_in(folder.glob("*.py")) | TRAINER
+        options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[words[1]]
+        options = options[words[2]] if words[1] == "export" else options
+        declared = {field.name for group in options.groups for field in dataclasses.fields(group)}
+        return declared if options.trainer is None else declared | TRAINER
     path = words[1] if words[1] != "-m" else words[2].removeprefix("neobert.").replace(".", "/") + ".py"
     assert (ROOT / path).is_file(), f"there is no {path}"
     return options_in([ROOT / path, *((ROOT / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ())])
@@ -85,7 +88,16 @@ def test_every_file_and_option_in_the_text_exists(page):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
     known = options_in(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py")) | TRAINER
     for name in re.findall(r"`--([a-z_-]+)", text):
-        others = ("nproc-per-node", "num_processes", "no-deps", "check", "pooling", "override-pooler-config", "task")  # of other programs
+        others = (
+            "help",
+            "nproc-per-node",
+            "num_processes",
+            "no-deps",
+            "check",
+            "pooling",
+            "override-pooler-config",
+            "task",
+        )  # of other programs
         assert name in others or "_" not in name and name.replace("-", "_") in known, f"{page}.md names the option --{name}"
 
 

@@ -1,6 +1,7 @@
 """Pins the one reader of local rows: five formats and their compressed forms give the same rows, reading starts anywhere, memory does not grow
 with a file, and a broken row is one sentence with its place."""
 
+import bz2
 import gzip
 import json
 import lzma
@@ -8,6 +9,7 @@ import tracemalloc
 
 import pytest
 
+from neobert.common import rows
 from neobert.common.errors import UserError
 from neobert.common.rows import FORMATS, check_characters, read_rows, row_columns, row_files, row_format
 
@@ -153,3 +155,16 @@ def test_half_a_character_is_named():
     check_characters("here", "text", "\u00e9 \U0001f600")
     with pytest.raises(UserError, match="here: 'text' has half a surrogate pair"):
         check_characters("here", "text", "\ud83d")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.xz", "a.csv", "a.tsv.bz2"])
+def test_a_line_that_no_memory_holds_is_refused(tmp_path, monkeypatch, name):
+    """A compressed file of a few MB can have one of several GB. What is read of it is bounded."""
+    path = tmp_path / name
+    start = "text\n" if row_format(path) in (".csv", ".tsv") else ""
+    open_ = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
+    with open_(path, "wb") as file:
+        file.write(f"{start}{'a' * 5000}".encode())
+    monkeypatch.setattr(rows, "LINE_LIMIT", 2000)
+    with pytest.raises(UserError, match=rf"{name}, line {1 + bool(start)} has 2,000 bytes or more"):
+        list(read_rows(path))

@@ -40,6 +40,7 @@ def test_it_is_small():
     assert size <= 24_000_000, f"{size:,} bytes"
 
 
+@pytest.mark.slow
 def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
     code = (
         "import sys, json; from sentence_transformers import SentenceTransformer; "

@@ -250,6 +250,7 @@ def test_flat_labels_and_labels_of_one_column(unpad_inputs):
 # -------------------------------------------------------------------------------------------------------------- compilation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ("eager", "inductor"))
 @torch.no_grad()
 def test_one_graph_for_packed_rows_of_all_lengths(backend):

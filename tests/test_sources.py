@@ -3,14 +3,15 @@ source and tokenizer."""
 
 import gzip
 import json
+import shutil
 import textwrap
 
 import pytest
 from data_runs import make_texts, make_tokenizer, prepare, rows_of  # noqa: F401
 from datasets import Dataset, DatasetDict, Features, Value
 
-from neobert.common import locks
 from neobert.common.errors import UserError
+from neobert.common.runs import locked
 from neobert.pretraining import prepared, sources
 from neobert.pretraining.prepared import BROKEN, EMPTY, Tokenise, load_prepared, source_digest
 from neobert.pretraining.sources import parse_sources
@@ -195,8 +196,17 @@ def test_a_missing_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
 
 def test_a_set_is_prepared_by_one_run_at_a_time(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("a river\n")
-    with locks.FolderLock(tmp_path / "out"), pytest.raises(UserError, match="out is in use by process"):
+    with locked(tmp_path / "out"), pytest.raises(UserError, match="out is in use by another run"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+
+
+def test_a_prepared_set_that_lost_a_shard_is_refused(tmp_path, tokenizer):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(30)))
+    prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer, shards=3)
+    load_prepared(tmp_path / "out", tokenizer)
+    shutil.rmtree(tmp_path / "out" / "shard-00001-of-00003")
+    with pytest.raises(UserError, match="out cannot be read .*has 20 rows and 30 lengths, and was made with 30"):
+        load_prepared(tmp_path / "out", tokenizer)
 
 
 def test_preparing_in_parallel_and_in_shards_resumes(tmp_path, tokenizer, monkeypatch):
@@ -269,6 +279,7 @@ def test_a_set_is_prepared_in_a_folder_of_its_own(tmp_path, tokenizer):
             read()
 
 
+@pytest.mark.slow
 def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
     """A file rewritten at the same size, a set saved to the same folder, another prepared set; a copy is the same source."""
 

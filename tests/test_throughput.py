@@ -265,6 +265,7 @@ class PretendedGpu:
         return main([*argv, "--plots", "false", *more], small=SMALL)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
     """Each model gets its own largest batch; one that cannot hold a single text has a row that says so; nothing ends the run."""
     gpu = PretendedGpu(monkeypatch, {"neobert": 16 * 21, "bert-base": 15, "modernbert-base": 10**6})
@@ -293,6 +294,7 @@ def test_memory_that_is_short_after_the_search(tmp_path, monkeypatch):
     assert {row["error"] for row in rows_of(tmp_path / "b")} == {"out of memory with 24 texts"}, "every row says so"
 
 
+@pytest.mark.slow
 def test_an_interrupt_on_a_gpu_and_resume(tmp_path, monkeypatch):
     gpu = PretendedGpu(monkeypatch, {"neobert": 10**6, "bert-base": 10**6, "modernbert-base": 10**6})
     monkeypatch.setattr(throughput, "gc", SimpleNamespace(collect=lambda: 0))

@@ -25,9 +25,11 @@ from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassif
 from neobert.__main__ import main
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError
+from neobert.common.runs import OWNER
 from neobert.conversion import command, hub_folder
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, golden, tokenizer_dir):
     """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell without the package."""
     weights = load_file(golden / "neobert_tiny" / "model.safetensors")
@@ -185,6 +187,7 @@ def test_killed_while_replacing(tmp_path, checkpoint, without_proof):
     """Between the two renames of --force: the old folder comes back first."""
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     (tmp_path / ".out.writing-x").mkdir()
+    (tmp_path / ".out.writing-x" / OWNER).write_text('{"command": "convert", "output": "out"}')
     os.rename(tmp_path / "out", tmp_path / ".out.writing-x" / "old")
     with pytest.raises(UserError, match="exists"):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")

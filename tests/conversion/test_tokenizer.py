@@ -41,7 +41,7 @@ def write(tmp_path):
         target = tmp_path / "target"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        write_tokenizer(source, target, NeoBERTConfig(vocab_size=rows, max_position_embeddings=length))
+        write_tokenizer(source, target, rows, length)
         return target
 
     return written
@@ -165,14 +165,14 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(tmp_path, tiny_config, token
     "settings, is_read",
     [
         *(({"model_max_length": value}, True) for value in (None, -5, 1e30, True, 10**40)),
-        *(({"tokenizer_class": value}, True) for value in (None, ["BertTokenizer"], "../../evil")),
+        ({"tokenizer_class": None}, True),
         ({"cls_token": {"__type": "AddedToken", "content": "[CLS]", "lstrip": False, "special": True}}, True),
         ({"added_tokens_decoder": {"0": {"content": "[PAD]", "special": True}}}, True),
         ({"model_input_names": ["input_ids", "attention_mask"]}, True),
         *(({"model_max_length": "long"}, False), ({"pad_token": 5, "mask_token": None}, False)),
         *(({"added_tokens_decoder": {"x": 1}}, False), ({"strip_accents": 3}, False), ({"extra_special_tokens": 7}, False)),
     ],
-    ids=range(16),
+    ids=range(14),
 )
 def test_settings_of_any_type(small, write, settings, is_read):
     change(small, **settings)
@@ -197,17 +197,13 @@ def test_settings_of_any_type(small, write, settings, is_read):
         ("tokenizer_config.json", b"\xff", "not UTF-8"),
         ("tokenizer_config.json", " " * 4_000_001, "more than 4,000,000 bytes"),
         ("special_tokens_map.json", "{]", "cannot be loaded"),
-        ("tokenizer_config.json", '{"tokenizer_class": "NoSuchTokenizer"}', None),
         ("tokenizer_config.json", "[]", "cannot be loaded"),
         ("tokenizer_config.json", "5", "cannot be loaded"),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_damaged_files(small, write, name, content, message):
     (small / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    if message is None:
-        assert write(small).is_dir()
-        return
     with pytest.raises(UserError, match=message) as refusal:
         write(small)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000

@@ -1,8 +1,6 @@
-"""Fixtures of the tests of export/: tiny models in Hub folders, and the reading of a tokenizer without a process of its own."""
+"""Fixtures of the tests of export/: tiny models in Hub folders."""
 
-import shutil
 import string
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
-from neobert.export import source
 
 
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
@@ -82,16 +79,3 @@ def sentence_folder(tmp_path_factory, hub_folder):
     folder.mkdir()
     save_for_all_versions(model, folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def plain_tokenizers():
-    """The tokenizer's files are copied; tests/conversion has the process that they are read in otherwise."""
-
-    def copy(folder, target, sizes, scratch):
-        for path in Path(folder).glob("*token*"):
-            shutil.copy(path, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source, "write_tokenizer", copy)
-        yield

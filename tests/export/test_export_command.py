@@ -16,14 +16,11 @@ from neobert import __main__ as cli
 from neobert.common.errors import UserError
 from neobert.common.pooling import pooling_config, pooling_mode
 from neobert.conversion import command as converter
-from neobert.export import check, command, folder, source
+from neobert.export import check, command, folder
 from neobert.export.check import Agreement, Reference
 from neobert.export.graph import Graph
 from neobert.export.options import ExportArguments
 from neobert.export.source import Pooling, open_source
-
-
-pytestmark = pytest.mark.usefixtures("plain_tokenizers")
 
 
 def opened(path, **options):
@@ -142,7 +139,6 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
     (raw / "model.safetensors").unlink()
     torch.save(load_file(given / "model.safetensors"), raw / "state_dict.pt")
     monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
-    monkeypatch.setattr(converter, "write_tokenizer", source.write_tokenizer)
     found, expected = opened(raw), opened(given)
     assert found.head.option == "masked-lm"
     assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters()))
@@ -210,7 +206,7 @@ def test_both_forms_of_the_pooling_mode():
 
 
 @pytest.fixture(scope="module")
-def reference(sentence_folder, plain_tokenizers):
+def reference(sentence_folder):
     found = opened(sentence_folder)
     return found, Reference(found)
 

@@ -20,10 +20,12 @@ from neobert.export import command, onnx_quantise
 from neobert.export import onnx as target
 
 
+pytestmark = pytest.mark.slow
+
+
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
-pytestmark = pytest.mark.usefixtures("plain_tokenizers")
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"fp32": "model.onnx", "fp16": "model_fp16.onnx", "int8": "model_quantized.onnx", "q4": "model_q4.onnx"}
 
@@ -41,7 +43,7 @@ def run(path, ids, mask):
 
 
 @pytest.fixture(scope="module")
-def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
+def exported(sentence_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "out"
     assert command.main(["onnx", str(sentence_folder), str(folder), "--precisions", *FILES]) == 0
     return folder

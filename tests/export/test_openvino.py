@@ -13,8 +13,10 @@ from neobert.export import command
 from neobert.export import openvino as target
 
 
+pytestmark = pytest.mark.slow
+
+
 openvino = pytest.importorskip("openvino", reason="needs the extra openvino")
-pytestmark = pytest.mark.usefixtures("plain_tokenizers")
 FILES = {"fp32": "openvino_model", "fp16": "openvino_model_fp16", "int8": "openvino_model_qint8_quantized"}
 
 
@@ -28,7 +30,7 @@ def run(path, ids, mask):
 
 
 @pytest.fixture(scope="module")
-def exported(sentence_folder, tmp_path_factory, plain_tokenizers):
+def exported(sentence_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "out"
     assert command.main(["openvino", str(sentence_folder), str(folder), "--precisions", *FILES]) == 0
     return folder
