@@ -61,6 +61,7 @@ def test_a_script_ends_with_exit_code_2_for_bad_input():
 # --------------------------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_memory_of_one_forward():
     """The published width at one layer: at least qkv and the feed-forward of one slice are there at once, at most a few times that."""
     growth = in_a_process(Case.measure, Case("neobert", "sdpa", 512, 1, 1, "cpu", 1), variables={"MALLOC_MMAP_THRESHOLD_": "131072"})

@@ -166,7 +166,7 @@ def test_bad_arguments_are_one_sentence(tmp_path, corpus, model_folder, capsys):
         ([str(corpus), "out"], ["--max-length", "1"], "max_length must be at least 3, but 1 was given"),
         ([str(corpus), "out"], ["--prompt-name", "nothing"], "no prompt called 'nothing'; it has: .*document"),
         ([str(corpus), "out"], ["--text-column", "body"], "has no column 'body'"),
-        ([str(corpus), "corpus.jsonl/vectors.parquet"], [], "OUTPUT must be a folder or a new name, but .*corpus.jsonl is a file"),
+        ([str(corpus), "corpus.jsonl/vectors.parquet"], [], "the output .* is inside the input .*corpus.jsonl"),
         ([str(corpus), "out"], ["--device", "nonsense"], "the device 'nonsense' cannot be used here"),
         ([str(corpus), "out"], ["--device", "cuda:99"], "the device 'cuda:99' cannot be used here"),
         ([str(corpus), "out"], ["--pooling", "max"], "pooling must be one of"),

@@ -78,6 +78,7 @@ def test_the_files_with_gpu_tests_are_all_named():
     assert marked - {"tests/test_gpu.py"} == set(GPU_TESTS), "a file with gpu tests would not run on a GPU"
 
 
+@pytest.mark.slow
 def test_every_step_of_the_rehearsal(tmp_path, in_this_process, monkeypatch):
     (tmp_path / "test_some.py").write_text(
         "import pytest\n\n@pytest.mark.gpu\ndef test_one():\n    pass\n\ndef test_other():\n    assert False\n"

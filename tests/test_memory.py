@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.trainer_utils import TrainOutput
 
 from neobert.common import checkpoints, memory
 from neobert.common.memory import PeakMemory, mebibytes
@@ -94,6 +95,8 @@ def test_training_on_the_cpu_keeps_freed_memory(device, times, tmp_path, monkeyp
     arguments = SimpleNamespace(output_dir=str(tmp_path), device=torch.device(device))
     state = SimpleNamespace(global_step=0, max_steps=1)
     same = lambda *given, **named: None  # noqa: E731
-    trainer = SimpleNamespace(args=arguments, state=state, add_callback=same, remove_callback=same, train=same, _save_checkpoint=same)
+    trained = lambda **given: TrainOutput(1, 0.0, {})  # noqa: E731
+    callbacks = {"add_callback": same, "remove_callback": same}
+    trainer = SimpleNamespace(args=arguments, state=state, train=trained, _save_checkpoint=same, **callbacks)
     checkpoints.train(trainer)
     assert len(called) == times
