@@ -65,9 +65,9 @@ browser: $(VENV)/.test $(ENGINES)/node/.ready
 	$(BIN)/python examples/browser/build.py --modules $(ENGINES)/node/node_modules
 
 # The page in headless Chromium: the one of this machine, or npm's.
-test-browser: browser
+test-browser:
 	if ! command -v node; then echo "skipped: $(NO_NODE)"; \
-	else node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
+	else $(MAKE) browser && node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
 # All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers and pytest is enough.
 gpu:

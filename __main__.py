@@ -45,7 +45,10 @@ COMMANDS = {
         "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", (*_SENTENCES, "scipy")
     ),
     "retrieval": Command(
-        "train and measure", "recall and MRR of an encoder on pairs", "embeddings.retrieval", ("eval", "sentence_transformers", "datasets")
+        "train and measure",
+        "recall and MRR of an encoder on pairs",
+        "embeddings.retrieval",
+        ("eval", "sentence_transformers>=6", "datasets"),
     ),
     "mteb": Command(
         "train and measure", "MTEB evaluation and its table", "embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb")

@@ -45,7 +45,8 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 VERSION = "1388f7e6"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
-        "This process has loaded another version of attention_neobert.py; start Python anew."
+        "This process has loaded another version of attention_neobert.py from a folder of the "
+        "same name; start Python anew, or rename one of the two folders."
     )
 
 logger = logging.get_logger(__name__)

@@ -7,6 +7,7 @@ A recipe is a YAML file of `name: value` lines. What the command line gives wins
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import math
 import types
 import typing
@@ -313,7 +314,7 @@ class Options:
             lines += ["", "example:", f"  {self.example}"]
         topic = None
         for name, described in fields.items():
-            owner = next(base for group in self.groups for base in group.__mro__[::-1] if name in vars(base).get("__annotations__", {}))
+            owner = next(base for group in self.groups for base in group.__mro__[::-1] if name in inspect.get_annotations(base))
             if owner is not topic:
                 topic = owner
                 lines += ["", f"{owner.__doc__.splitlines()[0].rstrip('.')}:"]

@@ -7,7 +7,7 @@ from .files import read_text
 from .yaml_files import read_collection
 
 
-LICENSE_HELP = "licence of the weights, for the card; by default what the card of the source says"
+LICENSE_HELP = "licence of the weights, for the card; by default what the card of a local source says"
 BASE_MODEL_HELP = "for the card: the model on the Hub that this one was made from, USER/NAME"
 _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 

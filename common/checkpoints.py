@@ -178,8 +178,8 @@ def _remove(checkpoint):
     if begun is not None:
         os.replace(checkpoint / MANIFEST, going)  # first, so that what is half removed is never taken
     if (manifest := _read_manifest(checkpoint, name=_REMOVING)) is not None:
-        for path in (*map(checkpoint.joinpath, manifest["files"]), going):
-            if checkpoint in path.parents:
+        for path in (*(Path(os.path.normpath(checkpoint / name)) for name in manifest["files"]), going):
+            if checkpoint in path.parents and os.path.realpath(path.parent).startswith(os.path.realpath(checkpoint)):
                 path.unlink(missing_ok=True)
                 remove_empty(path.parent, checkpoint)
 
@@ -226,7 +226,7 @@ def _forget(folder, limit, keep_every, best=None):
             _remove(path)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]
-        if not (keep_every and step % keep_every == 0) and not (best and path.samefile(best)):
+        if not (keep_every and step % keep_every == 0) and path.name != Path(best or "").name:
             _remove(path)
 
 
@@ -288,6 +288,9 @@ class Checkpoints(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._args, self._limit, args.save_total_limit = args, args.save_total_limit, None
+        best = Path(args.output_dir) / f"checkpoint-{getattr(state, 'best_global_step', None)}"
+        if best.is_dir():  # the state has the path as it was then: the folder may have been moved
+            state.best_model_checkpoint = str(best)
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
         if threading.current_thread() is threading.main_thread():

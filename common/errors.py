@@ -28,6 +28,9 @@ class UserError(ValueError):
     """
 
     def __init__(self, message):
+        # torch raises the error of a loader's worker again with its traceback before it.
+        if str(message).startswith("Caught UserError in DataLoader worker"):
+            message = str(message).rstrip().rpartition("UserError: ")[2]
         super().__init__(shortened(printable(message), LONGEST))
 
 

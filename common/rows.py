@@ -24,8 +24,8 @@ from typing import NamedTuple
 from .errors import UserError, listed, one_line, require
 
 
-_JSONL = (".jsonl", ".ndjson", ".json")
-FORMATS = (*_JSONL, ".parquet", ".csv", ".tsv", ".txt")
+JSONL = (".jsonl", ".ndjson", ".json")
+FORMATS = (*JSONL, ".parquet", ".csv", ".tsv", ".txt")
 LINE_LIMIT = 2**30  # bytes of a line, or characters of a csv file's: a small compressed file can have one that no memory holds
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
@@ -294,7 +294,7 @@ def _parquet_rows(path, columns, start):
 
 
 _READERS = {
-    **dict.fromkeys(_JSONL, (_lines, _json_object)),
+    **dict.fromkeys(JSONL, (_lines, _json_object)),
     ".txt": (_lines, _text_line),
     ".csv": (_table, _table_row),
     ".tsv": (_table, _table_row),

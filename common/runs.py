@@ -78,7 +78,7 @@ def split_files(folder, files):
 def remove_files(folder, files):
     """Removes the own ones of `files` and the folders that they leave empty, `folder` itself too."""
     for path in split_files(folder, files)[0]:
-        path.unlink()
+        path.unlink(missing_ok=True)
         remove_empty(path.parent, folder)
 
 
@@ -205,7 +205,8 @@ class Run:
             UserError: as `inspect`; another run has the folder.
         """
         with locked(self.folder):
-            self.inspect(overwrite)
+            if self.inspect(overwrite) == "finished":
+                self._remove_aside()  # its process was killed before it did
             if begin:
                 self.begin()
             yield self

@@ -77,11 +77,11 @@ def convert(arguments):
         scratch = Path(scratch)
         if tokenizer is not None:
             config = conversion.config
-            write_tokenizer(tokenizer, folder, config.vocab_size, config.max_position_embeddings)
+            write_tokenizer(tokenizer, folder, config.vocab_size, config.context_length)
         check_values(conversion.tensors, conversion.dtype)
         write_config(folder, conversion)
         if pooled:
-            write_sentence_transformers(folder, conversion.config.hidden_size, conversion.config.max_position_embeddings)
+            write_sentence_transformers(folder, conversion.config.hidden_size, conversion.config.context_length)
         rows = write_weights(folder, conversion, arguments.shard_bytes)
         name, card = arguments.push_to_hub or output.name, read_card(checkpoint.folders[0])
         known = {key: text for key, text in card.items() if key.startswith("base_model")}

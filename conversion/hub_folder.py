@@ -77,7 +77,7 @@ def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_tra
         ("feed-forward", f"{config.hidden_act}, inner size {config.ffn_inner_size}"),
         ("norm, positions", f"{config.norm_type}, {config.position_embedding_type}"),
         ("vocabulary", f"{config.vocab_size:,} rows"),
-        ("context", f"{config.max_position_embeddings:,} tokens"),
+        ("context", f"{config.context_length:,} tokens"),
         *((f"sha256 of {row['file']}", f"`{row['sha256']}`") for row in rows),
     ]
     lines = [metadata, f"# {printable(name).rpartition('/')[2]}", ""]

@@ -130,7 +130,7 @@ def train(arguments, trainer_options):
     if device.type == "cpu":
         fixed["use_cpu"] = True
     training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
-    settings = settings_of(arguments, trainer_options, sources, others)
+    settings = {**settings_of(arguments, trainer_options, sources, others), "processes": training.world_size}
     run = Run(work, "distill", settings, name="run.json", takes=lambda name: name != "vectors")
     if is_finished(arguments, run.settings):
         return None

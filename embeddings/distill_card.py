@@ -1,5 +1,7 @@
 """The card of a student, and the check that it gives the same vectors in every precision."""
 
+import os
+
 import numpy as np
 
 from ..common.cards import base_model, front_matter
@@ -44,7 +46,7 @@ def precision_check(folder, sets):
 
 def write_card(folder, arguments, figures):
     """README.md of the student."""
-    title = arguments.title or folder.name.lstrip(".").partition(".writing")[0]
+    title = arguments.title or os.path.basename(os.path.abspath(arguments.output))
     sources, others = arguments.sources()
     metadata = front_matter(
         library_name="sentence-transformers",

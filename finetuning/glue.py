@@ -16,6 +16,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from ..common.checkpoints import is_main
 from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.identity import model_digest
@@ -117,7 +118,7 @@ def run_task(arguments, trainer, task, splits, tokenizer, revision):
 
 def _prune(arguments, task):
     """Deletes weights that `keep_models` does not keep; results and adapters stay."""
-    if arguments.keep_models == "all":
+    if arguments.keep_models == "all" or not is_main():
         return
     runs = [
         (result["selected"]["score"], folder)

@@ -204,6 +204,14 @@ class GlueTrainer(Trainer):
     def get_decay_parameter_names(self, model):
         return decay_parameter_names(model)
 
+    def _determine_best_metric(self, metrics, trial):
+        """transformers 4 and 5.0 note the best step for the strategies "steps" and "epoch" alone."""
+        is_best = super()._determine_best_metric(metrics, trial)
+        if is_best:
+            self.state.best_global_step = self.state.global_step
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+        return is_best
+
 
 class _EvaluateAtTheEnd(TrainerCallback):
     """So that the final weights are measured, whatever the interval."""

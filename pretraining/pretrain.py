@@ -196,9 +196,9 @@ def _check(run, tokenizer, model):
     strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
     if run.data.heldout is None and strategy != "no":
         raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
-    limit = model.config.max_position_embeddings
+    limit = model.config.context_length
     if batch.max_length > limit:
-        raise UserError(f"max_length {batch.max_length} is more than the model's max_position_embeddings {limit}")
+        raise UserError(f"max_length {batch.max_length} is more than the {limit} tokens of the model's context")
     sharded = training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if sharded and run.model.init_optimizer:
         raise UserError("init_optimizer needs all of a weight in one process; DeepSpeed and FSDP cut them: use recipes/accelerate/ddp.yaml")

@@ -148,6 +148,7 @@ def load_model(given, factor):
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"{given.model} has no trained masked-LM head: {missing} are not in its checkpoint, and would be random")
+    model.config.unpad_inputs = False  # no batch here has padding, and the warning about our own hook would be false
     return model.eval().to(choose_device(given.device))
 
 

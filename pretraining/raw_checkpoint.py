@@ -14,6 +14,7 @@ from ..configuration_neobert import NeoBERTConfig
 _FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
     *("hidden_act", "norm_type", "norm_eps", "position_embedding_type", "pad_token_id", "tie_word_embeddings"),
+    "classifier_pooling",
 )
 
 
@@ -42,6 +43,7 @@ def write_raw_checkpoint(state_dict, config, folder, step, dtype=torch.float16):
     os.replace(temporary, path)
     write_text(path.parent.parent / "latest", f"{step}\n")
     fields = {name: getattr(config, name) for name in _FIELDS}
+    fields["rope_parameters"] = dict(config.rope_parameters)
     write_text(Path(folder) / "config.yaml", yaml.safe_dump(fields, sort_keys=False))
     return path
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset, load_from_disk
 
+from ..common import __version__
 from ..common.checkpoints import is_main
 from ..common.errors import UserError, one_line, require
-from ..common.rows import FORMATS, Place, check_column, read_rows, row_format
+from ..common.rows import FORMATS, JSONL, Place, check_column, read_rows, row_format
 
 
 # Endings of names that are meant as files, so that the Hub need not be asked for them.
@@ -93,7 +94,7 @@ def local_files(name):
         files = []
     else:
         return None
-    formats = {row_format(file) for file in files}
+    formats = {".jsonl" if row_format(file) in JSONL else row_format(file) for file in files}
     if not files or len(formats) > 1 or None in formats:
         found = "nothing" if not files else ", ".join(sorted({file.suffix or "no ending" for file in files}))
         raise UserError(f"dataset {name}: expected files of one format among {', '.join(FORMATS)} (or a saved set), found {found}")
@@ -148,8 +149,9 @@ def _open_files(source, files, streaming):
         column = source.column
         check_column(files, column, "--column")
     kind = IterableDataset if streaming else Dataset
-    # The library's cache goes by what the generator is given, so by the files' content too.
-    given = {"files": [str(file) for file in files], "column": column, "content": _content(files)}
+    # The library's cache goes by what the generator is given, so by the files' content and times too.
+    times = " ".join(str(file.stat().st_mtime_ns) for file in files)
+    given = {"files": [str(file) for file in files], "column": column, "content": f"{_content(files)} {times} {__version__}"}
     return kind.from_generator(_texts, features=Features({"text": Value("string")}), gen_kwargs=given)
 
 

@@ -294,6 +294,26 @@ def test_what_is_forgotten(tmp_path):
     assert before - set(os.listdir(tmp_path)) == {"checkpoint-6", "damaged-checkpoint-10", "damaged-checkpoint-4.1"}
 
 
+def test_the_best_checkpoint_is_found_where_the_folder_was_moved(tmp_path):
+    (tmp_path / "checkpoint-4").mkdir()
+    state = SimpleNamespace(best_global_step=4, best_model_checkpoint="elsewhere/checkpoint-4", max_steps=9, global_step=6)
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1)
+    callback = checkpoints.Checkpoints()
+    callback.on_train_begin(args, state, None)
+    callback.close()
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+
+
+def test_a_manifest_cannot_name_what_is_outside_of_its_checkpoint(tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "mine.txt").write_text("mine")
+    files = {name: {"size": 4, "sha256": "0"} for name in ("../../mine.txt", str(tmp_path / "mine.txt"))}
+    (checkpoint / checkpoints.MANIFEST).write_text(json.dumps({"step": 1, "files": files}))
+    checkpoints._remove(checkpoint)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
 def test_a_checkpoint_that_is_half_removed_is_never_taken_and_goes_later(tmp_path, monkeypatch):
     made_by_hand(tmp_path, "checkpoint-2", "checkpoint-4")
     unlink = Path.unlink

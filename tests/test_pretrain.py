@@ -27,6 +27,7 @@ from neobert.common.loading import load_tokenizer
 from neobert.common.runs import locked
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
+from neobert.convert_checkpoint import main as convert
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
@@ -494,6 +495,17 @@ def test_flops_of_the_published_model():
     weights = 28 * (7_079_424 - 2 * 768) * 6 * 1024
     expected = weights + 28 * 12 * 768 * 1024**2 + 6 * 768 * 30522 * 1024
     assert flops_per_batch(config, 1024, 1024**2, 1024) == expected
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 10.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}], ids=["theta", "YaRN"])
+def test_the_raw_checkpoint_keeps_the_rotary_settings(tiny_config, tmp_path, rope):
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **rope)).eval()
+    write_raw_checkpoint(model.state_dict(), model.config, tmp_path / "raw", 3, torch.float32)
+    assert not convert([str(tmp_path / "raw"), str(tmp_path / "out"), "--tokenizer", "none"])
+    read = NeoBERTForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    assert read.config.rope_parameters == model.config.rope_parameters
+    ids = torch.randint(5, 90, (1, 20))
+    torch.testing.assert_close(read(ids).logits, model(ids).logits)
 
 
 def test_raw_checkpoint_has_the_authors_layout(tiny_config, tmp_path):

@@ -19,7 +19,7 @@ from neobert.pretraining import pretrain
 BAD = [
     ({"max_stepps": 3}, "unknown argument '--max-stepps'; did you mean --max-steps?"),
     ({"tokens_per_batch": 8}, "less than one text of max_length 32"),
-    ({"max_length": 128, "tokens_per_batch": 256}, "more than the model's max_position_embeddings 64"),
+    ({"max_length": 128, "tokens_per_batch": 256}, "more than the 64 tokens of the model's context"),
     ({"column": "body", "dataset": "{corpus}/rows.jsonl"}, "no column 'body', only content"),
     ({"dataset": "{corpus}/none.txt"}, "found nothing"),
     ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),

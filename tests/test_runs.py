@@ -231,3 +231,13 @@ def test_files_have_the_rights_that_the_umask_leaves(tmp_path):
             assert (tmp_path / "other" / LOCK).stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(before)
+
+
+def test_what_a_finished_run_set_aside_goes_when_it_was_killed_before_that(tmp_path):
+    make(tmp_path)
+    make(tmp_path, {"rows": 2}, "b.txt", overwrite=True)
+    aside = tmp_path / ".before-overwrite"
+    aside.mkdir()
+    (aside / "encode.json").write_text(json.dumps({"command": "encode", "run": "0", "settings": {}, "files": {}}))
+    with Run(tmp_path, "encode", {"rows": 2}).claim() as run:
+        assert run.state == "finished" and not aside.exists()
