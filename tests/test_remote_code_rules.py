@@ -77,7 +77,7 @@ def test_attention_files_of_two_folders(tmp_path):
     spec = importlib.util.spec_from_file_location("stale", tmp_path / "__init__.py", submodule_search_locations=[str(tmp_path)])
     sys.modules["stale"] = importlib.util.module_from_spec(spec)
     try:
-        with pytest.raises(ImportError, match="another version of attention_neobert.py; start Python anew"):
+        with pytest.raises(ImportError, match="another version of attention_neobert.py from a folder of the same name; start Python anew"):
             importlib.import_module("stale.modeling_neobert")
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "stale"]:
