@@ -1,6 +1,7 @@
 """Fixtures of all tests: no network, one thread, a tiny model, the golden data and the tokenizer."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import neobert
 
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell starts what it runs in the background with Ctrl-C ignored; tests of interruptions need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The checkout is itself the package. pytest imports it again under the folder's name, and the Auto classes would then know that copy.
 sys.modules.setdefault(ROOT.name, neobert)

@@ -92,13 +92,13 @@ def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(model_
     assert (name, pooling, prompt) == ("NeoBERTModel", "mean", "Instruction: Find it. Query: ")
     assert difference < 1e-5, "encode_query does not put the saved instruction before the query"
     assert main([*argv, "--logging_steps", "3", "--save_total_limit", "1"]) == 0, "a finished run is left alone"
-    with pytest.raises(UserError, match=r"other settings \(optim, adam_epsilon differ\)"):
+    with pytest.raises(UserError, match=r"other settings \(optim .*adam_epsilon 1e-08, now 0.1"):
         main([*argv, "--adam_epsilon", "0.1", "--optim", "sgd"])
-    with pytest.raises(UserError, match="learning_rate differ"):
+    with pytest.raises(UserError, match="learning_rate .*, now"):
         main([*argv, "--learning_rate", "1e-3"])
     with open(pairs, "a") as file:
         file.write(json.dumps({"anchor": "one more", "positive": "pair"}) + "\n")
-    with pytest.raises(UserError, match=r"other settings \(files differ\)"):
+    with pytest.raises(UserError, match=r"other settings \(files "):
         main(argv)
 
 

@@ -163,7 +163,6 @@ def test_stopped_while_writing(tmp_path, checkpoint, monkeypatch, without_proof,
         time.sleep(60)
 
     def run():
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background without it
         sys.exit(guarded("x", lambda: convert(checkpoint, output, "--tokenizer", "none")))
 
     write_model_card = command.write_model_card
