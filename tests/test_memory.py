@@ -1,6 +1,7 @@
 """Pins the peak memory that results publish: what is held at the start is not growth, what is freed before the end still counts, and where the
 system tells nothing there is no figure. And that training on the CPU keeps freed memory."""
 
+import ctypes
 import pathlib
 import platform
 import subprocess
@@ -17,6 +18,15 @@ from neobert.common.memory import PeakMemory, mebibytes
 
 MIB = 2**20
 linux = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="resident memory is read from Linux's /proc")
+
+
+@pytest.fixture(autouse=True)
+def _malloc_as_a_process_starts_with_it():
+    """Other tests of the process call `keep_freed_memory`, after which small tensors take new memory beside freed large ones."""
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((-4, 65536), (-3, 2**17), (-1, 2**17)):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            mallopt(parameter, value)
 
 
 @linux
