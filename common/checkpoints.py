@@ -178,10 +178,11 @@ def _remove(checkpoint):
     if begun is not None:
         os.replace(checkpoint / MANIFEST, going)  # first, so that what is half removed is never taken
     if (manifest := _read_manifest(checkpoint, name=_REMOVING)) is not None:
-        for path in (*(Path(os.path.normpath(checkpoint / name)) for name in manifest["files"]), going):
-            if checkpoint in path.parents and os.path.realpath(path.parent).startswith(os.path.realpath(checkpoint)):
+        place = Path(os.path.realpath(checkpoint))
+        for path in (Path(os.path.normpath(place / name)) for name in (*manifest["files"], _REMOVING)):
+            if place in path.parents and Path(os.path.realpath(path.parent)).is_relative_to(place):
                 path.unlink(missing_ok=True)
-                remove_empty(path.parent, checkpoint)
+                remove_empty(path.parent, place)
 
 
 def newest_complete(folder):

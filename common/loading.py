@@ -177,11 +177,18 @@ def name_tokenizer_class(folder):
         del settings["extra_special_tokens"]
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
-        # Version 4 takes the space before a text from here, and where nothing is said changes tokenizer.json's.
-        words = json.loads((path.parent / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"] or {}
-        settings |= {name: words[name] for name in ("add_prefix_space",) if name in words}
+        settings |= prefix_space((path.parent / "tokenizer.json").read_text(encoding="utf-8"))
     if settings != old:
         write_text(path, json_text(settings))
+
+
+def prefix_space(text):
+    """{"add_prefix_space": ...} as the text of a tokenizer.json has it, {} where it says nothing.
+
+    Version 4 takes the space before a text from tokenizer_config.json, and where nothing is said there changes tokenizer.json's.
+    """
+    words = json.loads(text)["pre_tokenizer"] or {}
+    return {name: words[name] for name in ("add_prefix_space",) if name in words}
 
 
 def check_vocabulary(tokenizer, model, name):
@@ -192,15 +199,20 @@ def check_vocabulary(tokenizer, model, name):
 
 
 def position_limit(model):
-    """Longest text in tokens that the model has positions for; RoBERTa and its kin count from the padding's index + 1."""
+    """Longest text in tokens that the model has positions for, None if it has no such limit (T5).
+
+    RoBERTa and its kin count from the padding's index + 1.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not positions:
+        return None
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
-    return model.config.max_position_embeddings - (0 if padding is None else padding + 1)
+    return positions - (0 if padding is None else padding + 1)
 
 
 def text_limit(model, tokenizer):
     """Longest text in tokens that the model takes: of its positions and of its tokenizer, whichever is smaller; None if unbounded."""
-    positions = getattr(model.config, "max_position_embeddings", None) and position_limit(model.base_model)
-    limits = [positions, tokenizer.model_max_length]
+    limits = [position_limit(model.base_model), tokenizer.model_max_length]
     limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None

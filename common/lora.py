@@ -1,7 +1,8 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: what to adapt, how to keep new heads trainable, adapter to plain model."""
 
-from torch import nn
+from dataclasses import dataclass
 
+from .arguments import Arguments, option
 from .errors import UserError, require
 
 
@@ -9,6 +10,23 @@ from .errors import UserError, require
 NEOBERT_TARGETS = ("qkv", "wo", "w12", "w3")
 # Feed-forward of ablation M0 (hidden_act "gelu").
 NEOBERT_GELU_TARGETS = ("qkv", "wo", "ffn.0", "ffn.2")
+
+
+@dataclass(kw_only=True)
+class LoraOptions(Arguments):
+    """Low-rank adapters."""
+
+    lora: bool = option(False, "train low-rank adapters in place of all weights")
+    lora_rank: int = option(16, least=1)
+    lora_alpha: float = option(32.0, above=0)
+    lora_dropout: float = option(0.0, least=0, below=1)
+    lora_targets: str = option("auto", "module names separated by commas, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT")
+
+    def lora_settings(self):
+        """The arguments of `lora_config`, or None without adapters."""
+        if not self.lora:
+            return None
+        return {"rank": self.lora_rank, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": self.lora_targets}
 
 
 def default_targets(config):
@@ -66,6 +84,8 @@ def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type
 
 
 def _check_targets(model, targets):
+    from torch import nn
+
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     known = sorted({name.rpartition(".")[2] for name in layers})
     if not targets:

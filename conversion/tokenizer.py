@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFa
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed, one_line
 from ..common.files import check_file, read_json
+from ..common.loading import prefix_space
 
 
 # What a tokenizer may be made of.
@@ -80,9 +81,7 @@ def _write(tokenizer, target, max_length):
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, (str, AddedToken))}
     own = tokenizer.model_max_length
     settings = {name: tokenizer.init_kwargs[name] for name in _SETTINGS if name in tokenizer.init_kwargs}
-    # Version 4 takes the space before a text from here, and where nothing is said changes tokenizer.json's; as in common/loading.py.
-    words = json.loads(backend.to_str())["pre_tokenizer"] or {}
-    settings |= {name: words[name] for name in ("add_prefix_space",) if name in words}
+    settings |= prefix_space(backend.to_str())
     settings |= special | {
         "tokenizer_class": "BertTokenizer" if is_bert else "PreTrainedTokenizerFast",
         "model_max_length": min(own, max_length) if type(own) is int and own > 0 else max_length,

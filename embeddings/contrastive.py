@@ -209,8 +209,7 @@ def train(arguments, training):
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())
     if arguments.lora:
-        config = lora_config(model[0].auto_model, arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout, arguments.lora_targets)
-        model.add_adapter(config)
+        model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
         heldout = held_out(arguments, data)

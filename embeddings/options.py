@@ -8,6 +8,7 @@ from ..common.arguments import Arguments, Options, option
 from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, DTYPES, POOLINGS
 from ..common.errors import UserError, listed
+from ..common.lora import LoraOptions
 from .instructions import TEMPLATE, check_template, read_instructions
 
 
@@ -119,17 +120,6 @@ class LossOptions(Arguments):
     texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
     mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
     gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
-
-
-@dataclass(kw_only=True)
-class LoraOptions(Arguments):
-    """Low-rank adapters."""
-
-    lora: bool = option(False, "train low-rank adapters; the output has them merged, and alone in adapter/")
-    lora_rank: int = option(16, least=1)
-    lora_alpha: float = option(32.0, above=0)
-    lora_dropout: float = option(0.0, least=0, below=1)
-    lora_targets: str = option("auto", "auto, all-linear, or module names separated by commas")
 
 
 @dataclass(kw_only=True)

@@ -77,8 +77,7 @@ def load_sentence_transformer(
             encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}") from error
-    bounded = getattr(encoder[0].auto_model.config, "max_position_embeddings", None)  # T5 has relative positions
-    limits = [max_length or encoder.max_seq_length, bounded and position_limit(encoder[0].auto_model)]
+    limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
     encoder.max_seq_length = min((limit for limit in limits if limit), default=None)
     return encoder.eval()
 

@@ -332,7 +332,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
 def _with_lora(model, lora, heads):
     from peft import get_peft_model
 
-    config = lora_config(model, lora["rank"], lora["alpha"], lora["dropout"], lora["targets"], "SEQ_CLS", heads)
+    config = lora_config(model, **lora, task_type="SEQ_CLS", modules_to_save=heads)
     return get_peft_model(model, config)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, check_ranges, option, typed
 from ..common.constants import RECIPES
 from ..common.errors import UserError
+from ..common.lora import LoraOptions
 from ..common.trainer_options import number_options
 from .glue_tasks import HUB_DATA, metric_function
 
@@ -70,16 +71,11 @@ class GlueHyperParameters(Arguments):
 
 
 @dataclass(kw_only=True)
-class GlueLora(Arguments):
-    """Low-rank adapters."""
+class GlueLora(LoraOptions):
+    """Low-rank adapters in GLUE."""
 
-    lora: bool = option(False, "adapt with LoRA instead of training all weights")
-    lora_rank: int = option(16, least=1)
-    lora_alpha: float = option(32.0, above=0)
-    lora_dropout: float = option(0.0, least=0, below=1)
-    lora_targets: str = option("auto", "comma-separated, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT")
     lora_learning_rate: float = option(3e-4, above=0)
-    lora_grid_values: dict[str, list] | None = option(None, "the same, for LoRA")
+    lora_grid_values: dict[str, list] | None = option(None, "{hyper-parameter: values} for --grid with --lora")
 
 
 @dataclass(kw_only=True)
@@ -101,11 +97,6 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
         if self.metric != "mean" and self.metric not in task.metrics:
             metric_function(self.metric)  # names those that exist
             raise UserError(f"{task.name} has no metric {self.metric!r}; choose mean, or from {', '.join(task.metrics)}")
-
-    def lora_settings(self):
-        if not self.lora:
-            return None
-        return {"rank": self.lora_rank, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": self.lora_targets}
 
     def combinations(self, task):
         """Hyper-parameters of `task`: one dictionary, or with --grid all of them. What was given by hand counts everywhere."""

@@ -86,7 +86,8 @@ def test_every_file_and_option_in_the_text_exists(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for name in re.findall(r"`((?:examples|recipes|embeddings|finetuning|common|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`", text):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
-    known = options_in(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py")) | TRAINER
+    shared = [ROOT / "common" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
+    known = options_in([*shared, *(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py"))]) | TRAINER
     for name in re.findall(r"`--([a-z_-]+)", text):
         others = (
             "help",
