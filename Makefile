@@ -27,7 +27,6 @@ test-slow: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff format --check --line-length 100 *_neobert.py
 
 # The oldest supported 4.x line, and the loader of 5.0.0, the harshest of the 5.x.
 test-oldest: $(OLDEST)/.ready $(HARSH)/.ready

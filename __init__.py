@@ -1,7 +1,8 @@
-"""NeoBERT (arXiv 2502.19587). With this package imported, transformers' Auto classes know NeoBERT without `trust_remote_code`.
+"""NeoBERT (arXiv 2502.19587). With this package imported, transformers' Auto classes know NeoBERT
+without `trust_remote_code`.
 
-The import itself takes no time: torch and transformers are imported when a class of this package is first used, and the Auto classes
-are told as soon as transformers is imported.
+The import itself takes no time: torch and transformers are imported when a class of this package is
+first used, and the Auto classes are told as soon as transformers is imported.
 """
 
 import importlib
@@ -14,7 +15,8 @@ from .common import __version__
 class _Registration:
     """An import hook that runs common/registration.py after transformers is imported.
 
-    A module that is half imported has no classes to register yet. So the registration waits until none of `WATCHED` is being imported.
+    A module that is half imported has no classes to register yet. So the registration waits until
+    none of `WATCHED` is being imported.
     """
 
     WATCHED = ("transformers", f"{__name__}.configuration_neobert", f"{__name__}.modeling_neobert")

@@ -1,4 +1,5 @@
-"""`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and runs its `main(argv)`."""
+"""`neobert <command>`, the same as `python -m neobert <command>`: finds the command's module and
+runs its `main(argv)`."""
 
 import difflib
 import importlib
@@ -18,8 +19,10 @@ class Command:
     Attributes:
         topic: heading of --help that it is under.
         about: what it does, in a few words.
-        module: whose `main(argv)` runs it. The options module of its room has its --help, and imports neither torch nor transformers.
-        needs: the extra of setup.cfg and the modules that it brings, checked before the command's own imports.
+        module: whose `main(argv)` runs it. The options module of its room has its --help, and
+        imports neither torch nor transformers.
+        needs: the extra of setup.cfg and the modules that it brings, checked before the command's
+        own imports.
     """
 
     topic: str
@@ -29,20 +32,38 @@ class Command:
 
     @property
     def room(self):
-        return "conversion" if self.module == "convert_checkpoint" else self.module.partition(".")[0]
+        return (
+            "conversion" if self.module == "convert_checkpoint" else self.module.partition(".")[0]
+        )
 
 
 _TRAIN = ("train", "accelerate", "datasets")
 _SENTENCES = ("eval", "sentence_transformers>=6", "datasets", "accelerate")
 COMMANDS = {
-    "encode": Command("use a model", "embeddings of a corpus", "embeddings.encode", ("eval", "sentence_transformers", "pyarrow")),
+    "encode": Command(
+        "use a model",
+        "embeddings of a corpus",
+        "embeddings.encode",
+        ("eval", "sentence_transformers", "pyarrow"),
+    ),
     "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
     "glue": Command(
-        "train and measure", "GLUE fine-tuning and its table", "finetuning.glue", ("eval", "accelerate", "datasets", "sklearn", "scipy")
+        "train and measure",
+        "GLUE fine-tuning and its table",
+        "finetuning.glue",
+        ("eval", "accelerate", "datasets", "sklearn", "scipy"),
     ),
-    "contrastive": Command("train and measure", "contrastive fine-tuning to a sentence encoder", "embeddings.contrastive", _SENTENCES),
+    "contrastive": Command(
+        "train and measure",
+        "contrastive fine-tuning to a sentence encoder",
+        "embeddings.contrastive",
+        _SENTENCES,
+    ),
     "distill": Command(
-        "train and measure", "a small sentence encoder that learns another one's vectors", "embeddings.distill", (*_SENTENCES, "scipy")
+        "train and measure",
+        "a small sentence encoder that learns another one's vectors",
+        "embeddings.distill",
+        (*_SENTENCES, "scipy"),
     ),
     "retrieval": Command(
         "train and measure",
@@ -51,17 +72,32 @@ COMMANDS = {
         ("eval", "sentence_transformers>=6", "datasets"),
     ),
     "mteb": Command(
-        "train and measure", "MTEB evaluation and its table", "embeddings.mteb_evaluation", ("eval", "sentence_transformers", "mteb")
+        "train and measure",
+        "MTEB evaluation and its table",
+        "embeddings.mteb_evaluation",
+        ("eval", "sentence_transformers", "mteb"),
     ),
-    "convert": Command("pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"),
-    "pretrain": Command("pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN),
+    "convert": Command(
+        "pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"
+    ),
+    "pretrain": Command(
+        "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN
+    ),
     "ablations": Command(
-        "pre-training", "the paper's ladder M0 to M9 at a reduced size", "pretraining.ablations", (*_TRAIN, "sklearn", "matplotlib")
+        "pre-training",
+        "the paper's ladder M0 to M9 at a reduced size",
+        "pretraining.ablations",
+        (*_TRAIN, "sklearn", "matplotlib"),
     ),
     "pseudo-perplexity": Command(
-        "pre-training", "pseudo-perplexity against text length", "pretraining.pseudo_perplexity", ("eval", "accelerate", "matplotlib")
+        "pre-training",
+        "pseudo-perplexity against text length",
+        "pretraining.pseudo_perplexity",
+        ("eval", "accelerate", "matplotlib"),
     ),
-    "throughput": Command("benchmarks", "tokens a second against other encoders", "benchmarks.throughput"),
+    "throughput": Command(
+        "benchmarks", "tokens a second against other encoders", "benchmarks.throughput"
+    ),
     "report": Command("benchmarks", "one page from results/", "benchmarks.report"),
 }
 
@@ -69,22 +105,36 @@ COMMANDS = {
 def usage():
     """The text of `neobert --help`."""
     width = max(map(len, COMMANDS))
-    lines = ["usage: neobert <command> [arguments]", "       neobert <command> --help", "       neobert --version"]
+    lines = [
+        "usage: neobert <command> [arguments]",
+        "       neobert <command> --help",
+        "       neobert --version",
+    ]
     for topic, entries in itertools.groupby(COMMANDS.items(), lambda item: item[1].topic):
-        lines += ["", f"{topic}:", *(f"  {name:<{width}}  {command.about}" for name, command in entries)]
-    lines += ["", "example:", "  neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder"]
+        lines += [
+            "",
+            f"{topic}:",
+            *(f"  {name:<{width}}  {command.about}" for name, command in entries),
+        ]
+    lines += [
+        "",
+        "example:",
+        "  neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
+    ]
     return "\n".join(lines)
 
 
 def _leave_process_group():
-    """Processes of torchrun leave their group before the interpreter ends, which threads of the group could abort."""
+    """Processes of torchrun leave their group before the interpreter ends, which threads of the
+    group could abort."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def main(argv=None):
-    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr, 130 after an interrupt, 143 after SIGTERM."""
+    """Runs one command; returns its exit code: 0, 2 for anything that is one sentence on stderr,
+    130 after an interrupt, 143 after SIGTERM."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(usage(), file=sys.stderr)
@@ -106,7 +156,11 @@ def _run(name, arguments):
     """Runs a command, or prints its help, for which none of what it needs is imported."""
     command = COMMANDS[name]
     if {"-h", "--help"} & set(arguments):
-        print(importlib.import_module(f".{command.room}.options", __package__).OPTIONS[name].help(arguments))
+        print(
+            importlib.import_module(f".{command.room}.options", __package__)
+            .OPTIONS[name]
+            .help(arguments)
+        )
         return 0
     if "--version" in arguments:
         print(f"neobert {__version__}")

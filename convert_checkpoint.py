@@ -1,5 +1,7 @@
-"""Turns a raw training checkpoint into a folder for the Hugging Face Hub: `neobert convert CHECKPOINT OUTPUT`, or from a bare checkout
-`python convert_checkpoint.py CHECKPOINT OUTPUT`. The work is in conversion/, the options in conversion/options.py.
+"""Turns a raw training checkpoint into a folder for the Hugging Face Hub: `neobert convert
+CHECKPOINT OUTPUT`, or from a bare checkout
+`python convert_checkpoint.py CHECKPOINT OUTPUT`. The work is in conversion/, the options in
+conversion/options.py.
 """
 
 import importlib
@@ -18,12 +20,17 @@ def main(argv=None):
 def _run_script():
     """Runs this file by its path: its folder is the package `neobert`."""
     here = Path(__file__).resolve().parent
-    spec = importlib.util.spec_from_file_location("neobert", here / "__init__.py", submodule_search_locations=[str(here)])
+    spec = importlib.util.spec_from_file_location(
+        "neobert", here / "__init__.py", submodule_search_locations=[str(here)]
+    )
     package = sys.modules["neobert"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     from neobert.common.commands import guarded
 
-    return guarded("convert_checkpoint.py", lambda: importlib.import_module("neobert.convert_checkpoint").main())
+    return guarded(
+        "convert_checkpoint.py",
+        lambda: importlib.import_module("neobert.convert_checkpoint").main(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""`neobert encode` against what it replaces, on English texts of mixed length: speed, vectors, and memory against the size of the corpus.
+"""`neobert encode` against what it replaces, on English texts of mixed length: speed, vectors, and
+memory against the size of the corpus.
 
-    python -m neobert.benchmarks.encode                      # NeoBERT base, ModernBERT base, BERT of NeoBERT's size, float32 and bfloat16
-    python -m neobert.benchmarks.encode --layers 6 --texts 64
+    python -m neobert.benchmarks.encode                      # NeoBERT base, ModernBERT base, BERT
+    of NeoBERT's size, float32 and bfloat16 python -m neobert.benchmarks.encode --layers 6 --texts
+    64
 
-Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors; all else is SentenceTransformer.encode, which
-sorts its texts by length, pads them, and has them in memory. Each of its rows has the fastest of --batch-sizes. All models see the same tokens.
+Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors;
+all else is SentenceTransformer.encode, which sorts its texts by length, pads them, and has them in
+memory. Each of its rows has the fastest of --batch-sizes. All models see the same tokens.
 """
 
 import json
@@ -46,25 +49,36 @@ class EncodeBenchmark(Arguments):
     """Options of `python -m neobert.benchmarks.encode`."""
 
     output: str = option("results/encode/encode", "path of the result without its ending")
-    dtypes: list[str] = option(default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16"))
+    dtypes: list[str] = option(
+        default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16")
+    )
     layers: int = option(28, "of NeoBERT and BERT, 768 wide; ModernBERT base has 22", least=1)
     texts: int = option(96, least=8)
     median_words: int = option(60, least=1)
     most_words: int = option(400, "BERT ends at 512 tokens", least=3)
     repeats: int = option(5, "each way takes its turn in every one", least=1)
-    batch_sizes: list[int] = option(default_factory=lambda: [16, 32], help="of SentenceTransformer.encode", least=1)
-    memory_factors: list[int] = option(default_factory=lambda: [1, 4, 16, 48], help="corpora of this many times 1,000 texts", least=1)
+    batch_sizes: list[int] = option(
+        default_factory=lambda: [16, 32], help="of SentenceTransformer.encode", least=1
+    )
+    memory_factors: list[int] = option(
+        default_factory=lambda: [1, 4, 16, 48],
+        help="corpora of this many times 1,000 texts",
+        least=1,
+    )
     device: str | None = option(None, "cpu, cuda")
     threads: int | None = option(None, "of the CPU", least=1)
 
 
 def mixed_texts(count, median_words, most_words, seed=0):
-    """English of log-normal length (sigma 1, as web pages have): WordNet entries joined until the drawn number of words is reached."""
+    """English of log-normal length (sigma 1, as web pages have): WordNet entries joined until the
+    drawn number of words is reached."""
     generator = np.random.default_rng(seed)
     entries = [row["text"].split() for row in wordnet_entries()]
     generator.shuffle(entries)
     words = iter(word for entry in entries * 4 for word in entry)
-    lengths = np.clip(generator.lognormal(np.log(median_words), 1.0, count), 3, most_words).astype(int)
+    lengths = np.clip(generator.lognormal(np.log(median_words), 1.0, count), 3, most_words).astype(
+        int
+    )
     return [" ".join(next(words) for _ in range(length)) for length in lengths]
 
 
@@ -74,10 +88,16 @@ def write_jsonl(path, texts):
 
 
 def random_models(folder, layers, hidden=768):
-    """{name: folder} of NeoBERT, ModernBERT base and BERT with random weights and the bundled tokenizer."""
+    """{name: folder} of NeoBERT, ModernBERT base and BERT with random weights and the bundled
+    tokenizer."""
     torch.manual_seed(0)
     heads = hidden // 64
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": 4 * hidden}
+    shape = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
     models = {
         "neobert": NeoBERTModel(NeoBERTConfig(**shape, max_position_embeddings=1024)),
         MODERN: ModernBertModel(ModernBertConfig(pad_token_id=0, reference_compile=False)),
@@ -90,7 +110,8 @@ def random_models(folder, layers, hidden=768):
 
 
 def measure_speed(given, models, texts, dtype, folder):
-    """Figures of every way in one precision: tokens a second, the ratio to `neobert encode`, agreement of the vectors.
+    """Figures of every way in one precision: tokens a second, the ratio to `neobert encode`,
+    agreement of the vectors.
 
     Args:
         given: `EncodeBenchmark`.
@@ -101,7 +122,12 @@ def measure_speed(given, models, texts, dtype, folder):
     source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.safetensors"
     write_jsonl(source, texts)
     arguments = EncodeArguments(
-        source=str(source), output=str(output), model=models["neobert"], dtype=dtype, device=str(device), max_length=512
+        source=str(source),
+        output=str(output),
+        model=models["neobert"],
+        dtype=dtype,
+        device=str(device),
+        max_length=512,
     )
 
     def ours():
@@ -116,20 +142,33 @@ def measure_speed(given, models, texts, dtype, folder):
             encoder.sentence_transformer[0].auto_model.config.unpad_inputs = True
 
     def other(name):
-        model = load_sentence_transformer(models[name], device, getattr(torch, dtype), max_length=512)
+        model = load_sentence_transformer(
+            models[name], device, getattr(torch, dtype), max_length=512
+        )
         return lambda size: model.encode(texts, batch_size=size)
 
-    ways = {UNPADDED: lambda size: encoder.sentence_transformer.encode(texts, batch_size=size), PADDED: padded}
+    ways = {
+        UNPADDED: lambda size: encoder.sentence_transformer.encode(texts, batch_size=size),
+        PADDED: padded,
+    }
     ways |= {name: other(name) for name in (MODERN, BERT)}
     ours()
     vectors, difference = load_file(output)["embeddings"], {}
     for name in (UNPADDED, PADDED):  # also the warm-up
         found = np.asarray(ways[name](given.batch_sizes[0]), dtype=np.float32)
         difference[name] = float(np.abs(vectors - found).max() / np.abs(found).max())
-    sizes = {(name, size): (lambda way=way, size=size: way(size)) for name, way in ways.items() for size in given.batch_sizes}
+    sizes = {
+        (name, size): (lambda way=way, size=size: way(size))
+        for name, way in ways.items()
+        for size in given.batch_sizes
+    }
     tried, _ = in_turns(sizes, 1, device)
-    best = {name: min(given.batch_sizes, key=lambda size: tried[name, size].seconds[0]) for name in ways}
-    calls = {OURS: ours} | {name: (lambda way=way, size=best[name]: way(size)) for name, way in ways.items()}
+    best = {
+        name: min(given.batch_sizes, key=lambda size: tried[name, size].seconds[0]) for name in ways
+    }
+    calls = {OURS: ours} | {
+        name: (lambda way=way, size=best[name]: way(size)) for name, way in ways.items()
+    }
     timings, _ = in_turns(calls, given.repeats, device)
     lengths = [len(ids) for ids in encoder.tokenize(texts)]
     tokens = sum(lengths)
@@ -138,21 +177,34 @@ def measure_speed(given, models, texts, dtype, folder):
         "tokens": tokens,
         "tokens_per_text": {"median": float(np.median(lengths)), "longest": max(lengths)},
         "batch_size": best,
-        "tokens_per_second": {name: timing.per_second(tokens) | {"runs": timing.seconds} for name, timing in timings.items()},
-        "times_as_fast": {name: ratio(timing.seconds, timings[OURS].seconds) for name, timing in timings.items()},
+        "tokens_per_second": {
+            name: timing.per_second(tokens) | {"runs": timing.seconds}
+            for name, timing in timings.items()
+        },
+        "times_as_fast": {
+            name: ratio(timing.seconds, timings[OURS].seconds) for name, timing in timings.items()
+        },
         "difference_of_vectors": difference,
         "parameters": sum(p.numel() for p in encoder.sentence_transformer.parameters()),
     }
 
 
 def memory_growth(way, model, path):
-    """Run in a process of its own: by how many MiB the peak of the work is above the memory after loading and a warm-up."""
+    """Run in a process of its own: by how many MiB the peak of the work is above the memory after
+    loading and a warm-up."""
     encoder = PackedEncoder(model, dtype="float32", device="cpu")
 
     def run(path, folder):
         if way == OURS:
             output = str(Path(folder) / "out")
-            arguments = EncodeArguments(source=str(path), output=output, model=model, shard_rows=512, device="cpu", dtype="float32")
+            arguments = EncodeArguments(
+                source=str(path),
+                output=output,
+                model=model,
+                shard_rows=512,
+                device="cpu",
+                dtype="float32",
+            )
             encode(arguments, progress_bar=False, encoder=encoder)
         else:
             with open(path, encoding="utf-8") as lines:
@@ -168,7 +220,12 @@ def memory_growth(way, model, path):
 
 def measure_memory(factors, folder):
     """{way: [[rows, MiB beyond the loaded model], ...]} of a small model."""
-    shape = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 1024}
+    shape = {
+        "hidden_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    }
     NeoBERTModel(NeoBERTConfig(**shape)).save_pretrained(Path(folder) / "small")
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(Path(folder) / "small")
     growth = {OURS: [], "SentenceTransformer.encode": []}
@@ -177,7 +234,12 @@ def measure_memory(factors, folder):
         path = Path(folder) / f"corpus-{factor}.jsonl"
         write_jsonl(path, (f"{i} {text}" for i in range(factor) for text in texts))
         for way, points in growth.items():
-            points.append([factor * len(texts), in_a_process(memory_growth, way, str(Path(folder) / "small"), path)])
+            points.append(
+                [
+                    factor * len(texts),
+                    in_a_process(memory_growth, way, str(Path(folder) / "small"), path),
+                ]
+            )
     return growth
 
 
@@ -186,11 +248,17 @@ def page(given, speed, memory):
     first = next(iter(speed.values()))
     lengths = first["tokens_per_text"]
     lines = [
-        f"Real tokens a second (padding does not count) on {first['texts']:,} English texts of {first['tokens']:,} tokens (median "
-        f"{lengths['median']:.0f}, longest {lengths['longest']}); NeoBERT and BERT of {given.layers} layers x 768 "
-        f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {given.repeats} runs of each way in turns. The ratio is the median over "
-        "repeats, with its quartiles; above 1 `neobert encode` is faster. All but the first row are SentenceTransformer.encode, with its texts in "
-        "memory, at the fastest of the batch sizes " + ", ".join(map(str, given.batch_sizes)) + ".\n"
+        f"Real tokens a second (padding does not count) on {first['texts']:,} English texts of "
+        f"{first['tokens']:,} tokens (median "
+        f"{lengths['median']:.0f}, longest {lengths['longest']}); NeoBERT and BERT of "
+        f"{given.layers} layers x 768 "
+        f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {given.repeats} runs of "
+        "each way in turns. The ratio is the median over "
+        "repeats, with its quartiles; above 1 `neobert encode` is faster. All but the first row "
+        "are SentenceTransformer.encode, with its texts in "
+        "memory, at the fastest of the batch sizes "
+        + ", ".join(map(str, given.batch_sizes))
+        + ".\n"
     ]
     for dtype, found in speed.items():
         rows = []
@@ -202,14 +270,25 @@ def page(given, speed, memory):
         worst = max(found["difference_of_vectors"].values())
         lines += [
             f"## {dtype}\n",
-            markdown_table(["way", "batch size", "tokens/s, median", "quartiles", "neobert encode is times as fast"], rows),
-            f"Largest difference of the vectors of the three NeoBERT rows: {worst:.1e} of the largest value.\n",
+            markdown_table(
+                [
+                    "way",
+                    "batch size",
+                    "tokens/s, median",
+                    "quartiles",
+                    "neobert encode is times as fast",
+                ],
+                rows,
+            ),
+            f"Largest difference of the vectors of the three NeoBERT rows: {worst:.1e} of the "
+            "largest value.\n",
         ]
     sizes = [points[0] for points in next(iter(memory.values()))]
     rows = [[name, *(f"{size:,.0f}" for _, size in points)] for name, points in memory.items()]
     lines += [
         "## Memory\n",
-        "Peak beyond the loaded model and the libraries, MiB (NeoBERT of 1 layer x 256, float32, texts of 20 words in the median and at most 200, "
+        "Peak beyond the loaded model and the libraries, MiB (NeoBERT of 1 layer x 256, float32, "
+        "texts of 20 words in the median and at most 200, "
         "parts of 512 rows).\n",
         markdown_table(["way", *(f"{size:,} texts" for size in sizes)], rows),
     ]
@@ -220,10 +299,15 @@ def plot(result, path):
     """Ratios of every way and precision, and memory against the size of the corpus."""
     speed, memory = result["speed"], result["memory"]
     figure, (left, right) = figures.subplots(columns=2, size=(11, 4), width_ratios=(1.5, 1))
-    labels = [f"{name}, {dtype}" for dtype, found in speed.items() for name in found["tokens_per_second"]]
+    labels = [
+        f"{name}, {dtype}" for dtype, found in speed.items() for name in found["tokens_per_second"]
+    ]
     rates = [rate for found in speed.values() for rate in found["tokens_per_second"].values()]
     colours = [figures.OWN if OURS in label else figures.GREY for label in labels]
-    medians, spreads = [rate["median"] for rate in rates], [tuple(rate["quartiles"]) for rate in rates]
+    medians, spreads = (
+        [rate["median"] for rate in rates],
+        [tuple(rate["quartiles"]) for rate in rates],
+    )
     figures.bars(left, labels, medians, spreads, digits=0, colours=colours, horizontal=True)
     left.set_xlabel("real tokens a second, median and quartiles")
     for number, (name, points) in enumerate(memory.items()):
@@ -237,15 +321,21 @@ def plot(result, path):
 
 def main(argv=None):
     """Measures, writes OUTPUT.json, .md and .png; returns the exit code."""
-    (given,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(sys.argv[1:] if argv is None else argv)
+    (given,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(
+        sys.argv[1:] if argv is None else argv
+    )
     if given.threads:
         torch.set_num_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
         models = random_models(folder, given.layers)
         texts = mixed_texts(given.texts, given.median_words, given.most_words)
-        speed = {dtype: measure_speed(given, models, texts, dtype, folder) for dtype in given.dtypes}
+        speed = {
+            dtype: measure_speed(given, models, texts, dtype, folder) for dtype in given.dtypes
+        }
         memory = measure_memory(given.memory_factors, folder)
-    made = environment(device=str(choose_device(given.device)), dtype=given.dtypes, attention="sdpa")
+    made = environment(
+        device=str(choose_device(given.device)), dtype=given.dtypes, attention="sdpa"
+    )
     data = {"speed": speed, "memory": memory}
     print(write_result(given.output, "Encoding a corpus", made, data, page(given, speed, memory)))
     plot({"environment": made, **data}, f"{given.output}.png")

@@ -1,7 +1,8 @@
-"""The engines that `precisions` compares: each opens a model in one precision and gives mean-pooled vectors of tokenised texts.
+"""The engines that `precisions` compares: each opens a model in one precision and gives mean-pooled
+vectors of tokenised texts.
 
-Every engine runs at the best setting that its documentation names for throughput; `Engine.how` says which. Nothing here is imported by an
-engine that does not need it.
+Every engine runs at the best setting that its documentation names for throughput; `Engine.how` says
+which. Nothing here is imported by an engine that does not need it.
 """
 
 import json
@@ -25,7 +26,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Files:
-    """Where the models are: a folder with `model/` (a Hub folder of NeoBERT in float32), the peers, and what was exported from `model/`."""
+    """Where the models are: a folder with `model/` (a Hub folder of NeoBERT in float32), the peers,
+    and what was exported from `model/`."""
 
     folder: Path
 
@@ -52,9 +54,10 @@ class Engine:
     Attributes:
         name, precision: of the row.
         how: the setting, in words.
-        open: function of (files, threads) -> session: a function of a list of lists of token ids, special tokens included, that returns float
-            vectors (texts, D). A session with an attribute `batch` takes that many texts at once; its best value is found by trying. Torch's own
-            threads are set by the caller.
+        open: function of (files, threads) -> session: a function of a list of lists of token ids,
+        special tokens included, that returns float
+            vectors (texts, D). A session with an attribute `batch` takes that many texts at once;
+            its best value is found by trying. Torch's own threads are set by the caller.
         size: function of files -> bytes of the model on disk.
         same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
     """
@@ -72,7 +75,8 @@ class Engine:
         return {"fp32": "fp32", "int8": "int8", "q8_0": "int8"}.get(self.precision, "16 bit")
 
 
-# --------------------------------------------------------------------------------------------------------------------- torch
+# ------------------------------------------------------------------------------------------------
+# torch
 
 
 class Packed:
@@ -84,7 +88,9 @@ class Packed:
     def __call__(self, texts):
         packed = pack(texts)
         with torch.inference_mode():
-            return mean_of_sequences(self.model(**packed)[0].float(), packed["cu_seq_lens_q"]).numpy()
+            return mean_of_sequences(
+                self.model(**packed)[0].float(), packed["cu_seq_lens_q"]
+            ).numpy()
 
 
 def torch_engine(precision, compiled=False):
@@ -92,7 +98,12 @@ def torch_engine(precision, compiled=False):
     dtype = DTYPES[precision]
     how = f"`from_pretrained(..., dtype={dtype})`, texts packed"
     return _packed_engine(
-        "torch", precision, how, lambda files: _neobert(files, dtype), compiled, lambda f: _weights(f.model) * dtype.itemsize // 4
+        "torch",
+        precision,
+        how,
+        lambda files: _neobert(files, dtype),
+        compiled,
+        lambda f: _weights(f.model) * dtype.itemsize // 4,
     )
 
 
@@ -100,12 +111,20 @@ def torch_int8_engine(name, how, quantise, compiled=False):
     """NeoBERT packed, its linear layers quantised by `quantise(model)`, which returns the model."""
 
     def size(files):
-        # One byte a weight of a linear layer, four of everything else; scales are a thousandth of that.
+        # One byte a weight of a linear layer, four of everything else; scales are a thousandth of
+        # that.
         model = _neobert(files, torch.float32)
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
 
-    return _packed_engine(name, "int8", f"{how}, texts packed", lambda files: quantise(_neobert(files, torch.float32)), compiled, size)
+    return _packed_engine(
+        name,
+        "int8",
+        f"{how}, texts packed",
+        lambda files: quantise(_neobert(files, torch.float32)),
+        compiled,
+        size,
+    )
 
 
 def _packed_engine(name, precision, how, load, compiled, size):
@@ -113,14 +132,20 @@ def _packed_engine(name, precision, how, load, compiled, size):
     if not compiled:
         return Engine(name, precision, how, lambda files, threads: Packed(load(files)), size)
     return Engine(
-        f"{name}, compiled", precision, f"{how}, blocks compiled", lambda files, threads: Packed(compile_blocks(load(files))), size
+        f"{name}, compiled",
+        precision,
+        f"{how}, blocks compiled",
+        lambda files, threads: Packed(compile_blocks(load(files))),
+        size,
     )
 
 
 def _neobert(files, dtype):
     from ..modeling_neobert import NeoBERTModel
 
-    model = NeoBERTModel.from_pretrained(files.model, dtype=dtype, attn_implementation="sdpa").eval()
+    model = NeoBERTModel.from_pretrained(
+        files.model, dtype=dtype, attn_implementation="sdpa"
+    ).eval()
     model.config.return_dict = False
     return model
 
@@ -141,14 +166,16 @@ def _weights(folder):
     return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
 
 
-# ------------------------------------------------------------------------------------------------------------ padded engines
+# ------------------------------------------------------------------------------------------------
+# padded engines
 
 
 class Padded:
     """Texts sorted by length in padded batches of `batch`.
 
     Args:
-        forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last hidden states, (B, L, D) each.
+        forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last
+        hidden states, (B, L, D) each.
     """
 
     batch = 8
@@ -184,23 +211,49 @@ def onnx_engine(precision, names):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        session = onnxruntime.InferenceSession(str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"]
+        )
         names_of_outputs = [output.name for output in session.get_outputs()]
-        output = next((name for name in names_of_outputs if name in ("last_hidden_state", "token_embeddings")), names_of_outputs[0])
+        output = next(
+            (
+                name
+                for name in names_of_outputs
+                if name in ("last_hidden_state", "token_embeddings")
+            ),
+            names_of_outputs[0],
+        )
 
         def forward(batches):
-            return [session.run([output], {"input_ids": ids, "attention_mask": mask})[0] for ids, mask in batches]
+            return [
+                session.run([output], {"input_ids": ids, "attention_mask": mask})[0]
+                for ids, mask in batches
+            ]
 
         return Padded(forward)
 
     how = "all graph optimisations, intra_op_num_threads, sorted batches of the best size"
-    return Engine("ONNX Runtime", precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+    return Engine(
+        "ONNX Runtime",
+        precision,
+        how,
+        open_session,
+        lambda files: _graph_size(files.find(names, made_by)),
+    )
 
 
 def _graph_size(path):
     """Bytes of a graph file and of the weights beside it that carry its name."""
-    beside = (other for other in path.parent.iterdir() if other.name.startswith(path.stem + ".") and other.suffix != ".py")
-    return sum(other.stat().st_size for other in beside if other.suffix in (path.suffix, ".bin", ".data") or other.name.endswith("_data"))
+    beside = (
+        other
+        for other in path.parent.iterdir()
+        if other.name.startswith(path.stem + ".") and other.suffix != ".py"
+    )
+    return sum(
+        other.stat().st_size
+        for other in beside
+        if other.suffix in (path.suffix, ".bin", ".data") or other.name.endswith("_data")
+    )
 
 
 def openvino_engine(precision, hint, names):
@@ -211,10 +264,19 @@ def openvino_engine(precision, hint, names):
         import openvino
 
         core = openvino.Core()
-        properties = {"PERFORMANCE_HINT": "THROUGHPUT", "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": hint}
-        model = core.compile_model(core.read_model(str(files.find(names, made_by))), "CPU", properties)
+        properties = {
+            "PERFORMANCE_HINT": "THROUGHPUT",
+            "INFERENCE_NUM_THREADS": threads,
+            "INFERENCE_PRECISION_HINT": hint,
+        }
+        model = core.compile_model(
+            core.read_model(str(files.find(names, made_by))), "CPU", properties
+        )
 
-        requests = [model.create_infer_request() for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))]
+        requests = [
+            model.create_infer_request()
+            for _ in range(model.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
+        ]
 
         def forward(batches):
             found, running = [None] * len(batches), {}
@@ -234,11 +296,21 @@ def openvino_engine(precision, hint, names):
 
         return Padded(forward)
 
-    how = f"throughput hint, {hint} inference precision, asynchronous requests, sorted batches of the best size"
-    return Engine("OpenVINO", precision, how, open_session, lambda files: _graph_size(files.find(names, made_by)))
+    how = (
+        f"throughput hint, {hint} inference precision, asynchronous requests, sorted batches "
+        "of the best size"
+    )
+    return Engine(
+        "OpenVINO",
+        precision,
+        how,
+        open_session,
+        lambda files: _graph_size(files.find(names, made_by)),
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- llama.cpp
+# ------------------------------------------------------------------------------------------------
+# llama.cpp
 
 
 class Llama:
@@ -259,7 +331,10 @@ class Llama:
         script = Path(__file__).with_name("llama.mjs")
         more = [] if pooling is None else [str(int(pooling))]
         self.process = subprocess.Popen(
-            ["node", str(script), str(modules), str(model), str(threads), *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            ["node", str(script), str(modules), str(model), str(threads), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._read()
 
@@ -288,14 +363,24 @@ def llama_engine(precision, names):
     def open_session(files, threads):
         if shutil.which("node") is None:
             raise UserError("node is not installed; llama.cpp runs in it")
-        modules = files.find(["node/node_modules"], "in FILES/node: npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64")
+        modules = files.find(
+            ["node/node_modules"],
+            "in FILES/node: npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64",
+        )
         return Llama(modules, files.find(names, made_by), threads)
 
     how = "node-llama-cpp, prebuilt for this CPU; its embedding context takes one text at a time"
-    return Engine("llama.cpp", precision, how, open_session, lambda files: files.find(names, made_by).stat().st_size)
+    return Engine(
+        "llama.cpp",
+        precision,
+        how,
+        open_session,
+        lambda files: files.find(names, made_by).stat().st_size,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- sentence-transformers
+# ------------------------------------------------------------------------------------------------
+# sentence-transformers
 
 
 class SentenceTransformers:
@@ -323,13 +408,18 @@ def sentence_transformers_engine(name, folder, precision):
         require("eval", "sentence_transformers")
         return SentenceTransformers(files.find([folder], made_by), precision)
 
-    how = "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights of the same depth"
+    how = (
+        "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights "
+        "of the same depth"
+    )
     share = 1 if precision == "fp32" else 2
 
     def size(files):
         return _weights(files.folder / folder) // share
 
-    return Engine(f"sentence-transformers, {name}", precision, how, open_session, size, same_weights=False)
+    return Engine(
+        f"sentence-transformers, {name}", precision, how, open_session, size, same_weights=False
+    )
 
 
 ENGINES = {
@@ -338,15 +428,23 @@ ENGINES = {
     "torch-fp16": torch_engine("fp16"),
     "torch-bf16-compiled": torch_engine("bf16", compiled=True),
     "torch-fp16-compiled": torch_engine("fp16", compiled=True),
-    "torch-ao-int8": torch_int8_engine("torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers", _dynamic),
-    "torchao-int8": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao),
-    "torchao-int8-compiled": torch_int8_engine("torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao, compiled=True),
+    "torch-ao-int8": torch_int8_engine(
+        "torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers", _dynamic
+    ),
+    "torchao-int8": torch_int8_engine(
+        "torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao
+    ),
+    "torchao-int8-compiled": torch_int8_engine(
+        "torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao, compiled=True
+    ),
     "onnx-fp32": onnx_engine("fp32", ["export/onnx/model.onnx"]),
     "onnx-int8": onnx_engine("int8", ["export/onnx/model_quantized.onnx"]),
     "openvino-fp32": openvino_engine("fp32", "f32", ["export/openvino/openvino_model.xml"]),
     "openvino-bf16": openvino_engine("bf16", "bf16", ["export/openvino/openvino_model.xml"]),
     "openvino-fp16": openvino_engine("fp16", "f16", ["export/openvino/openvino_model.xml"]),
-    "openvino-int8": openvino_engine("int8", "f32", ["export/openvino/openvino_model_qint8_quantized.xml"]),
+    "openvino-int8": openvino_engine(
+        "int8", "f32", ["export/openvino/openvino_model_qint8_quantized.xml"]
+    ),
     "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
     "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),
     "st-bert-fp32": sentence_transformers_engine("BERT base", "bert", "fp32"),

@@ -1,7 +1,9 @@
-"""`make gpu`: all that is to be measured on a GPU, step by step, in under 9 minutes on an H100. See benchmarks/gpu.sh for how to call it.
+"""`make gpu`: all that is to be measured on a GPU, step by step, in under 9 minutes on an H100. See
+benchmarks/gpu.sh for how to call it.
 
-Each step runs in a process of its own with a time limit, so that neither a failure nor a broken CUDA context ends the rest. What a step has
-measured is written at once to gpu.json and gpu.md in the output folder. Called again, finished steps are left out, and the others go on.
+Each step runs in a process of its own with a time limit, so that neither a failure nor a broken
+CUDA context ends the rest. What a step has measured is written at once to gpu.json and gpu.md in
+the output folder. Called again, finished steps are left out, and the others go on.
 """
 
 import json
@@ -31,11 +33,18 @@ class GpuArguments(Arguments):
     """Options of `python -m neobert.benchmarks.gpu`."""
 
     output: str = option("results/gpu", "folder for gpu.json, gpu.md and the tests' log")
-    steps: list[str] = option(help="in this order", default_factory=lambda: list(STEPS), choices=tuple(STEPS))
-    seconds: float | None = option(
-        None, "for all steps together, by default 520, in a rehearsal 3,600; the next call does what is left", above=0
+    steps: list[str] = option(
+        help="in this order", default_factory=lambda: list(STEPS), choices=tuple(STEPS)
     )
-    rehearse: bool = option(False, "on the CPU, with a tiny configuration and stand-ins for what only CUDA has")
+    seconds: float | None = option(
+        None,
+        "for all steps together, by default 520, in a rehearsal 3,600; the next call does what is "
+        "left",
+        above=0,
+    )
+    rehearse: bool = option(
+        False, "on the CPU, with a tiny configuration and stand-ins for what only CUDA has"
+    )
 
 
 class Record:
@@ -52,9 +61,15 @@ class Record:
         if file.is_file():
             try:
                 data = json.loads(file.read_text(encoding="utf-8"))
-                self.steps, before, self.environment = data["steps"], data["rehearsal"], data["environment"]
+                self.steps, before, self.environment = (
+                    data["steps"],
+                    data["rehearsal"],
+                    data["environment"],
+                )
             except (ValueError, KeyError, TypeError):
-                raise UserError(f"{file} is not a result of this command; give another --output") from None
+                raise UserError(
+                    f"{file} is not a result of this command; give another --output"
+                ) from None
             if before != rehearsal:
                 was = "a rehearsal" if before else "measured on a GPU"
                 raise UserError(f"{file} is {was}; give another --output, or remove it")
@@ -73,12 +88,22 @@ class Record:
     def page(self):
         """The tables of all steps, the targets first."""
         states = [
-            [name, self.steps[name]["state"], f"{self.steps[name].get('seconds', 0):.0f}", self.steps[name].get("error", "")]
+            [
+                name,
+                self.steps[name]["state"],
+                f"{self.steps[name].get('seconds', 0):.0f}",
+                self.steps[name].get("error", ""),
+            ]
             for name in STEPS
             if name in self.steps
         ]
         nothing = "The figures of a rehearsal mean nothing.\n\n" if self.rehearsal else ""
-        parts = ["## Targets", nothing + targets(self.steps), "## Steps", markdown_table(["step", "state", "seconds", "error"], states)]
+        parts = [
+            "## Targets",
+            nothing + targets(self.steps),
+            "## Steps",
+            markdown_table(["step", "state", "seconds", "error"], states),
+        ]
         for name, step in STEPS.items():
             if self.found(name):
                 parts += [f"## {step.title}", step.page(self.found(name))]
@@ -93,10 +118,20 @@ def run_step(name, folder, rehearse):
     with pretended_gpu() if rehearse else nullcontext():
         record.environment = environment(cuda=torch.version.cuda, dtype="bfloat16", device="cuda")
         try:
-            STEPS[name].run(record.found(name), lambda found: record.update(name, found=found), Path(folder), rehearse)
+            STEPS[name].run(
+                record.found(name),
+                lambda found: record.update(name, found=found),
+                Path(folder),
+                rehearse,
+            )
         except Exception as error:
             where = traceback.format_exc()[-4000:]
-            record.update(name, state="failed", error=f"{type(error).__name__}: {one_line(error, 300)}", traceback=where)
+            record.update(
+                name,
+                state="failed",
+                error=f"{type(error).__name__}: {one_line(error, 300)}",
+                traceback=where,
+            )
             sys.exit(1)
         record.update(name, state="done", error="", traceback="")
 
@@ -107,7 +142,9 @@ def run_guarded(name, folder, rehearse, limit):
     Returns:
         whether it is done.
     """
-    process = multiprocessing.get_context("spawn").Process(target=run_step, args=(name, str(folder), rehearse))
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_step, args=(name, str(folder), rehearse)
+    )
     start = time.perf_counter()
     process.start()
     try:
@@ -136,10 +173,16 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     (given,) = Options("python -m neobert.benchmarks.gpu", __doc__, (GpuArguments,)).read(argv)
     if not given.rehearse and not torch.cuda.is_available():
-        raise UserError("torch sees no GPU here; --rehearse runs the same on the CPU, with stand-ins")
+        raise UserError(
+            "torch sees no GPU here; --rehearse runs the same on the CPU, with stand-ins"
+        )
     check_folder(given.output, "output")
     Path(given.output).mkdir(parents=True, exist_ok=True)
-    done = {name for name, step in Record(given.output, given.rehearse).steps.items() if step["state"] == "done"}
+    done = {
+        name
+        for name, step in Record(given.output, given.rehearse).steps.items()
+        if step["state"] == "done"
+    }
     for name in given.steps:
         left = (given.seconds or (3600 if given.rehearse else 520)) - (time.perf_counter() - start)
         if name in done:
@@ -149,10 +192,19 @@ def main(argv=None):
         else:
             print(f"{name}: {STEPS[name].title}", flush=True)
             # A rehearsal may run on a small, busy machine.
-            finished = run_guarded(name, given.output, given.rehearse, left if given.rehearse else min(STEPS[name].limit, left))
+            finished = run_guarded(
+                name,
+                given.output,
+                given.rehearse,
+                left if given.rehearse else min(STEPS[name].limit, left),
+            )
             done |= {name} if finished else set()
             entry = Record(given.output, given.rehearse).steps[name]
-            print(f"{name}: {entry['state']} after {entry.get('seconds', 0):.0f} s {entry.get('error', '')}".rstrip(), flush=True)
+            print(
+                f"{name}: {entry['state']} after {entry.get('seconds', 0):.0f} s "
+                f"{entry.get('error', '')}".rstrip(),
+                flush=True,
+            )
     record = Record(given.output, given.rehearse)
     print(f"\n{targets(record.steps)}\n{Path(given.output) / 'gpu.md'}")
     return 0 if done >= set(given.steps) else 1

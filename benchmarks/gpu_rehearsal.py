@@ -1,4 +1,5 @@
-"""A GPU for the rehearsal of `make gpu`: the same lines run, with "cuda" meaning the CPU and stand-ins for what only CUDA can answer."""
+"""A GPU for the rehearsal of `make gpu`: the same lines run, with "cuda" meaning the CPU and
+stand-ins for what only CUDA can answer."""
 
 import contextlib
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ class _OnTheCpu(TorchFunctionMode):
     """Every torch function that is given the device "cuda" gets "cpu"."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*map(_cpu, args), **{name: _cpu(value) for name, value in (kwargs or {}).items()})
+        return function(
+            *map(_cpu, args), **{name: _cpu(value) for name, value in (kwargs or {}).items()}
+        )
 
 
 def _short_lengths(*given):
@@ -25,12 +28,17 @@ def _short_lengths(*given):
 
 def _cpu(value):
     named = isinstance(value, str) and value.startswith("cuda")
-    return torch.device("cpu") if named or (isinstance(value, torch.device) and value.type == "cuda") else value
+    return (
+        torch.device("cpu")
+        if named or (isinstance(value, torch.device) and value.type == "cuda")
+        else value
+    )
 
 
 @contextlib.contextmanager
 def pretended_gpu():
-    """Within it torch.cuda answers as a GPU would, tensors are on the CPU, texts are short, and blocks compile without a C++ compiler."""
+    """Within it torch.cuda answers as a GPU would, tensors are on the CPU, texts are short, and
+    blocks compile without a C++ compiler."""
     peak = iter(range(2**20, 2**60, 2**20))
     answers = {
         "is_available": True,
@@ -50,15 +58,33 @@ def pretended_gpu():
     autocast, activity = torch.autocast, torch.profiler.ProfilerActivity
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, answer=answer, **others: answer))
+            stack.enter_context(
+                mock.patch.object(torch.cuda, name, lambda *given, answer=answer, **others: answer)
+            )
         # As in a build of torch without CUDA: one with it would ask the driver.
         stack.enter_context(mock.patch.object(torch.accelerator, "is_available", lambda: False))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_accelerator", lambda *given, **others: None))
-        stack.enter_context(mock.patch.object(torch.cuda, "max_memory_reserved", lambda *given: next(peak) + 2**20))
-        stack.enter_context(mock.patch.object(torch, "autocast", lambda device, *others, **more: autocast("cpu", *others, **more)))
+        stack.enter_context(
+            mock.patch.object(
+                torch.accelerator, "current_accelerator", lambda *given, **others: None
+            )
+        )
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "max_memory_reserved", lambda *given: next(peak) + 2**20)
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch, "autocast", lambda device, *others, **more: autocast("cpu", *others, **more)
+            )
+        )
         only_cpu = SimpleNamespace(CPU=activity.CPU, CUDA=activity.CPU)
         stack.enter_context(mock.patch.object(profile_forward, "ProfilerActivity", only_cpu))
-        stack.enter_context(mock.patch.object(profile_forward, "own_seconds", lambda event, device: event.self_cpu_time_total / 1e6))
+        stack.enter_context(
+            mock.patch.object(
+                profile_forward,
+                "own_seconds",
+                lambda event, device: event.self_cpu_time_total / 1e6,
+            )
+        )
         stack.enter_context(mock.patch.dict(throughput_models.COMPILE_OPTIONS, backend="eager"))
         stack.enter_context(mock.patch.dict(measuring.GEMM_SIZES, cuda=(64,)))
         stack.enter_context(mock.patch.object(measuring, "GEMM_SECONDS", 0.001))

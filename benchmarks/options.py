@@ -1,4 +1,5 @@
-"""Options of `neobert throughput` and `neobert report`, with the models, implementations and presets. Imports neither torch nor transformers."""
+"""Options of `neobert throughput` and `neobert report`, with the models, implementations and
+presets. Imports neither torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -8,17 +9,51 @@ from ..common.arguments import Arguments, Options, option
 from ..common.errors import UserError
 
 
-MODELS = ("neobert", "bert-base", "bert-large", "roberta-base", "roberta-large", "modernbert-base", "modernbert-large")
+MODELS = (
+    "neobert",
+    "bert-base",
+    "bert-large",
+    "roberta-base",
+    "roberta-large",
+    "modernbert-base",
+    "modernbert-large",
+)
 # name: (attention implementation, layout of the batch, compiled, what it is)
 IMPLEMENTATIONS = {
-    "sdpa": ("sdpa", "own", False, "the model's own default; NeoBERT packs, the others compute on padding"),
-    "masked": ("sdpa", "masked", False, "as sdpa, and a batch without padding has a mask of ones, which the others have without a mask"),
+    "sdpa": (
+        "sdpa",
+        "own",
+        False,
+        "the model's own default; NeoBERT packs, the others compute on padding",
+    ),
+    "masked": (
+        "sdpa",
+        "masked",
+        False,
+        "as sdpa, and a batch without padding has a mask of ones, which the others have without a "
+        "mask",
+    ),
     "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
-    "published": ("sdpa", "published", False, "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)"),
+    "published": (
+        "sdpa",
+        "published",
+        False,
+        "NeoBERT as published: padded, additive mask expanded to (B, H, L, L)",
+    ),
     "compiled": ("sdpa", "own", True, "as sdpa, every block compiled, with a dynamic token count"),
     "flash_attention_2": ("flash_attention_2", "own", False, "flash-attn 2"),
-    "flash_attention_2-packed": ("flash_attention_2", "packed", False, "flash-attn 2, packed by the caller (no padding for the peers)"),
-    "flash_attention_2-compiled": ("flash_attention_2", "own", True, "flash-attn 2 under torch.compile"),
+    "flash_attention_2-packed": (
+        "flash_attention_2",
+        "packed",
+        False,
+        "flash-attn 2, packed by the caller (no padding for the peers)",
+    ),
+    "flash_attention_2-compiled": (
+        "flash_attention_2",
+        "own",
+        True,
+        "flash-attn 2 under torch.compile",
+    ),
     "flash_attention_3": ("flash_attention_3", "own", False, "flash-attn 3"),
     "flex_attention": ("flex_attention", "own", False, "flex_attention"),
 }
@@ -29,7 +64,20 @@ PRESETS = {
     "gpu": {
         "models": list(MODELS),
         "implementations": list(IMPLEMENTATIONS),
-        "sets": ["512", "1024", "2048", "4096", "8192", "normal-256", "normal-4096", "short", "fill-20", "fill-40", "fill-60", "fill-80"],
+        "sets": [
+            "512",
+            "1024",
+            "2048",
+            "4096",
+            "8192",
+            "normal-256",
+            "normal-4096",
+            "short",
+            "fill-20",
+            "fill-40",
+            "fill-60",
+            "fill-80",
+        ],
         "max_batch": 512,
         "max_tokens": 1 << 20,
         "repeats": 20,
@@ -60,9 +108,18 @@ def check_set(name, texts=None):
     """Raises UserError unless `name` is a set; "texts" needs a file."""
     if name == "texts":
         if texts is None or not Path(texts).is_file():
-            raise UserError(f"the set 'texts' needs --texts with a text file, but {texts!r} was given")
-    elif not (name in ("normal-256", "normal-4096", "short") or re.fullmatch(r"[1-9]\d*", name) or re.fullmatch(r"fill-[1-9]\d?", name)):
-        raise UserError(f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, short, fill-30, texts")
+            raise UserError(
+                f"the set 'texts' needs --texts with a text file, but {texts!r} was given"
+            )
+    elif not (
+        name in ("normal-256", "normal-4096", "short")
+        or re.fullmatch(r"[1-9]\d*", name)
+        or re.fullmatch(r"fill-[1-9]\d?", name)
+    ):
+        raise UserError(
+            f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, "
+            "short, fill-30, texts"
+        )
 
 
 @dataclass(kw_only=True)
@@ -70,12 +127,20 @@ class ComparedOptions(Arguments):
     """What is compared."""
 
     output: str = option(help="folder for throughput.json, .csv, .md and the plots")
-    preset: str | None = option(None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS))
+    preset: str | None = option(
+        None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS)
+    )
     models: list[str] | None = option(None, "what to compare", choices=MODELS)
-    implementations: list[str] | None = option(None, "attention and layout", choices=tuple(IMPLEMENTATIONS))
+    implementations: list[str] | None = option(
+        None, "attention and layout", choices=tuple(IMPLEMENTATIONS)
+    )
     sets: list[str] | None = option(None, "text lengths, see above")
     device: str | None = option(None, "cuda, cpu")
-    dtype: str | None = option(None, "by default bfloat16 on GPUs, else float32", choices=("float32", "bfloat16", "float16"))
+    dtype: str | None = option(
+        None,
+        "by default bfloat16 on GPUs, else float32",
+        choices=("float32", "bfloat16", "float16"),
+    )
     resume: bool = option(False, "keep what --output already holds and measure the rest")
 
 
@@ -83,15 +148,23 @@ class ComparedOptions(Arguments):
 class SetOptions(Arguments):
     """The texts and the size of a batch."""
 
-    texts: str | None = option(None, "text file, one text a line, whose lengths make the set 'texts'")
+    texts: str | None = option(
+        None, "text file, one text a line, whose lengths make the set 'texts'"
+    )
     tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
-    batch: int | None = option(None, "texts a batch; by default the largest that fits, found by search", least=1)
+    batch: int | None = option(
+        None, "texts a batch; by default the largest that fits, found by search", least=1
+    )
     max_batch: int | None = option(None, "upper end of the search, in texts", least=1)
     max_tokens: int | None = option(None, "upper end of the search, in padded tokens", least=1)
     search: bool = option(
-        True, "find the largest batch that fits; false: as many texts as max_batch and max_tokens allow, all models in turns"
+        True,
+        "find the largest batch that fits; false: as many texts as max_batch and max_tokens "
+        "allow, all models in turns",
     )
-    memory_gib: float | None = option(None, "memory that a batch may take on the CPU; by default half of the free", above=0)
+    memory_gib: float | None = option(
+        None, "memory that a batch may take on the CPU; by default half of the free", above=0
+    )
     seed: int = option(0, "of the lengths and token ids", least=0)
 
 
@@ -103,7 +176,9 @@ class ClockOptions(Arguments):
     repeats: int | None = option(None, "timed repeats", least=1)
     warmup: int | None = option(None, "repeats before, not timed", least=1)
     clock: str = option(
-        "wall", "processor: CPU seconds of this process, with --threads 1 on a machine in use", choices=("wall", "processor")
+        "wall",
+        "processor: CPU seconds of this process, with --threads 1 on a machine in use",
+        choices=("wall", "processor"),
     )
     layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
     plots: bool = option(True, "draw the plots (needs matplotlib)")
@@ -128,13 +203,27 @@ class ThroughputArguments(ClockOptions, SetOptions, ComparedOptions):
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError("device cuda was given, but torch sees no GPU here; give --device cpu")
         if self.clock == "processor" and (self.device != "cpu" or self.threads != 1):
-            raise UserError("clock processor counts the seconds of every thread: give --device cpu --threads 1")
+            raise UserError(
+                "clock processor counts the seconds of every thread: give --device cpu --threads 1"
+            )
         for name in self.sets:
             check_set(name, self.texts)
 
     def settings(self):
         """What must be the same for results to be in one table."""
-        names = ("device", "dtype", "threads", "clock", "batch", "max_batch", "max_tokens", "seed", "layers", "texts", "repeats")
+        names = (
+            "device",
+            "dtype",
+            "threads",
+            "clock",
+            "batch",
+            "max_batch",
+            "max_tokens",
+            "seed",
+            "layers",
+            "texts",
+            "repeats",
+        )
         return {name: getattr(self, name) for name in names}
 
     def planned(self):
@@ -158,11 +247,14 @@ OPTIONS = {
         """Measures the forward of NeoBERT and other encoders in real tokens a second, in turns, on sets of texts.
 
 Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal-4096 (4,096 +- 1,024, 16 to 8,192), short (log-normal),
-fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line).""",
+fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line).""",  # noqa: E501
         (ThroughputArguments,),
         "neobert throughput --preset cpu --output results/throughput_cpu",
     ),
     "report": Options(
-        "neobert report", "One markdown page from the result files of a folder.", (ReportArguments,), "neobert report --results results"
+        "neobert report",
+        "One markdown page from the result files of a folder.",
+        (ReportArguments,),
+        "neobert report --results results",
     ),
 }

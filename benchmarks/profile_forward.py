@@ -1,10 +1,14 @@
-"""Where the time of a packed forward goes: torch.profiler over one set of texts, part by part, against the matrix-product rate.
+"""Where the time of a packed forward goes: torch.profiler over one set of texts, part by part,
+against the matrix-product rate.
 
     python -m neobert.benchmarks.profile_forward --output results/profile_short_texts
-    python -m neobert.benchmarks.profile_forward --device cuda --set 2048 --texts 16 --layers 28 --output results/profile_gpu
+    python -m neobert.benchmarks.profile_forward --device cuda --set 2048 --texts 16 --layers 28
+    --output results/profile_gpu
 
-Parts are sums of the profiler's own times of their operations, of their kernels on CUDA; "between operations" is what is left of the profiled
-passes: Python, views, waiting, and the profiler itself. What the profiler adds is told by the passes without it.
+Parts are sums of the profiler's own times of their operations, of their kernels on CUDA; "between
+operations" is what is left of the profiled
+passes: Python, views, waiting, and the profiler itself. What the profiler adds is told by the
+passes without it.
 """
 
 import statistics
@@ -24,14 +28,32 @@ from .throughput_models import build
 from .throughput_sets import draw_lengths, make_batch
 
 
-# What an operation is for, by its name; the first match counts. Matrix products are told apart by their weight.
+# What an operation is for, by its name; the first match counts. Matrix products are told apart by
+# their weight.
 PARTS = {
-    "attention": ("scaled_dot_product", "flash_attn", "flash_attention", "varlen", "softmax", "bmm"),
+    "attention": (
+        "scaled_dot_product",
+        "flash_attn",
+        "flash_attention",
+        "varlen",
+        "softmax",
+        "bmm",
+    ),
     "SwiGLU": ("silu",),
     "RMSNorm": ("rms_norm", "pow", "square", "mean", "rsqrt", "sum"),
     "RoPE": ("complex", "polar", "sin", "cos", "flip"),
     "casts and copies": ("copy_", "_to_copy", "clone", "contiguous"),
-    "gather, scatter, cat": ("index", "embedding", "cat", "fill_", "zero_", "nonzero", "sort", "gather", "scatter"),
+    "gather, scatter, cat": (
+        "index",
+        "embedding",
+        "cat",
+        "fill_",
+        "zero_",
+        "nonzero",
+        "sort",
+        "gather",
+        "scatter",
+    ),
     "compiled kernels": ("triton", "graph", "fused", "Torch-Compiled", "CompiledFunction"),
 }
 
@@ -44,9 +66,15 @@ class ProfileArguments(Arguments):
     set: str = option("short", "text lengths, as in neobert throughput")
     texts: int = option(24, "of the batch", least=1)
     layers: int = option(6, "of the published width", least=1)
-    implementation: str = option("sdpa", choices=("sdpa", "padded", "compiled", "flex_attention", "flash_attention_2"))
+    implementation: str = option(
+        "sdpa", choices=("sdpa", "padded", "compiled", "flex_attention", "flash_attention_2")
+    )
     device: str = option("cpu", choices=("cpu", "cuda"))
-    dtype: str | None = option(None, "by default bfloat16 on GPUs, else float32", choices=("float32", "bfloat16", "float16"))
+    dtype: str | None = option(
+        None,
+        "by default bfloat16 on GPUs, else float32",
+        choices=("float32", "bfloat16", "float16"),
+    )
     repeats: int = option(5, least=1)
     threads: int = option(default_factory=torch.get_num_threads, least=1)
 
@@ -70,7 +98,8 @@ def part_of(name, shapes, products):
         if any(word in name for word in words):
             return part
     if name.startswith("aten::mul") and shapes:
-        # The halves of the feed-forward and complex numbers (RoPE) are multiplied; else a norm is scaled.
+        # The halves of the feed-forward and complex numbers (RoPE) are multiplied; else a norm is
+        # scaled.
         inner = next(shape[1] for shape, weight in products.items() if weight == "w12") // 2
         return "SwiGLU" if shapes[0][-1] == inner else "RoPE" if len(shapes[0]) == 5 else "RMSNorm"
     return "residuals" if name.startswith("aten::add") else "other operations"
@@ -84,7 +113,11 @@ def own_seconds(event, device):
 def passes(run, batch, given):
     """(`Timing` of plain passes, seconds of profiled ones, the profile)."""
     product, plain = MatrixProduct(given.device, getattr(torch, given.dtype)), Timing()
-    activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} if given.device == "cuda" else {ProfilerActivity.CPU}
+    activities = (
+        {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+        if given.device == "cuda"
+        else {ProfilerActivity.CPU}
+    )
     with torch.inference_mode():
         for _ in range(2):
             run(batch)
@@ -96,21 +129,38 @@ def passes(run, batch, given):
 
 
 def needed(config, lengths, products):
-    """Floating-point operations of one forward: {part: count}, 2 a weight and token, 4 D a pair of tokens that see each other."""
+    """Floating-point operations of one forward: {part: count}, 2 a weight and token, 4 D a pair of
+    tokens that see each other."""
     tokens = sum(lengths)
-    counts = {name: 2 * shape[0] * shape[1] * tokens * config.num_hidden_layers for shape, name in products.items()}
-    return {**counts, "attention": 4 * config.hidden_size * sum(n * n for n in lengths) * config.num_hidden_layers}
+    counts = {
+        name: 2 * shape[0] * shape[1] * tokens * config.num_hidden_layers
+        for shape, name in products.items()
+    }
+    return {
+        **counts,
+        "attention": 4
+        * config.hidden_size
+        * sum(n * n for n in lengths)
+        * config.num_hidden_layers,
+    }
 
 
 def profile_forward(given, small=None):
     """The figures of one forward; `small` replaces configuration fields (tests).
 
     Returns:
-        dict: seconds of plain and profiled passes, the matrix product's rate, the share of it, and the parts, longest first.
+        dict: seconds of plain and profiled passes, the matrix product's rate, the share of it, and
+        the parts, longest first.
     """
     torch.set_num_threads(given.threads)
     dtype = getattr(torch, given.dtype)
-    run = build("neobert", given.implementation, given.device, dtype, {"num_hidden_layers": given.layers, **(small or {})})
+    run = build(
+        "neobert",
+        given.implementation,
+        given.device,
+        dtype,
+        {"num_hidden_layers": given.layers, **(small or {})},
+    )
     lengths = draw_lengths(given.set, given.texts)
     timing, profiled, record = passes(run, make_batch(lengths, given.device), given)
     plain, rate = timing.seconds, statistics.median(timing.rates)
@@ -131,7 +181,9 @@ def profile_forward(given, small=None):
             "ms_a_layer": second / layers * 1e3,
             "of_the_pass": second / complete,
             "calls_a_layer": calls[part] / layers if part in calls else None,
-            "share_of_gemm": operations[part] / second / rate if operations.get(part) and second else None,
+            "share_of_gemm": operations[part] / second / rate
+            if operations.get(part) and second
+            else None,
         }
         for part, second in sorted(seconds.items(), key=lambda pair: -pair[1])
     ]
@@ -154,24 +206,50 @@ def page(result, given):
     rows = []
     for part in result["parts"]:
         calls, share = part["calls_a_layer"], part["share_of_gemm"]
-        counts = "" if calls is None else f"{calls:.1f}", f"{part['ms_a_layer']:.2f}", f"{part['of_the_pass']:.1%}"
+        counts = (
+            "" if calls is None else f"{calls:.1f}",
+            f"{part['ms_a_layer']:.2f}",
+            f"{part['of_the_pass']:.1%}",
+        )
         rows.append([part["part"], *counts, "" if share is None else f"{share:.2f}"])
     return (
-        f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} together ({given.set}), {given.layers} layers of the "
-        f"published width; {result['backend'].rstrip('.')}. A pass takes {statistics.median(plain):.4f} s ({min(plain):.4f} to {max(plain):.4f} over "
-        f"{len(plain)}), {result['share_of_gemm']:.2f} of the matrix-product rate of {result['gemm_gflops']:,.0f} GFLOP/s measured beside it; "
+        f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} "
+        f"together ({given.set}), {given.layers} layers of the "
+        f"published width; {result['backend'].rstrip('.')}. A pass takes "
+        f"{statistics.median(plain):.4f} s ({min(plain):.4f} to {max(plain):.4f} over "
+        f"{len(plain)}), {result['share_of_gemm']:.2f} of the matrix-product rate of "
+        f"{result['gemm_gflops']:,.0f} GFLOP/s measured beside it; "
         f"{statistics.mean(result['profiled_seconds']):.4f} s under the profiler.\n\n"
-        + markdown_table(["part", "operations a layer", "ms a layer", "of the pass", "share of the matrix-product rate"], rows)
+        + markdown_table(
+            [
+                "part",
+                "operations a layer",
+                "ms a layer",
+                "of the pass",
+                "share of the matrix-product rate",
+            ],
+            rows,
+        )
     )
 
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.profile_forward", __doc__, (ProfileArguments,)).read(argv)
+    (given,) = Options(
+        "python -m neobert.benchmarks.profile_forward", __doc__, (ProfileArguments,)
+    ).read(argv)
     result = profile_forward(given)
     env = environment(dtype=given.dtype, device=given.device, attention=given.implementation)
-    print(write_result(given.output, "Where the time of a packed forward goes", env, result, page(result, given)))
+    print(
+        write_result(
+            given.output,
+            "Where the time of a packed forward goes",
+            env,
+            result,
+            page(result, given),
+        )
+    )
     return 0
 
 

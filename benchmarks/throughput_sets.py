@@ -1,4 +1,5 @@
-"""How long the texts of a throughput batch are: fixed, drawn, of a given fill, or as in a text file."""
+"""How long the texts of a throughput batch are: fixed, drawn, of a given fill, or as in a text
+file."""
 
 import math
 from dataclasses import dataclass
@@ -16,30 +17,44 @@ def draw_lengths(name, count, seed=0, file_lengths=None):
     """Lengths in tokens of `count` texts.
 
     Args:
-        name: "512" (fixed), "normal-256", "normal-4096", "short" (log-normal, median 48, sigma 0.7, 4 to 512: about 0.3 of a batch of 32 is
-            real), "fill-30" (one text of 512 and others of which the batch has 30 % real tokens), "texts".
-        file_lengths: of the texts of a file; drawn from without order, with repetition where it has fewer than `count`.
+        name: "512" (fixed), "normal-256", "normal-4096", "short" (log-normal, median 48, sigma 0.7,
+        4 to 512: about 0.3 of a batch of 32 is
+            real), "fill-30" (one text of 512 and others of which the batch has 30 % real tokens),
+            "texts".
+        file_lengths: of the texts of a file; drawn from without order, with repetition where it has
+        fewer than `count`.
     """
     generator = torch.Generator().manual_seed(seed)
     if name.isdigit():
         return [int(name)] * count
     if name.startswith("normal-"):
         mean = int(name.removeprefix("normal-"))
-        lengths = (torch.randn(count, generator=generator) * mean / 4 + mean).round().clamp(16, 2 * mean)
+        lengths = (
+            (torch.randn(count, generator=generator) * mean / 4 + mean).round().clamp(16, 2 * mean)
+        )
     elif name == "short":
-        lengths = torch.exp(torch.randn(count, generator=generator) * 0.7 + math.log(48)).round().clamp(4, 512)
+        lengths = (
+            torch.exp(torch.randn(count, generator=generator) * 0.7 + math.log(48))
+            .round()
+            .clamp(4, 512)
+        )
     elif name == "texts":
-        lengths = torch.tensor(file_lengths)[torch.randint(len(file_lengths), (count,), generator=generator)]
+        lengths = torch.tensor(file_lengths)[
+            torch.randint(len(file_lengths), (count,), generator=generator)
+        ]
     else:
         return _lengths_of_fill(int(name.removeprefix("fill-")) / 100, count, generator)
     return [int(n) for n in lengths]
 
 
 def _lengths_of_fill(fill, count, generator, longest=512):
-    """One text of `longest` tokens, the others spread evenly by up to a half around the length that makes the mean fill * longest."""
+    """One text of `longest` tokens, the others spread evenly by up to a half around the length that
+    makes the mean fill * longest."""
     rest = max((fill * count - 1) / max(count - 1, 1), 1 / longest) * longest
     spread = min(rest, longest - rest) / 2
-    lengths = rest + spread * torch.linspace(-1, 1, max(count - 1, 1)) if count > 1 else torch.empty(0)
+    lengths = (
+        rest + spread * torch.linspace(-1, 1, max(count - 1, 1)) if count > 1 else torch.empty(0)
+    )
     lengths = lengths[torch.randperm(len(lengths), generator=generator)].round().clamp(1, longest)
     return [longest, *(int(n) for n in lengths)]
 
@@ -61,8 +76,8 @@ class Batch:
     """Texts of known lengths.
 
     Attributes:
-        lengths: of the texts, in tokens; Python numbers, so that nobody waits for the device to learn them.
-        input_ids, attention_mask: (B, longest), padded on the right.
+        lengths: of the texts, in tokens; Python numbers, so that nobody waits for the device to
+        learn them. input_ids, attention_mask: (B, longest), padded on the right.
     """
 
     lengths: tuple
@@ -75,11 +90,17 @@ class Batch:
 
     @cached_property
     def packed(self):
-        """One row without padding and its packing arguments, as `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
+        """One row without padding and its packing arguments, as
+        `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
         mask, longest = self.attention_mask.bool(), max(self.lengths)
         bounds = F.pad(mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
         positions = (mask.cumsum(dim=1) - 1)[mask][None]
-        packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        packing = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
         return {"input_ids": self.input_ids[mask][None], "position_ids": positions, **packing}
 
 

@@ -1,12 +1,16 @@
-"""Masked-LM training steps (forward, backward, clipping, AdamW): packed with logits of the masked tokens, against padded with all logits.
+"""Masked-LM training steps (forward, backward, clipping, AdamW): packed with logits of the masked
+tokens, against padded with all logits.
 
-    python -m neobert.benchmarks.training --output results/training_cpu                    # CPU, short texts, both ways in turns
-    python -m neobert.benchmarks.training --sets 128 --dtypes float32 bfloat16             # bf16 autocast against float32
-    python -m neobert.benchmarks.training --device cuda --hidden 768 --layers 28 --sets 1024 4096 --tokens 32768
+    python -m neobert.benchmarks.training --output results/training_cpu                    # CPU,
+    short texts, both ways in turns python -m neobert.benchmarks.training --sets 128 --dtypes
+    float32 bfloat16             # bf16 autocast against float32 python -m
+    neobert.benchmarks.training --device cuda --hidden 768 --layers 28 --sets 1024 4096 --tokens
+    32768
 
-Both ways see the same texts with the same tokens masked, so their losses must agree. Each runs in a process of its own, which makes its peak
-memory its own; the ways take turns. The share is of the operations that a step needs (three times those of the forward: 6 a weight and
-token, 12 D a pair of visible tokens, the decoder for masked tokens only) over what a plain matrix product did beside it.
+Both ways see the same texts with the same tokens masked, so their losses must agree. Each runs in a
+process of its own, which makes its peak memory its own; the ways take turns. The share is of the
+operations that a step needs (three times those of the forward: 6 a weight and token, 12 D a pair of
+visible tokens, the decoder for masked tokens only) over what a plain matrix product did beside it.
 """
 
 import functools
@@ -64,10 +68,19 @@ class Steps:
     def batch(self, seed):
         """Token ids with 20 % of the tokens masked, and their labels."""
         batch = make_batch(self.lengths(seed), "cpu", seed)
-        chosen = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+        chosen = (
+            torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+        )
         chosen &= batch.attention_mask.bool()
-        ids, labels = torch.where(chosen, MASK, batch.input_ids), torch.where(chosen, batch.input_ids, -100)
-        return batch.lengths, {"input_ids": ids, "attention_mask": batch.attention_mask, "labels": labels}
+        ids, labels = (
+            torch.where(chosen, MASK, batch.input_ids),
+            torch.where(chosen, batch.input_ids, -100),
+        )
+        return batch.lengths, {
+            "input_ids": ids,
+            "attention_mask": batch.attention_mask,
+            "labels": labels,
+        }
 
     def model(self):
         """With the same weights for every way."""
@@ -86,15 +99,25 @@ class Steps:
         """Trains.
 
         Returns:
-            dict: losses, seconds, real tokens and needed operations of each timed step, the matrix product's rates, fill, bytes of the weights
-            with their gradients and Adam's two moments (16 a parameter), and the peak beyond what there was before the model.
+            dict: losses, seconds, real tokens and needed operations of each timed step, the matrix
+            product's rates, fill, bytes of the weights with their gradients and Adam's two moments
+            (16 a parameter), and the peak beyond what there was before the model.
         """
         torch.set_num_threads(self.threads)
         product = MatrixProduct(self.device, getattr(torch, self.dtype))
-        found = {"losses": [], "seconds": [], "tokens": [], "operations": [], "rates": [], "fills": []}
+        found = {
+            "losses": [],
+            "seconds": [],
+            "tokens": [],
+            "operations": [],
+            "rates": [],
+            "fills": [],
+        }
         with PeakMemory(self.device) as memory:
             model = self.model()
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
+            optimizer = torch.optim.AdamW(
+                model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True
+            )
 
             def train(inputs):
                 with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
@@ -109,10 +132,13 @@ class Steps:
                 lengths, inputs = self.batch(step)
                 inputs = {name: value.to(self.device) for name, value in inputs.items()}
                 seconds, rate = timed(functools.partial(train, inputs), self.device, product)
-                operations = 3 * forward_operations(model, lengths, int((inputs["labels"] != -100).sum()))
+                operations = 3 * forward_operations(
+                    model, lengths, int((inputs["labels"] != -100).sum())
+                )
                 fill = sum(lengths) / (len(lengths) * max(lengths))
                 for name, value in zip(
-                    ("seconds", "rates", "tokens", "fills", "operations"), (seconds, rate, sum(lengths), fill, operations)
+                    ("seconds", "rates", "tokens", "fills", "operations"),
+                    (seconds, rate, sum(lengths), fill, operations),
                 ):
                     found[name].append(value)
         found["losses"] = [loss.item() for loss in found["losses"]]
@@ -123,11 +149,21 @@ class Steps:
 
 
 def forward_operations(model, lengths, predicted):
-    """Floating-point operations that a forward needs: 2 a weight and token, 4 D a pair of visible tokens, the decoder for predicted tokens."""
+    """Floating-point operations that a forward needs: 2 a weight and token, 4 D a pair of visible
+    tokens, the decoder for predicted tokens."""
     decoder = model.decoder.weight.numel()
-    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear)) - decoder
+    weights = (
+        sum(
+            module.weight.numel()
+            for module in model.modules()
+            if isinstance(module, torch.nn.Linear)
+        )
+        - decoder
+    )
     pairs = sum(length * length for length in lengths) * model.config.num_hidden_layers
-    return 2 * weights * sum(lengths) + 2 * decoder * predicted + 4 * model.config.hidden_size * pairs
+    return (
+        2 * weights * sum(lengths) + 2 * decoder * predicted + 4 * model.config.hidden_size * pairs
+    )
 
 
 @dataclass
@@ -135,9 +171,17 @@ class TrainingArguments(Arguments):
     """Options of `python -m neobert.benchmarks.training`."""
 
     output: str = option("results/training_cpu", "path of the result without its ending")
-    ways: list[str] = option(help="what is compared", default_factory=lambda: list(WAYS), choices=tuple(WAYS))
-    sets: list[str] = option(help="text lengths, as in neobert throughput", default_factory=lambda: ["short"])
-    dtypes: list[str] = option(help="bfloat16: autocast", default_factory=lambda: ["float32"], choices=("float32", "bfloat16"))
+    ways: list[str] = option(
+        help="what is compared", default_factory=lambda: list(WAYS), choices=tuple(WAYS)
+    )
+    sets: list[str] = option(
+        help="text lengths, as in neobert throughput", default_factory=lambda: ["short"]
+    )
+    dtypes: list[str] = option(
+        help="bfloat16: autocast",
+        default_factory=lambda: ["float32"],
+        choices=("float32", "bfloat16"),
+    )
     device: str = option("cpu", choices=("cpu", "cuda"))
     hidden: int = option(256, "width", least=64)
     layers: int = option(6, least=1)
@@ -153,15 +197,28 @@ class TrainingArguments(Arguments):
 
     def cases(self):
         """The `Steps` of one repeat."""
-        first = Steps("", "", "", self.device, self.threads, self.tokens, self.steps, self.hidden, self.layers)
-        return [replace(first, way=way, name=name, dtype=dtype) for name in self.sets for dtype in self.dtypes for way in self.ways]
+        first = Steps(
+            "", "", "", self.device, self.threads, self.tokens, self.steps, self.hidden, self.layers
+        )
+        return [
+            replace(first, way=way, name=name, dtype=dtype)
+            for name in self.sets
+            for dtype in self.dtypes
+            for way in self.ways
+        ]
 
 
 def summary(case, runs):
     """The figures of one way over its runs."""
-    joined = {name: [value for run in runs for value in run[name]] for name in ("seconds", "tokens", "operations", "rates")}
+    joined = {
+        name: [value for run in runs for value in run[name]]
+        for name in ("seconds", "tokens", "operations", "rates")
+    }
     speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
-    shares = [needed / second / rate for needed, second, rate in zip(joined["operations"], joined["seconds"], joined["rates"])]
+    shares = [
+        needed / second / rate
+        for needed, second, rate in zip(joined["operations"], joined["seconds"], joined["rates"])
+    ]
     return {
         **asdict(case),
         "tokens_per_second": statistics.median(speeds),
@@ -176,33 +233,65 @@ def summary(case, runs):
 
 
 def table(rows):
-    """Markdown: every way, and how much faster it is than the last way of its set in the first dtype."""
+    """Markdown: every way, and how much faster it is than the last way of its set in the first
+    dtype."""
     lines = []
     for row in rows:
-        base = [other for other in rows if other["name"] == row["name"] and other["dtype"] == rows[0]["dtype"]][-1]
+        base = [
+            other
+            for other in rows
+            if other["name"] == row["name"] and other["dtype"] == rows[0]["dtype"]
+        ][-1]
         faster, peak = ratio(base["seconds"], row["seconds"]), row["peak_bytes"]
-        speed = f"{row['tokens_per_second']:,.0f}", between(row["quartiles"]), f"{row['share_of_gemm']:.2f}"
+        speed = (
+            f"{row['tokens_per_second']:,.0f}",
+            between(row["quartiles"]),
+            f"{row['share_of_gemm']:.2f}",
+        )
         times = f"{faster['ratio']:.2f}", between(faster["quartiles"], ".2f")
         memory = mib(peak), mib(peak and peak - row["state_bytes"])
         lines.append(
-            [row["name"], row["dtype"], WAYS[row["way"]], f"{row['fill']:.2f}", *speed, *times, *memory, f"{row['losses'][-1]:.4f}"]
+            [
+                row["name"],
+                row["dtype"],
+                WAYS[row["way"]],
+                f"{row['fill']:.2f}",
+                *speed,
+                *times,
+                *memory,
+                f"{row['losses'][-1]:.4f}",
+            ]
         )
-    header = ["set", "dtype", "way", "fill", "real tokens/s", "quartiles", "share of GEMM", "times as fast", "quartiles"]
+    header = [
+        "set",
+        "dtype",
+        "way",
+        "fill",
+        "real tokens/s",
+        "quartiles",
+        "share of GEMM",
+        "times as fast",
+        "quartiles",
+    ]
     return markdown_table([*header, "peak MiB", "of it activations", "last loss"], lines)
 
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)).read(argv)
+    (given,) = Options("python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)).read(
+        argv
+    )
     runs = {case: [] for case in given.cases()}
     for _ in tqdm(range(given.repeats), desc="repeats", disable=None):
         for case in runs:
             runs[case].append(in_a_process(Steps.measure, case))
     rows = [summary(case, found) for case, found in runs.items()]
     text = (
-        f"A step has about {given.tokens:,} real tokens. Model: {given.layers} layers of {given.hidden}, vocabulary 30,522. Times as fast: as the "
-        f"last way in {given.dtypes[0]}, step by step. Peak: beyond the process before there was a model. Activations: the peak without weights, "
+        f"A step has about {given.tokens:,} real tokens. Model: {given.layers} layers of "
+        f"{given.hidden}, vocabulary 30,522. Times as fast: as the "
+        f"last way in {given.dtypes[0]}, step by step. Peak: beyond the process before there was a "
+        "model. Activations: the peak without weights, "
         "gradients and Adam's moments.\n\n" + table(rows)
     )
     env = {**environment(dtype=given.dtypes, device=given.device), "threads": given.threads}

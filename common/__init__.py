@@ -1,3 +1,4 @@
-"""Ground floor: what several rooms need. Imports no other room, only the configuration and the model."""
+"""Ground floor: what several rooms need. Imports no other room, only the configuration and the
+model."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,8 @@
-"""Options of the commands: dataclasses filled from YAML recipes and the command line, with the allowed range of each in its field.
+"""Options of the commands: dataclasses filled from YAML recipes and the command line, with the
+allowed range of each in its field.
 
-A recipe is a YAML file of `name: value` lines. What the command line gives wins. Options of transformers' Trainer go through as they are: under
+A recipe is a YAML file of `name: value` lines. What the command line gives wins. Options of
+transformers' Trainer go through as they are: under
 `trainer:` in a recipe, by their names on the command line.
 """
 
@@ -18,14 +20,17 @@ from .errors import UserError, listed
 from .yaml_files import read_collection, read_scalar, read_yaml
 
 
-def option(default=MISSING, help="", *, default_factory=MISSING, positional=False, free=False, **bounds):
+def option(
+    default=MISSING, help="", *, default_factory=MISSING, positional=False, free=False, **bounds
+):
     """A dataclass field with its help and its range.
 
     Args:
         default, default_factory: as of `dataclasses.field`.
         positional: given without a name, before all options.
         free: a run that is continued may change it: it touches no number of the result.
-        bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item where the value is a list.
+        bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item
+        where the value is a list.
     """
     unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
     assert not unknown, f"option() has no {unknown}"
@@ -35,14 +40,16 @@ def option(default=MISSING, help="", *, default_factory=MISSING, positional=Fals
 
 @dataclass
 class Arguments:
-    """Base of the options of every command: the ranges in the fields are checked when an object is made."""
+    """Base of the options of every command: the ranges in the fields are checked when an object is
+    made."""
 
     def __post_init__(self):
         check_ranges(self)
 
 
 def check_ranges(arguments, where="", values=None):
-    """Raises UserError for the first field whose value is not finite or outside of the range in the field's metadata. None passes.
+    """Raises UserError for the first field whose value is not finite or outside of the range in the
+    field's metadata. None passes.
 
     Args:
         arguments: object of a dataclass.
@@ -50,12 +57,16 @@ def check_ranges(arguments, where="", values=None):
         values: {field: value} to check in place of the object's own.
     """
     values = vars(arguments) if values is None else values
-    bounds = {described.name: described.metadata.get("bounds", {}) for described in dataclasses.fields(arguments)}
+    bounds = {
+        described.name: described.metadata.get("bounds", {})
+        for described in dataclasses.fields(arguments)
+    }
     check_values({name: values[name] for name in bounds if name in values}, bounds, where)
 
 
 def check_values(values, bounds, where=""):
-    """Raises UserError for the first of `values` that is not finite or outside of its `bounds`, {name: {bound: limit}}."""
+    """Raises UserError for the first of `values` that is not finite or outside of its `bounds`,
+    {name: {bound: limit}}."""
     for name, value in values.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if problem := _problem(item, bounds.get(name, {})):
@@ -90,12 +101,17 @@ def _is_finite(value):
 
 def _kinds(hint):
     """The types that a hint allows, None apart."""
-    alternatives = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    alternatives = (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+        else (hint,)
+    )
     return [kind for kind in alternatives if kind is not types.NoneType]
 
 
 def _convert(hint, value):
-    """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError if it cannot be."""
+    """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError
+    if it cannot be."""
     if hint is typing.Any:
         return value
     kinds = _kinds(hint)
@@ -116,7 +132,10 @@ def _convert(hint, value):
         *key, item = typing.get_args(kinds[plain.index(type(value))]) or (typing.Any,)
         if isinstance(value, list):
             return [_convert(item, inner) for inner in value]
-        return {_convert(*key, name) if key else name: _convert(item, inner) for name, inner in value.items()}
+        return {
+            _convert(*key, name) if key else name: _convert(item, inner)
+            for name, inner in value.items()
+        }
     if plain == [dict]:
         raise ValueError
     if str in plain and not {bool, int, float, typing.Literal} & set(plain):
@@ -134,11 +153,22 @@ def _convert(hint, value):
 
 def _words(hint):
     """The type hint for a message."""
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
     words = []
     for kind in _kinds(hint):
         *_, inner = typing.get_args(kind) or (typing.Any,)
-        each = f", each {_words(inner)}" if typing.get_origin(kind) in (list, dict) and inner is not typing.Any else ""
+        each = (
+            f", each {_words(inner)}"
+            if typing.get_origin(kind) in (list, dict) and inner is not typing.Any
+            else ""
+        )
         words.append(names.get(typing.get_origin(kind) or kind, "text") + each)
     return " or ".join(words)
 
@@ -149,17 +179,27 @@ def read_arguments(dataclass_types, argv, trainer=None):
     Args:
         dataclass_types: every option belongs to exactly one of them.
         argv: positional values and YAML recipes (later ones win), then `--name value`.
-        trainer: {option: default} of transformers' TrainingArguments, where the command trains. Adds a dict to what is returned: these
-            defaults, then `trainer:` of the recipes, then what the command line gives under Trainer's own names.
+        trainer: {option: default} of transformers' TrainingArguments, where the command trains.
+        Adds a dict to what is returned: these
+            defaults, then `trainer:` of the recipes, then what the command line gives under
+            Trainer's own names.
     Returns:
         list with one object for each type, and the dict of Trainer's options.
     Raises:
-        UserError: an unknown option, a value of a wrong type or out of its range, a recipe that cannot be read.
+        UserError: an unknown option, a value of a wrong type or out of its range, a recipe that
+        cannot be read.
     """
     fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
-    hints = {name: hint for type_ in dataclass_types for name, hint in typing.get_type_hints(type_).items() if name in fields}
+    hints = {
+        name: hint
+        for type_ in dataclass_types
+        for name, hint in typing.get_type_hints(type_).items()
+        if name in fields
+    }
     trainer_hints = _trainer_hints() if trainer is not None else {}
-    values, recipes, rest = _positional(argv, [name for name, f in fields.items() if f.metadata.get("positional")])
+    values, recipes, rest = _positional(
+        argv, [name for name, f in fields.items() if f.metadata.get("positional")]
+    )
     for_trainer = dict(trainer or {})
     for path in recipes:
         recipe = read_yaml(_shipped(path))
@@ -169,18 +209,37 @@ def read_arguments(dataclass_types, argv, trainer=None):
         recipe = dict(recipe or {})
         section = recipe.pop("trainer", None) or {}
         if section and trainer is None:
-            raise UserError(f"the recipe {path} has a section trainer, but this command has no Trainer")
+            raise UserError(
+                f"the recipe {path} has a section trainer, but this command has no Trainer"
+            )
         values |= typed(recipe, hints, f"in the recipe {path}")
         for_trainer |= typed(section, trainer_hints, f"under trainer: in the recipe {path}")
-    given = typed(_options(rest, {**trainer_hints, **hints}), {**trainer_hints, **hints}, "on the command line")
+    given = typed(
+        _options(rest, {**trainer_hints, **hints}),
+        {**trainer_hints, **hints},
+        "on the command line",
+    )
     values |= {name: value for name, value in given.items() if name in hints}
     for_trainer |= {name: value for name, value in given.items() if name not in hints}
-    lacking = [name for name, f in fields.items() if f.default is MISSING and f.default_factory is MISSING and name not in values]
+    lacking = [
+        name
+        for name, f in fields.items()
+        if f.default is MISSING and f.default_factory is MISSING and name not in values
+    ]
     if lacking:
-        raise UserError(f"give {listed(_spelled(name, fields) for name in lacking)}; --help lists the options")
+        raise UserError(
+            f"give {listed(_spelled(name, fields) for name in lacking)}; --help lists the options"
+        )
     try:
         objects = [
-            type_(**{f.name: values[f.name] for f in dataclasses.fields(type_) if f.init and f.name in values}) for type_ in dataclass_types
+            type_(
+                **{
+                    f.name: values[f.name]
+                    for f in dataclasses.fields(type_)
+                    if f.init and f.name in values
+                }
+            )
+            for type_ in dataclass_types
         ]
     except UserError:
         raise
@@ -190,9 +249,12 @@ def read_arguments(dataclass_types, argv, trainer=None):
 
 
 def _shipped(path):
-    """`path`, or where there is no such file the recipe of that name which the package brings: "recipes/contrastive.yaml"."""
+    """`path`, or where there is no such file the recipe of that name which the package brings:
+    "recipes/contrastive.yaml"."""
     own = Path(__file__).resolve().parent.parent / path
-    return own if own.is_file() and own.parent.name == "recipes" and not Path(path).exists() else path
+    return (
+        own if own.is_file() and own.parent.name == "recipes" and not Path(path).exists() else path
+    )
 
 
 def _trainer_hints():
@@ -205,7 +267,11 @@ def _trainer_hints():
 def _spelled(name, fields):
     """An option as the command line has it."""
     described = fields.get(name)
-    return name.upper() if described is not None and described.metadata.get("positional") else f"--{name.replace('_', '-')}"
+    return (
+        name.upper()
+        if described is not None and described.metadata.get("positional")
+        else f"--{name.replace('_', '-')}"
+    )
 
 
 def _positional(argv, names):
@@ -224,7 +290,8 @@ def _positional(argv, names):
 
 
 def _options(argv, hints):
-    """{option: text, list of texts, or True} of `--name value`, `--name=value`, `--name a b` for lists, and `--name` for switches."""
+    """{option: text, list of texts, or True} of `--name value`, `--name=value`, `--name a b` for
+    lists, and `--name` for switches."""
     values, name = {}, None
     for argument in argv:
         if argument.startswith("--") and len(argument) > 2:
@@ -234,7 +301,9 @@ def _options(argv, hints):
                 raise UserError(f"unknown argument {argument!r}{nearest(name, hints, '--')}")
             values[name] = [value] if equals else []
         elif name is None:
-            raise UserError(f"{argument!r} was given where an option, --name, was expected; --help lists them")
+            raise UserError(
+                f"{argument!r} was given where an option, --name, was expected; --help lists them"
+            )
         else:
             values[name].append(argument)
     for name, given in values.items():
@@ -242,7 +311,9 @@ def _options(argv, hints):
         if not given and bool not in kinds:
             raise UserError(f"--{name.replace('_', '-')} needs a value, {_words(hints[name])}")
         if len(given) > 1 and list not in kinds:
-            raise UserError(f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given")
+            raise UserError(
+                f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given"
+            )
         if not given:
             values[name] = True
         elif list not in kinds or (len(given) == 1 and (str in kinds or given[0].startswith("["))):
@@ -251,7 +322,8 @@ def _options(argv, hints):
 
 
 def nearest(name, names, dashes="", otherwise="--help lists the options"):
-    """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none of `names` is like it."""
+    """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none
+    of `names` is like it."""
     close = difflib.get_close_matches(str(name), names, n=1)
     if not close:
         return f"; {otherwise}"
@@ -272,11 +344,15 @@ def typed(section, hints, where, otherwise="--help lists the options"):
     values = {}
     for name, value in section.items():
         if name not in hints:
-            raise UserError(f"unknown key {name!r} {where}{nearest(name, hints, otherwise=otherwise)}")
+            raise UserError(
+                f"unknown key {name!r} {where}{nearest(name, hints, otherwise=otherwise)}"
+            )
         try:
             values[name] = _convert(hints[name], value)
         except (ValueError, TypeError, OverflowError):
-            raise UserError(f"{name} {where} must be {_words(hints[name])}, but {value!r} was given") from None
+            raise UserError(
+                f"{name} {where} must be {_words(hints[name])}, but {value!r} was given"
+            ) from None
     return values
 
 
@@ -287,7 +363,8 @@ class Options:
     Attributes:
         command: as it is typed, "neobert encode".
         about: what it does, in a sentence or two.
-        groups: dataclasses of options. Those of one topic are one class, or one base class of theirs.
+        groups: dataclasses of options. Those of one topic are one class, or one base class of
+        theirs.
         example: a command line that works.
         trainer: {option: default} of transformers' TrainingArguments, for a command that trains.
     """
@@ -299,7 +376,8 @@ class Options:
     trainer: dict | None = None
 
     def read(self, argv):
-        """Objects of `groups`, and with `trainer` a dict of Trainer's options; see `read_arguments`."""
+        """Objects of `groups`, and with `trainer` a dict of Trainer's options; see
+        `read_arguments`."""
         if {"-h", "--help"} & set(argv):
             print(self.help(argv))
             raise SystemExit(0)
@@ -308,30 +386,54 @@ class Options:
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
         fields = {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
-        positional = [_spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")]
-        lines = [" ".join(["usage:", self.command, *positional, "[RECIPE.yaml]", "[--option value ...]"]), "", self.about]
+        positional = [
+            _spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")
+        ]
+        lines = [
+            " ".join(
+                ["usage:", self.command, *positional, "[RECIPE.yaml]", "[--option value ...]"]
+            ),
+            "",
+            self.about,
+        ]
         if self.example:
             lines += ["", "example:", f"  {self.example}"]
         topic = None
         for name, described in fields.items():
-            owner = next(base for group in self.groups for base in group.__mro__[::-1] if name in inspect.get_annotations(base))
+            owner = next(
+                base
+                for group in self.groups
+                for base in group.__mro__[::-1]
+                if name in inspect.get_annotations(base)
+            )
             if owner is not topic:
                 topic = owner
                 lines += ["", f"{owner.__doc__.splitlines()[0].rstrip('.')}:"]
             lines.append(_described(_spelled(name, fields), described))
         if self.trainer is not None:
-            lines += ["", "Every option of transformers.TrainingArguments; those with other defaults here:"]
-            lines += [f"  --{name.replace('_', '-')} (default: {value})" for name, value in self.trainer.items()]
+            lines += [
+                "",
+                "Every option of transformers.TrainingArguments; those with other defaults here:",
+            ]
+            lines += [
+                f"  --{name.replace('_', '-')} (default: {value})"
+                for name, value in self.trainer.items()
+            ]
         return "\n".join(lines)
 
 
 def _described(spelled, described):
     """An option's line of --help."""
-    default = described.default if described.default_factory is MISSING else described.default_factory()
+    default = (
+        described.default if described.default_factory is MISSING else described.default_factory()
+    )
     parts = [described.metadata["help"]] if described.metadata.get("help") else []
     words = {"least": "at least", "most": "at most", "choices": "one of"}
     for bound, limit in described.metadata.get("bounds", {}).items():
-        parts.append(f"{words.get(bound, bound)} {', '.join(map(str, limit)) if bound == 'choices' else limit}")
+        parts.append(
+            f"{words.get(bound, bound)} "
+            f"{', '.join(map(str, limit)) if bound == 'choices' else limit}"
+        )
     if default is MISSING and not described.metadata.get("positional"):
         parts.append("required")
     shown = "" if default in (MISSING, None, [], {}) else f" (default: {default})"

@@ -1,4 +1,5 @@
-"""The metadata of model cards, which the Hub reads: licence and base model are stated where they are known, and left out elsewhere."""
+"""The metadata of model cards, which the Hub reads: licence and base model are stated where they
+are known, and left out elsewhere."""
 
 from pathlib import Path
 
@@ -7,7 +8,9 @@ from .files import read_text
 from .yaml_files import read_collection
 
 
-LICENSE_HELP = "licence of the weights, for the card; by default what the card of a local source says"
+LICENSE_HELP = (
+    "licence of the weights, for the card; by default what the card of a local source says"
+)
 BASE_MODEL_HELP = "for the card: the model on the Hub that this one was made from, USER/NAME"
 _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 
@@ -23,11 +26,16 @@ def read_card(folder):
 
 def licence(given, card):
     """The keys that state the licence: `given`, else those of `card`, as `read_card` found them."""
-    return {"license": given} if given else {key: card[key] for key in card if key.startswith("license")}
+    return (
+        {"license": given}
+        if given
+        else {key: card[key] for key in card if key.startswith("license")}
+    )
 
 
 def base_model(given, model=None, relation="finetune"):
-    """The keys that name the model that this one was made from; {} where its name on the Hub is not known.
+    """The keys that name the model that this one was made from; {} where its name on the Hub is not
+    known.
 
     Args:
         given: USER/NAME, or None.
@@ -40,7 +48,8 @@ def base_model(given, model=None, relation="finetune"):
 
 
 def front_matter(**fields):
-    """The metadata at the top of README.md, with the lines around it; each field a text or a list of texts."""
+    """The metadata at the top of README.md, with the lines around it; each field a text or a list
+    of texts."""
     from huggingface_hub import ModelCardData
 
     return f"---\n{ModelCardData(**fields).to_yaml()}\n---\n"

@@ -1,4 +1,5 @@
-"""What every command does around its work: whatever goes wrong becomes one sentence and an exit code."""
+"""What every command does around its work: whatever goes wrong becomes one sentence and an exit
+code."""
 
 import contextlib
 import os
@@ -26,7 +27,8 @@ def _in_words(error):
 
 
 def _flush_output():
-    """What was printed goes out; what cannot (a closed pipe, a full disk) is not tried again when the interpreter ends."""
+    """What was printed goes out; what cannot (a closed pipe, a full disk) is not tried again when
+    the interpreter ends."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -36,7 +38,8 @@ def _flush_output():
 
 
 def guarded(name, run):
-    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence. NEOBERT_DEBUG=1 shows the traceback as well.
+    """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
+    NEOBERT_DEBUG=1 shows the traceback as well.
 
     Args:
         name: the command as messages name it.

@@ -1,4 +1,5 @@
-"""Places and choices that options and the code behind them share. Imports nothing, so that --help is quick."""
+"""Places and choices that options and the code behind them share. Imports nothing, so that --help
+is quick."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""UserError, escaping of untrusted text, and detection of a full disk: bad input is one sentence for the user."""
+"""UserError, escaping of untrusted text, and detection of a full disk: bad input is one sentence
+for the user."""
 
 import errno
 import importlib.util
@@ -12,7 +13,8 @@ LONGEST = 4000
 
 
 def printable(text):
-    """`text` with control characters and other unprintable ones escaped: names in a stranger's file must not steer the terminal."""
+    """`text` with control characters and other unprintable ones escaped: names in a stranger's file
+    must not steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -22,9 +24,11 @@ def shortened(text, limit):
 
 
 class UserError(ValueError):
-    """Bad input: one sentence that says what was given, what is allowed, what to do. Commands print it and exit with 2.
+    """Bad input: one sentence that says what was given, what is allowed, what to do. Commands print
+    it and exit with 2.
 
-    The sentence may quote a stranger's text: this is the one place where it is escaped and cut to a readable length.
+    The sentence may quote a stranger's text: this is the one place where it is escaped and cut to a
+    readable length.
     """
 
     def __init__(self, message):
@@ -35,14 +39,16 @@ class UserError(ValueError):
 
 
 class Stopped(Exception):
-    """A run that was asked to end and can go on later: one sentence, or none in the other processes of the run.
+    """A run that was asked to end and can go on later: one sentence, or none in the other processes
+    of the run.
 
     Commands print it and exit with 143, as a process does that SIGTERM ends.
     """
 
 
 def one_line(error, limit=200):
-    """Another program's message on one line of at most `limit` characters, without its final stop, to be part of a sentence of ours."""
+    """Another program's message on one line of at most `limit` characters, without its final stop,
+    to be part of a sentence of ours."""
     text = printable(" ".join(str(error).split()))[:limit].rstrip(".")
     return text if any(c.isalpha() for c in text) else f"{type(error).__name__} {text}".strip()
 
@@ -56,13 +62,16 @@ def listed(names, limit=20):
 
 # torch.save says one of the last three.
 _DISK_FULL = (
-    "No space left on device|os error 28|Disk quota exceeded|os error 122|\\d requested and \\d+ written"
-    "|PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|basic_ios::clear: iostream error"
+    "No space left on device|os error 28|Disk quota exceeded|os error 122|\\d requested and \\d+ "
+    "written"
+    "|PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|basic_ios::clear: iostream "
+    "error"
 )
 
 
 def is_disk_full(error):
-    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch, safetensors and Python report it."""
+    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch,
+    safetensors and Python report it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -90,9 +99,17 @@ def require(extra, *modules):
     if missing:
         names = " ".join(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in missing)
         raise ImportError(
-            f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip install -e '.[{extra}]' in a clone"
+            f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip "
+            f"install -e '.[{extra}]' in a clone"
         )
-    old = [name for name, least in wanted.items() if least and Version(version(name)) < Version(least)]
+    old = [
+        name for name, least in wanted.items() if least and Version(version(name)) < Version(least)
+    ]
     if old:
-        told = ", ".join(f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old)
-        raise ImportError(f"this needs {told}: pip install --upgrade {' '.join(name.replace('_', '-') for name in old)}")
+        told = ", ".join(
+            f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old
+        )
+        raise ImportError(
+            f"this needs {told}: pip install --upgrade "
+            f"{' '.join(name.replace('_', '-') for name in old)}"
+        )

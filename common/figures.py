@@ -1,10 +1,12 @@
-"""The one style of all plots, and the one way to write them: completely or not at all, with their environment as a caption.
+"""The one style of all plots, and the one way to write them: completely or not at all, with their
+environment as a caption.
 
     figure, axes = subplots("Title", "length in tokens", "tokens per second")
     length_axis(axes, [128, 512])
     save(figure, "results/x.png", environment())
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart. No display is needed: pyplot is not used.
+Colours are those of Okabe and Ito, which colour-blind readers tell apart. No display is needed:
+pyplot is not used.
 """
 
 import math
@@ -64,7 +66,9 @@ def subplots(title=None, xlabel=None, ylabel=None, rows=1, columns=1, size=None,
     figure = Figure(figsize=size or (6.4 * columns, 4.2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, **options)
     for panel in numpy.ravel(axes):
-        panel.set(**{name: value for name, value in (("xlabel", xlabel), ("ylabel", ylabel)) if value})
+        panel.set(
+            **{name: value for name, value in (("xlabel", xlabel), ("ylabel", ylabel)) if value}
+        )
     if title and rows * columns == 1:
         axes.set_title(title)
     elif title:
@@ -81,14 +85,23 @@ def line(axes, x, y, label, series, spread=None, own=False, **options):
         own: whether it is the model of this repository.
         options: of matplotlib's `errorbar`, which win.
     """
-    colour, marker = (OWN, "o") if own else (COLOURS[series % len(COLOURS)], MARKERS[series % len(MARKERS)])
+    colour, marker = (
+        (OWN, "o") if own else (COLOURS[series % len(COLOURS)], MARKERS[series % len(MARKERS)])
+    )
     errors = None if spread is None else _error_bars(y, spread)
-    style = {"color": colour, "marker": marker, "linewidth": 2.2 if own else 1.5, "elinewidth": 1, "zorder": 4 if own else 3}
+    style = {
+        "color": colour,
+        "marker": marker,
+        "linewidth": 2.2 if own else 1.5,
+        "elinewidth": 1,
+        "zorder": 4 if own else 3,
+    }
     axes.errorbar(x, y, yerr=errors, label=label, **{**style, **options})
 
 
 def _error_bars(values, ranges):
-    """matplotlib's form of (lowest, highest) ranges: how far they reach below and above each value."""
+    """matplotlib's form of (lowest, highest) ranges: how far they reach below and above each
+    value."""
     return [
         [max(value - low, 0) for value, (low, _) in zip(values, ranges)],
         [max(high - value, 0) for value, (_, high) in zip(values, ranges)],
@@ -104,7 +117,10 @@ def bars(axes, labels, values, spreads=None, digits=1, colours=None, horizontal=
         colours: one, or one a bar; by default the model's own.
     """
     places, drawn = list(range(len(labels))), [value or 0 for value in values]
-    spreads = [s if isinstance(s, (tuple, list)) else (v - (s or 0), v + (s or 0)) for v, s in zip(drawn, spreads or [None] * len(drawn))]
+    spreads = [
+        s if isinstance(s, (tuple, list)) else (v - (s or 0), v + (s or 0))
+        for v, s in zip(drawn, spreads or [None] * len(drawn))
+    ]
     errors = _error_bars(drawn, spreads) if any(low != high for low, high in spreads) else None
     ends = [max(value, high) for value, (_, high) in zip(drawn, spreads)]
     limit = max([*ends, 1e-12])
@@ -124,7 +140,9 @@ def bars(axes, labels, values, spreads=None, digits=1, colours=None, horizontal=
     for place, value, end in zip(places, values, ends):
         if value is not None:
             x, y = (end + 0.02 * limit, place) if horizontal else (place, end + 0.02 * limit)
-            where = {"ha": "left", "va": "center"} if horizontal else {"ha": "center", "va": "bottom"}
+            where = (
+                {"ha": "left", "va": "center"} if horizontal else {"ha": "center", "va": "bottom"}
+            )
             axes.text(x, y, f"{value:,.{digits}f}", fontsize=8, **where)
 
 
@@ -137,7 +155,8 @@ def length_axis(axes, lengths):
 
 
 def ratio_axis(axes, low, high):
-    """A logarithmic y axis with ticks at 1/4, 1/2, 1, 2, 4 and so on: twice as fast is as far from 1 as half as fast."""
+    """A logarithmic y axis with ticks at 1/4, 1/2, 1, 2, 4 and so on: twice as fast is as far from
+    1 as half as fast."""
     axes.set_yscale("log", base=2)
     first, last = math.floor(math.log2(low) - 0.05), math.ceil(math.log2(high) + 0.05)
     ticks = [2.0**i for i in range(first, last + 1)]
@@ -151,14 +170,17 @@ def save(figure, path, environment=None):
 
     Args:
         path: .png or another form that matplotlib writes.
-        environment: as `results.environment()` returns it; hardware, threads, dtype and commit become the caption.
+        environment: as `results.environment()` returns it; hardware, threads, dtype and commit
+        become the caption.
     """
     path = Path(path)
     if environment:
         text = textwrap.fill(caption(environment), int(20 * figure.get_figwidth()))
         figure.text(0.5, -0.01, text, ha="center", va="top", fontsize=6, color="#666666")
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    handle, temporary = tempfile.mkstemp(
+        dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix
+    )
     os.close(handle)
     try:
         figure.savefig(temporary, bbox_inches="tight", pad_inches=0.12)

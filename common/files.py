@@ -14,11 +14,21 @@ from pathlib import Path
 from .errors import UserError, one_line
 
 
-# ------------------------------------------------------------------------------------------------------------------- secrets
+# ------------------------------------------------------------------------------------------------
+# secrets
 
 
 HIDDEN = "<hidden>"
-_SECRET_NAMES = {"token", "key", "apikey", "password", "passwd", "secret", "credential", "credentials"}
+_SECRET_NAMES = {
+    "token",
+    "key",
+    "apikey",
+    "password",
+    "passwd",
+    "secret",
+    "credential",
+    "credentials",
+}
 # What gives itself away under any name: tokens of the Hub, and passwords in addresses.
 _SECRET_VALUES = re.compile(
     r"\bhf_[A-Za-z0-9]{24,}\b|(?<=://)[^/\s@]+(?=@)|(?<=token=)[^&\s]+|(?<=key=)[^&\s]+|(?<=password=)[^&\s]+|(?<=secret=)[^&\s]+"
@@ -28,16 +38,21 @@ _SECRET_VALUES = re.compile(
 
 
 def _is_secret(name):
-    """Whether an option or key is named as secrets are: `hub_token`, `--api-key`; not `tokens_per_batch`, not an Auto class of tokens."""
+    """Whether an option or key is named as secrets are: `hub_token`, `--api-key`; not
+    `tokens_per_batch`, not an Auto class of tokens."""
     return not str(name).startswith("AutoModel") and not _SECRET_NAMES.isdisjoint(
         re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower())
     )
 
 
 def redacted(data):
-    """`data` (of JSON types) with the text of secrets replaced: under keys named as secrets are, and what looks like one anywhere."""
+    """`data` (of JSON types) with the text of secrets replaced: under keys named as secrets are,
+    and what looks like one anywhere."""
     if isinstance(data, dict):
-        return {k: HIDDEN if isinstance(v, str) and v and _is_secret(k) else redacted(v) for k, v in data.items()}
+        return {
+            k: HIDDEN if isinstance(v, str) and v and _is_secret(k) else redacted(v)
+            for k, v in data.items()
+        }
     if isinstance(data, (list, tuple)):
         return [redacted(value) for value in data]
     if not isinstance(data, str):
@@ -50,7 +65,8 @@ def redacted(data):
 
 
 def redacted_arguments(argv):
-    """A command line with the values of options named as secrets are replaced: `--hub_token X`, `--api-key=X`."""
+    """A command line with the values of options named as secrets are replaced: `--hub_token X`,
+    `--api-key=X`."""
     output, hide = [], False
     for argument in argv:
         option, equals, _ = argument.partition("=")
@@ -64,14 +80,16 @@ def redacted_arguments(argv):
     return output
 
 
-# ------------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------------
+# reading
 
 
 TEXT_LIMIT = 4_000_000
 
 
 def check_file(path):
-    """Raises UserError unless `path` is a regular file: reading a pipe or a device may never end."""
+    """Raises UserError unless `path` is a regular file: reading a pipe or a device may never
+    end."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -79,7 +97,10 @@ def check_file(path):
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or one_line(error)})") from None
     if not stat.S_ISREG(mode):
-        raise UserError(f"{path} is not a file, but {'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}")
+        raise UserError(
+            f"{path} is not a file, but "
+            f"{'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'}"
+        )
 
 
 def read_text(path, limit=TEXT_LIMIT):
@@ -98,7 +119,9 @@ def read_text(path, limit=TEXT_LIMIT):
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or one_line(error)})") from None
     if len(data) > limit:
-        raise UserError(f"{path} has more than {limit:,} bytes, which is too large for what it should be")
+        raise UserError(
+            f"{path} has more than {limit:,} bytes, which is too large for what it should be"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -106,16 +129,23 @@ def read_text(path, limit=TEXT_LIMIT):
 
 
 def _check_depth(data, most=50):
-    """Raises ValueError for lists and mappings inside of each other so deep that nobody wrote them by hand."""
+    """Raises ValueError for lists and mappings inside of each other so deep that nobody wrote them
+    by hand."""
     level = [data]
     for _ in range(most):
-        level = [part for item in level if isinstance(item, (dict, list)) for part in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            part
+            for item in level
+            if isinstance(item, (dict, list))
+            for part in (item.values() if isinstance(item, dict) else item)
+        ]
     if level:
         raise ValueError(f"nested more than {most} deep")
 
 
 def read_json(path, limit=TEXT_LIMIT):
-    """The content of a JSON file of at most `limit` bytes. UserError if it cannot be read, is nested too deep, or holds NaN, Infinity or 1e999."""
+    """The content of a JSON file of at most `limit` bytes. UserError if it cannot be read, is
+    nested too deep, or holds NaN, Infinity or 1e999."""
 
     def finite(text):
         if not math.isfinite(value := float(text)):
@@ -131,11 +161,13 @@ def read_json(path, limit=TEXT_LIMIT):
         raise UserError(f"{path} is not valid JSON ({one_line(error)})") from None
 
 
-# ------------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------------
+# writing
 
 
 def settle(path):
-    """Puts a file that is written on the disk, and gives it or a folder the rights that the umask leaves: some libraries give others."""
+    """Puts a file that is written on the disk, and gives it or a folder the rights that the umask
+    leaves: some libraries give others."""
     umask = os.umask(0o077)
     os.umask(umask)
     if os.path.isdir(path):
@@ -148,14 +180,19 @@ def settle(path):
 
 @contextlib.contextmanager
 def new_path(path, check=None):
-    """A file beside `path`, for what opens it by its name: it takes the name `path` when the block ends well, and vanishes when it does not.
+    """A file beside `path`, for what opens it by its name: it takes the name `path` when the block
+    ends well, and vanishes when it does not.
 
     `check` is called before that: it may refuse what came to `path` meanwhile.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less what the umask takes
+    temporary = path.with_name(
+        f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    )
+    os.close(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    )  # less what the umask takes
     try:
         yield temporary
         settle(temporary)
@@ -169,7 +206,8 @@ def new_path(path, check=None):
 
 @contextlib.contextmanager
 def new_file(path):
-    """A temporary binary file, renamed to `path` on success (flushed to the disk before) and deleted on error."""
+    """A temporary binary file, renamed to `path` on success (flushed to the disk before) and
+    deleted on error."""
     with new_path(path) as temporary, open(temporary, "wb") as file:
         yield file
 
@@ -188,7 +226,8 @@ def is_alive(pid):
 
 
 def remove_left_overs(folder, name=""):
-    """Removes what killed processes of this machine left of `new_file`, for files whose names begin with `name`."""
+    """Removes what killed processes of this machine left of `new_file`, for files whose names begin
+    with `name`."""
     owner = re.compile(rf"\.{re.escape(name)}.*\.{re.escape(socket.gethostname())}-(\d+)-\w{{8}}")
     for path in Path(folder).glob(".*"):
         match = owner.fullmatch(path.name)
@@ -197,7 +236,8 @@ def remove_left_overs(folder, name=""):
 
 
 def write_text(path, text):
-    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are written as escapes: "\\udce9"."""
+    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are
+    written as escapes: "\\udce9"."""
     with new_file(path) as file:
         file.write(bytes(text, "utf-8", "backslashreplace"))
 
@@ -213,16 +253,29 @@ def write_json(path, data):
 
 
 # What safetensors calls a dtype: bytes of one number.
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 
 
 def write_safetensors(path, layout, read, metadata=None):
-    """Writes one safetensors file piece by piece: the library's `save_file` needs all tensors in memory.
+    """Writes one safetensors file piece by piece: the library's `save_file` needs all tensors in
+    memory.
 
     Args:
         path: the file.
         layout: {name: (dtype, shape)}, the dtype as safetensors names it: "F32", "F16", "BF16", ...
-        read: function of a name that returns the tensor's numbers in row-major order as an iterable of bytes-like pieces.
+        read: function of a name that returns the tensor's numbers in row-major order as an iterable
+        of bytes-like pieces.
         metadata: {text: text} for the file's header.
     Returns:
         dict with `file` (its name), `tensors`, `bytes` and `sha256`.
@@ -235,7 +288,11 @@ def write_safetensors(path, layout, read, metadata=None):
     for name in names:
         dtype, shape = layout[name]
         length = math.prod(shape) * _DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + length]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + length],
+        }
         offset += length
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -255,14 +312,25 @@ def write_safetensors(path, layout, read, metadata=None):
                 put(piece)
             begin, end = header[name]["data_offsets"]
             if size - first != end - begin:
-                raise ValueError(f"{name} has {size - first} bytes where its dtype and shape take {end - begin}")
-    return {"file": Path(path).name, "tensors": len(names), "bytes": size, "sha256": digest.hexdigest()}
+                raise ValueError(
+                    f"{name} has {size - first} bytes where its dtype and shape take {end - begin}"
+                )
+    return {
+        "file": Path(path).name,
+        "tensors": len(names),
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+    }
 
 
 def sha256(path):
     """SHA-256 of a file's content, 64 hex digits."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_in_blocks(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _sha256_in_blocks(file)
+        )
 
 
 def _sha256_in_blocks(file):  # Python 3.10

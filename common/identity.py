@@ -1,4 +1,5 @@
-"""Which model a result belongs to, so that a resumed evaluation never mixes two models of one name."""
+"""Which model a result belongs to, so that a resumed evaluation never mixes two models of one
+name."""
 
 import hashlib
 from pathlib import Path
@@ -6,11 +7,26 @@ from pathlib import Path
 from .loading import check_model
 
 
-# What makes the numbers of a model: weights, configuration, tokenizer. A sentence encoder keeps those of its other modules one folder down.
+# What makes the numbers of a model: weights, configuration, tokenizer. A sentence encoder keeps
+# those of its other modules one folder down.
 _FILES = (
     *("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin"),
-    *("config.json", "*/config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt", "*.model"),
+    *(
+        "config.json",
+        "*/config.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+    ),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "vocab.txt",
+        "vocab.json",
+        "merges.txt",
+        "*.model",
+    ),
 )
 
 
@@ -20,7 +36,8 @@ def model_digest(model):
     Args:
         model: folder with a model, or its name on the Hub.
     Returns:
-        of a folder: SHA-256 over these files; of a Hub name: the commit in the local cache; "unknown" if neither is there.
+        of a folder: SHA-256 over these files; of a Hub name: the commit in the local cache;
+        "unknown" if neither is there.
     Raises:
         UserError: there is no model in the folder.
     """

@@ -1,4 +1,5 @@
-"""What several commands load alike: the bundled folders, devices, dtypes, tokenizers, and how long a text a model takes."""
+"""What several commands load alike: the bundled folders, devices, dtypes, tokenizers, and how long
+a text a model takes."""
 
 import functools
 import json
@@ -20,7 +21,14 @@ CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neob
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
+    **{
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    },
 }
 
 
@@ -40,12 +48,16 @@ def choose_device(device=None):
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"the device {str(device)!r} cannot be used here ({one_line(error)}); give cpu, cuda or cuda:<number>") from None
+        raise UserError(
+            f"the device {str(device)!r} cannot be used here ({one_line(error)}); give cpu, cuda "
+            "or cuda:<number>"
+        ) from None
     return device
 
 
 def choose_dtype(dtype, device):
-    """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest by a short measurement, printed with its reason."""
+    """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest by a
+    short measurement, printed with its reason."""
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, but {dtype!r} was given")
     if dtype == "auto":
@@ -59,15 +71,20 @@ def _fastest_on_cpu():
     rates = matrix_rates()
     dtype = fastest_dtype(rates)
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
-    print(f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}", file=sys.stderr)
+    print(
+        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}",
+        file=sys.stderr,
+    )
     return dtype
 
 
 def fastest_dtype(rates):
-    """The dtype to compute in: float16, which is nearer to float32 than bfloat16, where it is about as fast; 16 bits only where they pay.
+    """The dtype to compute in: float16, which is nearer to float32 than bfloat16, where it is about
+    as fast; 16 bits only where they pay.
 
     Args:
-        rates: {"float32", "float16", "bfloat16": operations a second}. CPUs without units for 16 bits are up to 400 times slower in them.
+        rates: {"float32", "float16", "bfloat16": operations a second}. CPUs without units for 16
+        bits are up to 400 times slower in them.
     """
     fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
     if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:
@@ -76,10 +93,11 @@ def fastest_dtype(rates):
 
 
 def matrix_rates(width=768, rows=128, repeats=5):
-    """{dtype: floating-point operations a second} of linear layers on one core, the best of some runs in turns.
+    """{dtype: floating-point operations a second} of linear layers on one core, the best of some
+    runs in turns.
 
-    Takes a few hundredths of a second. A dtype that takes more than twice as long as float32 on 16 rows is not tried on more, which could
-    take seconds.
+    Takes a few hundredths of a second. A dtype that takes more than twice as long as float32 on 16
+    rows is not tried on more, which could take seconds.
     """
     names = ("float32", "float16", "bfloat16")
     inputs = {name: torch.ones(rows, width, dtype=getattr(torch, name)) for name in names}
@@ -95,48 +113,70 @@ def matrix_rates(width=768, rows=128, repeats=5):
 
     weights = {name: torch.ones(width, width, dtype=x.dtype) for name, x in inputs.items()}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the ratios are those of all cores, and other work on them disturbs less
+    torch.set_num_threads(
+        1
+    )  # the ratios are those of all cores, and other work on them disturbs less
     try:
         with torch.inference_mode():
             small = best_times(names, 16, 3)
-            large = best_times([name for name in names if small[name] <= 2 * small["float32"]], rows, repeats)
+            large = best_times(
+                [name for name in names if small[name] <= 2 * small["float32"]], rows, repeats
+            )
     finally:
         torch.set_num_threads(threads)
-    return {name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name]) for name in names}
+    return {
+        name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name])
+        for name in names
+    }
 
 
 def set_attention(model, implementation):
-    """Sets an attention implementation; None for the model's own. UserError for one that cannot be used here."""
+    """Sets an attention implementation; None for the model's own. UserError for one that cannot be
+    used here."""
     try:
         model.set_attn_implementation(implementation or model.config._attn_implementation)
-    except Exception as error:  # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the Hub
-        raise UserError(f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})") from error
+    # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the
+    # Hub
+    except Exception as error:
+        raise UserError(
+            f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})"
+        ) from error
 
 
 def check_there(name):
-    """Raises UserError for a name that is neither a file or folder, nor may be one on the Hub, ORGANISATION/MODEL. No network is asked.
+    """Raises UserError for a name that is neither a file or folder, nor may be one on the Hub,
+    ORGANISATION/MODEL. No network is asked.
 
     Names without an organisation, as old models have them, count where the local cache has them.
     """
     path, name = Path(name), str(name)
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
     if not (name and path.exists()) and not on_hub and not _is_cached(name):
-        raise UserError(f"there is no {name or repr(name)}; give a folder, or a name on the Hub as ORGANISATION/MODEL")
+        raise UserError(
+            f"there is no {name or repr(name)}; give a folder, or a name on the Hub as "
+            "ORGANISATION/MODEL"
+        )
 
 
 def _is_cached(name):
     from huggingface_hub import try_to_load_from_cache
 
-    return bool(re.fullmatch(r"[\w-][\w.-]*", name)) and isinstance(try_to_load_from_cache(name, "config.json"), str)
+    return bool(re.fullmatch(r"[\w-][\w.-]*", name)) and isinstance(
+        try_to_load_from_cache(name, "config.json"), str
+    )
 
 
 def check_model(name):
-    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on the Hub; see `check_there`."""
+    """Raises UserError unless `name` is a folder with a model's configuration, or may be a name on
+    the Hub; see `check_there`."""
     check_there(name)
     path = Path(name)
-    if path.exists() and not any((path / file).is_file() for file in ("config.json", "modules.json")):
+    if path.exists() and not any(
+        (path / file).is_file() for file in ("config.json", "modules.json")
+    ):
         raise UserError(
-            f"there is no model in {name}: it needs a config.json or modules.json (a raw checkpoint goes through neobert convert)"
+            f"there is no model in {name}: it needs a config.json or modules.json (a raw "
+            "checkpoint goes through neobert convert)"
         )
 
 
@@ -151,12 +191,21 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
-        raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer ({one_line(error)})") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers 5 makes an empty one where there are no files
+    # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
+    except Exception as error:
+        raise UserError(
+            f"no tokenizer was found in {name}: give its folder with --tokenizer "
+            f"({one_line(error)})"
+        ) from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # transformers 5 makes an empty one where there are no files
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
     if padding and tokenizer.pad_token_id is None:
-        raise UserError(f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is this an encoder?")
+        raise UserError(
+            f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is "
+            "this an encoder?"
+        )
     return tokenizer
 
 
@@ -167,7 +216,8 @@ def save_tokenizer(tokenizer, folder):
 
 
 def name_tokenizer_class(folder):
-    """Gives a tokenizer that transformers 5 saved a form that transformers 4 loads alike: the older names of its class and settings."""
+    """Gives a tokenizer that transformers 5 saved a form that transformers 4 loads alike: the older
+    names of its class and settings."""
     path = Path(folder) / "tokenizer_config.json"
     if not path.is_file():
         return
@@ -185,7 +235,8 @@ def name_tokenizer_class(folder):
 def prefix_space(text):
     """{"add_prefix_space": ...} as the text of a tokenizer.json has it, {} where it says nothing.
 
-    Version 4 takes the space before a text from tokenizer_config.json, and where nothing is said there changes tokenizer.json's.
+    Version 4 takes the space before a text from tokenizer_config.json, and where nothing is said
+    there changes tokenizer.json's.
     """
     words = json.loads(text)["pre_tokenizer"] or {}
     return {name: words[name] for name in ("add_prefix_space",) if name in words}
@@ -195,7 +246,10 @@ def check_vocabulary(tokenizer, model, name):
     """Raises UserError when the tokenizer has more tokens than the model has rows."""
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name} has {rows} rows; is it this model's?")
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name} has {rows} "
+            "rows; is it this model's?"
+        )
 
 
 def position_limit(model):
@@ -212,7 +266,8 @@ def position_limit(model):
 
 
 def text_limit(model, tokenizer):
-    """Longest text in tokens that the model takes: of its positions and of its tokenizer, whichever is smaller; None if unbounded."""
+    """Longest text in tokens that the model takes: of its positions and of its tokenizer, whichever
+    is smaller; None if unbounded."""
     limits = [position_limit(model.base_model), tokenizer.model_max_length]
     limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None

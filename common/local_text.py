@@ -1,13 +1,17 @@
-"""English text that comes in packages, for training and measuring without a network, as rows {"id", "text", ...}.
+"""English text that comes in packages, for training and measuring without a network, as rows {"id",
+"text", ...}.
 
 | function | what | from | licence |
 |---|---|---|---|
-| `wordnet_entries` | a row a synset: words, kind, definition, examples | Debian package wordnet-base | WordNet 3.0 (free to use, change and pass on with its notice) |
+| `wordnet_entries` | a row a synset: words, kind, definition, examples | Debian package
+wordnet-base | WordNet 3.0 (free to use, change and pass on with its notice) |
 | `wordnet_sentences` | the example sentences alone | the same | the same |
-| `gcide_entries` | a row a headword of Webster 1913 and its additions | Debian package dict-gcide | GPL-2+ |
+| `gcide_entries` | a row a headword of Webster 1913 and its additions | Debian package dict-gcide |
+GPL-2+ |
 | `sentiment_sentences` | rated sentences | source archive of vaderSentiment 3.3.2 | MIT |
 
-`python -m neobert.common.local_text wordnet --out data/wordnet` writes train.jsonl and heldout.jsonl.
+`python -m neobert.common.local_text wordnet --out data/wordnet` writes train.jsonl and
+heldout.jsonl.
 """
 
 import argparse
@@ -40,17 +44,22 @@ _PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 
 def is_held_out(key, percent=HELD_OUT_PERCENT):
-    """Whether a row belongs to the held-out part: a fixed function of its key (SHA-1), whatever the order or the machine."""
+    """Whether a row belongs to the held-out part: a fixed function of its key (SHA-1), whatever the
+    order or the machine."""
     digest = hashlib.sha1(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
 
 
 def parse_synset(line):
-    """(offset, words, offsets of its hypernyms, whether it is an instance, gloss) of one line of a WordNet data file (wndb(5))."""
+    """(offset, words, offsets of its hypernyms, whether it is an instance, gloss) of one line of a
+    WordNet data file (wndb(5))."""
     fields, _, gloss = line.partition(" | ")
     fields = fields.split()
     offset, count = fields[0], int(fields[3], 16)
-    words = [re.sub(r"\((a|p|ip)\)$", "", word).replace("_", " ") for word in fields[4 : 4 + 2 * count : 2]]
+    words = [
+        re.sub(r"\((a|p|ip)\)$", "", word).replace("_", " ")
+        for word in fields[4 : 4 + 2 * count : 2]
+    ]
     start = 4 + 2 * count
     pointers = [fields[start + 1 + 4 * i : start + 5 + 4 * i] for i in range(int(fields[start]))]
     kinds = [target for symbol, target, part, _ in pointers if symbol in ("@", "@i")]
@@ -59,7 +68,8 @@ def parse_synset(line):
 
 
 def split_gloss(gloss):
-    """Definition and example sentences of a gloss: `a definition; another; "an example"; "one more"`."""
+    """Definition and example sentences of a gloss: `a definition; another; "an example"; "one
+    more"`."""
     examples = [text.strip(" ;") for text in re.findall(r'"([^"]+)"', gloss)]
     definition = re.sub(r'"[^"]*"?', "", gloss)
     definition = re.sub(r"[\s;:,-]+$", "", re.sub(r"\s*;\s*(;\s*)+", "; ", definition)).strip()
@@ -74,19 +84,30 @@ def read_synsets(folder):
     folder = Path(folder)
     missing = [name for name in _PARTS_OF_SPEECH if not (folder / f"data.{name}").is_file()]
     if missing:
-        raise UserError(f"there is no WordNet in {folder} (data.{missing[0]}); install it with: apt-get install wordnet-base")
+        raise UserError(
+            f"there is no WordNet in {folder} (data.{missing[0]}); install it with: apt-get "
+            "install wordnet-base"
+        )
     for part in _PARTS_OF_SPEECH:
         lines = (folder / f"data.{part}").read_text(encoding="utf-8", errors="replace").splitlines()
         rows = [parse_synset(line) for line in lines if line and not line.startswith("  ")]
         first_word = {offset: words[0] for offset, words, *_ in rows}
         for offset, words, kinds, instance, gloss in rows:
-            yield part, offset, words, [first_word[kind] for kind in kinds if kind in first_word], instance, gloss
+            yield (
+                part,
+                offset,
+                words,
+                [first_word[kind] for kind in kinds if kind in first_word],
+                instance,
+                gloss,
+            )
 
 
 def wordnet_entries(folder=WORDNET):
     """One row a synset, in file order: `{"id": "noun-00001740", "word", "text"}`.
 
-    The text reads "landing net: a bag-shaped fishnet on a long handle .... a landing net is a kind of fishnet. <examples>".
+    The text reads "landing net: a bag-shaped fishnet on a long handle .... a landing net is a kind
+    of fishnet. <examples>".
 
     Raises:
         UserError: WordNet is not installed.
@@ -97,7 +118,11 @@ def wordnet_entries(folder=WORDNET):
             continue
         parts = [_sentence(f"{', '.join(dict.fromkeys(words))}: {definition}")]
         if part == "noun" and kinds:
-            article = "" if instance or words[0][0].isupper() else ("an " if words[0][0] in "aeiou" else "a ")
+            article = (
+                ""
+                if instance or words[0][0].isupper()
+                else ("an " if words[0][0] in "aeiou" else "a ")
+            )
             kind_article = "an" if kinds[0][0].lower() in "aeiou" else "a"
             relation = f"is {kind_article} {kinds[0]}" if instance else f"is a kind of {kinds[0]}"
             parts.append(f"{article}{words[0]} {relation}.")
@@ -106,7 +131,8 @@ def wordnet_entries(folder=WORDNET):
 
 
 def wordnet_sentences(folder=WORDNET):
-    """The example sentences of WordNet, each once: `{"id", "word", "text"}`. Raises UserError when it is not installed."""
+    """The example sentences of WordNet, each once: `{"id", "word", "text"}`. Raises UserError when
+    it is not installed."""
     seen = set()
     for part, offset, words, _, _, gloss in read_synsets(folder):
         for i, text in enumerate(split_gloss(gloss)[1]):
@@ -116,7 +142,8 @@ def wordnet_sentences(folder=WORDNET):
 
 
 def gcide_entries(path=GCIDE):
-    """One row a headword of the Collaborative International Dictionary of English: `{"id", "word", "text"}`.
+    """One row a headword of the Collaborative International Dictionary of English: `{"id", "word",
+    "text"}`.
 
     Pronunciation, etymology and source marks are left out.
 
@@ -125,7 +152,9 @@ def gcide_entries(path=GCIDE):
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"there is no dictionary {path}; install it with: apt-get install dict-gcide")
+        raise UserError(
+            f"there is no dictionary {path}; install it with: apt-get install dict-gcide"
+        )
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
     starts = [i for i, line in enumerate(lines) if line and not line[0].isspace() and "\\" in line]
@@ -136,63 +165,95 @@ def gcide_entries(path=GCIDE):
             yield {"id": f"gcide-{number}", "word": word, "text": f"{word}: {body}"}
 
 
-# "Laminar \\Lam"i*nar\\, Laminal ..., a. " of an entry: words, pronunciations and the part of speech.
+# "Laminar \\Lam"i*nar\\, Laminal ..., a. " of an entry: words, pronunciations and the part of
+# speech.
 _GCIDE_HEAD = re.compile(
     r"^.{0,160}?[\s,](n|a|adj|adv|v|prep|conj|interj|pron|p|imp)\.(\s*(&|pl|t|i|p|a|n|sing|v|adv|pr)\.?)*\s*(;\s[^.]{0,80}\.)?\s+"
 )
 
 
 def _gcide_definition(block):
-    """The definitions and quotations of an entry, without pronunciation, part of speech, etymology, sources and names."""
+    """The definitions and quotations of an entry, without pronunciation, part of speech, etymology,
+    sources and names."""
     block = re.sub(r"\\[^\\]*\\", " ", block)
     for _ in range(2):  # brackets within brackets
         block = re.sub(r"\[[^\[\]]*\]", " ", block)
     block = _GCIDE_HEAD.sub("", re.sub(r"\s+", " ", block), count=1)
-    block = re.sub(r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", ""))  # fields of knowledge, letters of senses
+    block = re.sub(
+        r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", "")
+    )  # fields of knowledge, letters of senses
     block = re.sub(r"\s--\s?[A-Z][\w. ]*?\.(?=\s|$)", " ", block)  # who is quoted
     block = re.sub(r"\b[Ss]yn:|--", "; ", block)
     return re.sub(r"\s+([.,;])", r"\1", re.sub(r"\s+", " ", block)).strip(" ;,")
 
 
 def _sentiment_archive(path=None):
-    places = [path] if path else [os.environ.get("NEOBERT_SENTIMENT"), Path.home() / ".cache" / "neobert", "data", "."]
+    places = (
+        [path]
+        if path
+        else [os.environ.get("NEOBERT_SENTIMENT"), Path.home() / ".cache" / "neobert", "data", "."]
+    )
     for place in filter(None, places):
         place = Path(place)
         found = place if place.is_file() else place / SENTIMENT_ARCHIVE
         if found.is_file():
             return found
     raise UserError(
-        f"there is no {SENTIMENT_ARCHIVE}; get it with: pip download --no-deps --no-binary :all: vaderSentiment==3.3.2 -d ~/.cache/neobert"
+        f"there is no {SENTIMENT_ARCHIVE}; get it with: pip download --no-deps --no-binary :all: "
+        "vaderSentiment==3.3.2 -d ~/.cache/neobert"
     )
 
 
 def sentiment_sentences(name, path=None):
-    """Sentences with the mean rating of 20 people, from -4 to 4 (Hutto and Gilbert 2014): `{"id", "text", "rating", "label"}`.
+    """Sentences with the mean rating of 20 people, from -4 to 4 (Hutto and Gilbert 2014): `{"id",
+    "text", "rating", "label"}`.
 
     `label` is 1 for a positive rating and 0 for a negative one.
 
     Args:
         name: "movie" (10,605 rows), "amazon" (3,708), "nyt" (5,190) or "tweets" (4,200).
-        path: the archive or its folder; otherwise $NEOBERT_SENTIMENT, ~/.cache/neobert, data/ and the current folder are tried.
+        path: the archive or its folder; otherwise $NEOBERT_SENTIMENT, ~/.cache/neobert, data/ and
+        the current folder are tried.
     Raises:
         UserError: an unknown name, or the archive is not there.
     """
     if name not in SENTIMENT_SETS:
-        raise UserError(f"there is no sentiment set {name!r}; choose one of {', '.join(SENTIMENT_SETS)}")
+        raise UserError(
+            f"there is no sentiment set {name!r}; choose one of {', '.join(SENTIMENT_SETS)}"
+        )
     with tarfile.open(_sentiment_archive(path)) as outer:
-        inner = next(member for member in outer.getmembers() if member.name.endswith("hutto_ICWSM_2014.tar.gz"))
+        inner = next(
+            member
+            for member in outer.getmembers()
+            if member.name.endswith("hutto_ICWSM_2014.tar.gz")
+        )
         with tarfile.open(fileobj=io.BytesIO(outer.extractfile(inner).read())) as archive:
-            member = next(member for member in archive.getmembers() if member.name.endswith(SENTIMENT_SETS[name]))
+            member = next(
+                member
+                for member in archive.getmembers()
+                if member.name.endswith(SENTIMENT_SETS[name])
+            )
             raw = archive.extractfile(member).read()
     for line in raw.decode("utf-8-sig", errors="replace").splitlines():
         fields = line.split("\t")
         if len(fields) == 3 and fields[2].strip():
             rating = float(fields[1])
-            yield {"id": f"{name}-{fields[0]}", "text": fields[2].strip(), "rating": rating, "label": int(rating > 0)}
+            yield {
+                "id": f"{name}-{fields[0]}",
+                "text": fields[2].strip(),
+                "rating": rating,
+                "label": int(rating > 0),
+            }
 
 
-SOURCES = {"wordnet": wordnet_entries, "wordnet-sentences": wordnet_sentences, "gcide": gcide_entries}
-SOURCES.update({f"sentiment-{name}": (lambda name=name: sentiment_sentences(name)) for name in SENTIMENT_SETS})
+SOURCES = {
+    "wordnet": wordnet_entries,
+    "wordnet-sentences": wordnet_sentences,
+    "gcide": gcide_entries,
+}
+SOURCES.update(
+    {f"sentiment-{name}": (lambda name=name: sentiment_sentences(name)) for name in SENTIMENT_SETS}
+)
 
 
 def write_split(rows, folder, percent=HELD_OUT_PERCENT):
@@ -203,14 +264,17 @@ def write_split(rows, folder, percent=HELD_OUT_PERCENT):
     """
     parts = {"train": [], "heldout": []}
     for row in rows:
-        parts["heldout" if is_held_out(row["id"], percent) else "train"].append(json.dumps(row, ensure_ascii=False))
+        parts["heldout" if is_held_out(row["id"], percent) else "train"].append(
+            json.dumps(row, ensure_ascii=False)
+        )
     for name, lines in parts.items():
         write_text(Path(folder) / f"{name}.jsonl", "\n".join(lines) + "\n")
     return {name: len(lines) for name, lines in parts.items()}
 
 
 def join_texts(texts, words):
-    """Texts of at least `words` words, each made of neighbours: what comes in packages is short. What is left over at the end is dropped."""
+    """Texts of at least `words` words, each made of neighbours: what comes in packages is short.
+    What is left over at the end is dropped."""
     joined, count = [], 0
     for text in texts:
         joined.append(text)
@@ -222,25 +286,40 @@ def join_texts(texts, words):
 
 def main(argv=None):
     """`python -m neobert.common.local_text SOURCE --out FOLDER`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m neobert.common.local_text", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m neobert.common.local_text", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, help="folder for train.jsonl and heldout.jsonl")
     parser.add_argument("--heldout-percent", type=float, default=HELD_OUT_PERCENT)
-    parser.add_argument("--long-words", type=int, help="also long.jsonl: neighbouring held-out rows joined to texts of so many words")
+    parser.add_argument(
+        "--long-words",
+        type=int,
+        help="also long.jsonl: neighbouring held-out rows joined to texts of so many words",
+    )
     arguments = parser.parse_args(argv)
     try:
         if arguments.long_words is not None and arguments.long_words < 1:
             raise UserError(f"long_words must be at least 1, but {arguments.long_words} was given")
         counts = write_split(SOURCES[arguments.source](), arguments.out, arguments.heldout_percent)
         if arguments.long_words is not None:
-            rows = (json.loads(line)["text"] for line in (Path(arguments.out) / "heldout.jsonl").read_text().splitlines())
-            long = [json.dumps({"text": text}, ensure_ascii=False) for text in join_texts(rows, arguments.long_words)]
+            rows = (
+                json.loads(line)["text"]
+                for line in (Path(arguments.out) / "heldout.jsonl").read_text().splitlines()
+            )
+            long = [
+                json.dumps({"text": text}, ensure_ascii=False)
+                for text in join_texts(rows, arguments.long_words)
+            ]
             write_text(Path(arguments.out) / "long.jsonl", "\n".join(long) + "\n")
             counts["long"] = len(long)
     except UserError as error:
         print(f"local_text: {error}", file=sys.stderr)
         return 2
-    print(f"{arguments.out}: " + ", ".join(f"{count:,} rows in {name}.jsonl" for name, count in counts.items()))
+    print(
+        f"{arguments.out}: "
+        + ", ".join(f"{count:,} rows in {name}.jsonl" for name, count in counts.items())
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: what to adapt, how to keep new heads trainable, adapter to plain model."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) through PEFT: what to adapt, how to keep new heads
+trainable, adapter to plain model."""
 
 from dataclasses import dataclass
 
@@ -20,36 +21,52 @@ class LoraOptions(Arguments):
     lora_rank: int = option(16, least=1)
     lora_alpha: float = option(32.0, above=0)
     lora_dropout: float = option(0.0, least=0, below=1)
-    lora_targets: str = option("auto", "module names separated by commas, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT")
+    lora_targets: str = option(
+        "auto", "module names separated by commas, all-linear, or auto: qkv,wo,w12,w3 for NeoBERT"
+    )
 
     def lora_settings(self):
         """The arguments of `lora_config`, or None without adapters."""
         if not self.lora:
             return None
-        return {"rank": self.lora_rank, "alpha": self.lora_alpha, "dropout": self.lora_dropout, "targets": self.lora_targets}
+        return {
+            "rank": self.lora_rank,
+            "alpha": self.lora_alpha,
+            "dropout": self.lora_dropout,
+            "targets": self.lora_targets,
+        }
 
 
 def default_targets(config):
-    """Names of the layers to adapt: every linear layer of NeoBERT's blocks; PEFT's "all-linear" for other encoders."""
+    """Names of the layers to adapt: every linear layer of NeoBERT's blocks; PEFT's "all-linear" for
+    other encoders."""
     if config.model_type != "neobert":
         return "all-linear"
     return list(NEOBERT_TARGETS if config.hidden_act == "swiglu" else NEOBERT_GELU_TARGETS)
 
 
 def head_modules(model, missing_keys=()):
-    """Names of the modules that are not the backbone and so must be trained in full beside an adapter.
+    """Names of the modules that are not the backbone and so must be trained in full beside an
+    adapter.
 
     Args:
         model: a transformers model with a task head.
-        missing_keys: parameters that its checkpoint did not have (a new pooler inside of the backbone, for example).
+        missing_keys: parameters that its checkpoint did not have (a new pooler inside of the
+        backbone, for example).
     """
     backbone = model.base_model_prefix
-    heads = {name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())}
+    heads = {
+        name
+        for name, child in model.named_children()
+        if name != backbone and any(True for _ in child.parameters())
+    }
     inside = {key.rpartition(".")[0] for key in missing_keys if key.startswith(f"{backbone}.")}
     return sorted(heads | inside)
 
 
-def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type=None, modules_to_save=None):
+def lora_config(
+    model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type=None, modules_to_save=None
+):
     """Checked `peft.LoraConfig`.
 
     Args:
@@ -57,7 +74,8 @@ def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type
         rank: columns r of the low-rank factors.
         alpha: the update is scaled by alpha / rank.
         dropout: probability on the adapter's input.
-        targets: module names (matched at the end of the full name), "all-linear", or "auto" for `default_targets`.
+        targets: module names (matched at the end of the full name), "all-linear", or "auto" for
+        `default_targets`.
         task_type: PEFT task type, "SEQ_CLS" or None.
         modules_to_save: modules trained and saved in full.
     Raises:
@@ -67,11 +85,15 @@ def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type
     from peft import LoraConfig
 
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise UserError(f"the LoRA rank must be a whole number of at least 1, but {rank!r} was given")
+        raise UserError(
+            f"the LoRA rank must be a whole number of at least 1, but {rank!r} was given"
+        )
     if alpha <= 0:
         raise UserError(f"the LoRA alpha must be above 0, but {alpha!r} was given")
     if not 0 <= dropout < 1:
-        raise UserError(f"the LoRA dropout must be a probability from 0 to below 1, but {dropout!r} was given")
+        raise UserError(
+            f"the LoRA dropout must be a probability from 0 to below 1, but {dropout!r} was given"
+        )
     if targets == "auto":
         targets = default_targets(model.config)
     elif isinstance(targets, str) and targets != "all-linear":
@@ -79,20 +101,32 @@ def lora_config(model, rank=16, alpha=32, dropout=0.0, targets="auto", task_type
     if targets != "all-linear":
         _check_targets(model, targets)
     return LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=task_type, modules_to_save=modules_to_save
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        task_type=task_type,
+        modules_to_save=modules_to_save,
     )
 
 
 def _check_targets(model, targets):
     from torch import nn
 
-    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    ]
     known = sorted({name.rpartition(".")[2] for name in layers})
     if not targets:
         raise UserError(f"no LoRA target was given; this model has {', '.join(known)}")
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise UserError(f"LoRA target {target!r} is not a linear layer or embedding of this model; it has {', '.join(known)}")
+            raise UserError(
+                f"LoRA target {target!r} is not a linear layer or embedding of this model; it has "
+                f"{', '.join(known)}"
+            )
 
 
 def trainable_parameters(model):
@@ -106,7 +140,8 @@ def save_adapter_and_merge(model, adapter_folder):
 
     Args:
         model: the `PeftModel`; not usable afterwards.
-        adapter_folder: gets adapter_config.json and adapter_model.safetensors, with the modules trained in full.
+        adapter_folder: gets adapter_config.json and adapter_model.safetensors, with the modules
+        trained in full.
     Returns:
         the plain transformers model.
     """

@@ -1,4 +1,5 @@
-"""Memory of the process: its peak over a stretch of work, for everything that publishes such a figure, and what malloc does with freed memory."""
+"""Memory of the process: its peak over a stretch of work, for everything that publishes such a
+figure, and what malloc does with freed memory."""
 
 import ctypes
 import gc
@@ -9,11 +10,13 @@ import torch
 
 
 class PeakMemory:
-    """Memory at the start and the highest since then: reserved by torch's allocator on CUDA, else resident in this process.
+    """Memory at the start and the highest since then: reserved by torch's allocator on CUDA, else
+    resident in this process.
 
-    The start is the construction; the end of a `with` keeps the peak. Before the start garbage and cached memory go back to the
-    system, so that the growth is that of the work. All in bytes; None where the system does not tell (only Linux tells the memory at the start;
-    on macOS the peak is that of the process since its start).
+    The start is the construction; the end of a `with` keeps the peak. Before the start garbage and
+    cached memory go back to the system, so that the growth is that of the work. All in bytes; None
+    where the system does not tell (only Linux tells the memory at the start; on macOS the peak is
+    that of the process since its start).
 
     Attributes:
         before: memory at the start.
@@ -35,7 +38,8 @@ class PeakMemory:
             self.before = torch.cuda.memory_reserved(self.device)
             return
         try:
-            # Freed memory that malloc keeps would hide the growth; writing 5 resets the peak of resident memory.
+            # Freed memory that malloc keeps would hide the growth; writing 5 resets the peak of
+            # resident memory.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
         except (OSError, AttributeError, TypeError):
@@ -68,8 +72,9 @@ class PeakMemory:
 def keep_freed_memory():
     """From here on malloc keeps what this process frees, for its next tensors.
 
-    By default glibc gives large blocks back to the system, which must clear each page when it is used again: in training on the CPU, where a step
-    frees all that it kept for the backward pass, this took an eighth of the time. Nothing happens with another C library.
+    By default glibc gives large blocks back to the system, which must clear each page when it is
+    used again: in training on the CPU, where a step frees all that it kept for the backward pass,
+    this took an eighth of the time. Nothing happens with another C library.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -90,7 +95,9 @@ def _proc_status(name):
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None
+    )
 
 
 def _peak_of_the_process():
@@ -98,4 +105,6 @@ def _peak_of_the_process():
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -1,4 +1,5 @@
-"""The fields of a model's configuration that a recipe may give, under NeoBERTConfig's names and those that it also understands."""
+"""The fields of a model's configuration that a recipe may give, under NeoBERTConfig's names and
+those that it also understands."""
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 from .arguments import nearest
@@ -20,4 +21,7 @@ def check_model_fields(given, where):
     known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
     for name in given:
         if name not in known:
-            raise UserError(f"{where} has an unknown field {name!r}{nearest(name, known, otherwise='NeoBERTConfig lists the fields')}")
+            raise UserError(
+                f"{where} has an unknown field "
+                f"{name!r}{nearest(name, known, otherwise='NeoBERTConfig lists the fields')}"
+            )

@@ -1,4 +1,5 @@
-"""What the paper's optimisation has beside Trainer's own: which parameters decay, and its warm-up."""
+"""What the paper's optimisation has beside Trainer's own: which parameters decay, and its
+warm-up."""
 
 import warnings
 
@@ -13,7 +14,8 @@ def decay_parameter_names(model):
 
 
 def make_schedule(kind, optimizer, warmup_steps, max_steps, kwargs=None):
-    """transformers' schedule, to be stepped once an optimizer step; the warm-up of warmup_stable_decay rises from 0, as the paper's.
+    """transformers' schedule, to be stepped once an optimizer step; the warm-up of
+    warmup_stable_decay rises from 0, as the paper's.
 
     transformers' own rises from `min_lr_ratio`.
 
@@ -28,9 +30,12 @@ def make_schedule(kind, optimizer, warmup_steps, max_steps, kwargs=None):
     if kind != SchedulerType.WARMUP_STABLE_DECAY:
         return scheduler
     (factor, *_) = scheduler.lr_lambdas
-    return LambdaLR(optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step))
+    return LambdaLR(
+        optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step)
+    )
 
 
 def with_moments(state, other):
-    """An optimizer's state_dict with the moments of another one of the same parameters, and its own learning rates and decay."""
+    """An optimizer's state_dict with the moments of another one of the same parameters, and its own
+    learning rates and decay."""
     return {**state, "state": other["state"]}

@@ -1,7 +1,8 @@
-"""The files beside a transformer that make a folder of sentence-transformers, in a form that old and new readers agree on.
+"""The files beside a transformer that make a folder of sentence-transformers, in a form that old
+and new readers agree on.
 
-Versions before 6 read `pooling_mode_mean_tokens` and its kin, newer ones `pooling_mode`. A reader that finds only the other
-form silently uses CLS pooling. So both forms are always written.
+Versions before 6 read `pooling_mode_mean_tokens` and its kin, newer ones `pooling_mode`. A reader
+that finds only the other form silently uses CLS pooling. So both forms are always written.
 """
 
 from pathlib import Path
@@ -33,9 +34,16 @@ def pooling_config(width, mode="mean", include_prompt=True):
         UserError: another mode.
     """
     if mode not in _MODES:
-        raise UserError(f"the pooling mode must be one of {', '.join(_MODES)}, but {mode!r} was given")
+        raise UserError(
+            f"the pooling mode must be one of {', '.join(_MODES)}, but {mode!r} was given"
+        )
     flags = {key: name == mode for name, key in _MODES.items()}
-    return {"word_embedding_dimension": width, **flags, "include_prompt": include_prompt, "pooling_mode": mode}
+    return {
+        "word_embedding_dimension": width,
+        **flags,
+        "include_prompt": include_prompt,
+        "pooling_mode": mode,
+    }
 
 
 def pooling_mode(config):
@@ -45,19 +53,30 @@ def pooling_mode(config):
         UserError: none, several at once, or one that is not known.
     """
     given = config.get("pooling_mode")
-    modes = [given] if isinstance(given, str) else list(given or [name for name, key in _MODES.items() if config.get(key)])
+    modes = (
+        [given]
+        if isinstance(given, str)
+        else list(given or [name for name, key in _MODES.items() if config.get(key)])
+    )
     if len(modes) != 1 or modes[0] not in _MODES:
-        raise UserError(f"the pooling mode must be one of {', '.join(_MODES)}, but {', '.join(map(str, modes)) or 'none'} was given")
+        raise UserError(
+            f"the pooling mode must be one of {', '.join(_MODES)}, but "
+            f"{', '.join(map(str, modes)) or 'none'} was given"
+        )
     return modes[0]
 
 
 def write_pooling(folder, width, mode="mean", include_prompt=True):
-    """Writes `1_Pooling/config.json` of a folder, arguments as of `pooling_config`; over the one that a library wrote, if there is one."""
-    write_json(Path(folder) / "1_Pooling" / "config.json", pooling_config(width, mode, include_prompt))
+    """Writes `1_Pooling/config.json` of a folder, arguments as of `pooling_config`; over the one
+    that a library wrote, if there is one."""
+    write_json(
+        Path(folder) / "1_Pooling" / "config.json", pooling_config(width, mode, include_prompt)
+    )
 
 
 def write_sentence_transformers(folder, width, max_length, mode="mean"):
-    """Writes modules.json, sentence_bert_config.json and 1_Pooling/config.json beside a transformer in the top folder.
+    """Writes modules.json, sentence_bert_config.json and 1_Pooling/config.json beside a transformer
+    in the top folder.
 
     Args:
         folder: that of the model.
@@ -66,22 +85,33 @@ def write_sentence_transformers(folder, width, max_length, mode="mean"):
     """
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
     ]
     write_json(Path(folder) / "modules.json", modules)
-    write_json(Path(folder) / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    write_json(
+        Path(folder) / "sentence_bert_config.json",
+        {"max_seq_length": max_length, "do_lower_case": False},
+    )
     write_pooling(folder, width, mode)
 
 
 def save_for_all_versions(model, folder):
-    """`SentenceTransformer.save_pretrained` in a form that versions 5.1 and 6.2 read alike: classic names of the modules, and their older keys.
+    """`SentenceTransformer.save_pretrained` in a form that versions 5.1 and 6.2 read alike: classic
+    names of the modules, and their older keys.
 
     Args:
         model: a SentenceTransformer for text.
         folder: an existing folder.
     """
     folder = Path(folder)
-    model.save_pretrained(str(folder), create_model_card=False)  # it would hold rows of the training data
+    model.save_pretrained(
+        str(folder), create_model_card=False
+    )  # it would hold rows of the training data
     name_tokenizer_class(folder)
     modules = read_json(folder / "modules.json")
     for module in modules:
@@ -92,9 +122,21 @@ def save_for_all_versions(model, folder):
         if kind == "Pooling":
             config = read_json(path)
             width = config.get("word_embedding_dimension") or config["embedding_dimension"]
-            write_json(path, pooling_config(width, config["pooling_mode"], config.get("include_prompt", True)))
+            write_json(
+                path,
+                pooling_config(width, config["pooling_mode"], config.get("include_prompt", True)),
+            )
         elif kind == "Dense":
             config = read_json(path)
-            write_json(path, {key: config[key] for key in ("in_features", "out_features", "bias", "activation_function")})
+            write_json(
+                path,
+                {
+                    key: config[key]
+                    for key in ("in_features", "out_features", "bias", "activation_function")
+                },
+            )
     write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": model.max_seq_length, "do_lower_case": False})
+    write_json(
+        folder / "sentence_bert_config.json",
+        {"max_seq_length": model.max_seq_length, "do_lower_case": False},
+    )

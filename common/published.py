@@ -1,4 +1,5 @@
-"""Figures of the paper (arXiv 2502.19587v2) that our tables set beside our own, marked as published."""
+"""Figures of the paper (arXiv 2502.19587v2) that our tables set beside our own, marked as
+published."""
 
 MTEB_TYPES = {
     "Classification": "Class",
@@ -10,7 +11,8 @@ MTEB_TYPES = {
     "Summarization": "Summ",
 }
 
-# Table 4: MTEB(eng, v1) after 2,000 steps of contrastive training; columns as in MTEB_TYPES, then the mean over the 56 tasks.
+# Table 4: MTEB(eng, v1) after 2,000 steps of contrastive training; columns as in MTEB_TYPES, then
+# the mean over the 56 tasks.
 MTEB = {
     "BERT base": (60.6, 37.0, 71.5, 48.9, 28.3, 69.9, 31.1, 48.1),
     "RoBERTa base": (58.7, 36.7, 71.2, 49.8, 26.9, 71.8, 29.1, 47.7),
@@ -24,8 +26,10 @@ MTEB = {
     "ModernBERT large": (62.4, 38.7, 65.5, 50.1, 23.1, 68.3, 27.8, 46.9),
 }
 MTEB_NOTE = (
-    "Published rows: arXiv 2502.19587v2, Table 4, MTEB(eng, v1), one contrastive recipe of 2,000 steps for every backbone; "
-    "the authors' code leaves CQADupstack and MSMARCO out of the averages it computes, ours does not."
+    "Published rows: arXiv 2502.19587v2, Table 4, MTEB(eng, v1), one contrastive recipe of 2,000 "
+    "steps for every backbone; "
+    "the authors' code leaves CQADupstack and MSMARCO out of the averages it computes, ours does "
+    "not."
 )
 
 # Table 3: dev sets of GLUE, one score a task in the order of GLUE_TASKS, then the mean.
@@ -45,11 +49,13 @@ GLUE = {
     "ModernBERT large": (90.8, 95.2, 92.7, 92.1, 97.1, 91.7, 71.4, 92.8, 90.5),
 }
 GLUE_NOTE = (
-    "Rows marked 'published' are Table 3 of arXiv 2502.19587: one seed, the best of all evaluations on the dev set, baselines copied "
+    "Rows marked 'published' are Table 3 of arXiv 2502.19587: one seed, the best of all "
+    "evaluations on the dev set, baselines copied "
     "from other papers (BERT's from the test server)."
 )
 
-# Table 9: thousands of tokens a second on one A100, synthetic full-length batches, best batch size; None where the model ends.
+# Table 9: thousands of tokens a second on one A100, synthetic full-length batches, best batch size;
+# None where the model ends.
 THROUGHPUT_LENGTHS = (512, 1024, 2048, 4096, 8192)
 THROUGHPUT = {
     "BERT base": (27.6, None, None, None, None),
@@ -61,16 +67,24 @@ THROUGHPUT = {
     "ModernBERT large": (13.4, 11.4, 9.2, 6.5, 3.8),
 }
 THROUGHPUT_NOTE = (
-    "arXiv 2502.19587v2, Table 9: one A100, dtype, backend and versions not stated. At 11 to 14 TFLOP/s only the ratios mean anything: "
+    "arXiv 2502.19587v2, Table 9: one A100, dtype, backend and versions not stated. At 11 to 14 "
+    "TFLOP/s only the ratios mean anything: "
     "NeoBERT over ModernBERT base is 1.47 at 4,096 tokens and 1.91 at 8,192."
 )
 PSEUDO_PERPLEXITY_NOTE = (
-    "arXiv 2502.19587v2, Figure 2, 2,467 long Wikipedia texts: NeoBERT-1024 holds to about 3,000 tokens, NeoBERT-4096 through 4,096 and to "
+    "arXiv 2502.19587v2, Figure 2, 2,467 long Wikipedia texts: NeoBERT-1024 holds to about 3,000 "
+    "tokens, NeoBERT-4096 through 4,096 and to "
     "about 6,000; beyond that the authors suggest YaRN."
 )
 # Table 2: what each rung changes, GLUE dev, whether the change was kept.
 ABLATIONS = (
-    ("M0", "BERT base, pre-LayerNorm, learned positions, GELU, dropout 0.1, 15 % masking 80/10/10, Wikipedia and books, Adam", 79.2, ""),
+    (
+        "M0",
+        "BERT base, pre-LayerNorm, learned positions, GELU, dropout 0.1, 15 % masking 80/10/10, "
+        "Wikipedia and books, Adam",
+        79.2,
+        "",
+    ),
     ("M1", "RoPE, SwiGLU, RMSNorm", 81.1, "yes"),
     ("M2", "data: RefinedWeb", 84.0, "yes"),
     ("M3", "tokenizer: LLaMA 2 BPE", 82.2, "no"),
@@ -83,5 +97,6 @@ ABLATIONS = (
     ("M10", "larger search of GLUE hyper-parameters", 89.0, "yes"),
 )
 ABLATIONS_NOTE = (
-    "arXiv 2502.19587v2, Table 2: score on GLUE's dev sets; each rung changes the last kept model; 1M steps of 131,072 tokens, M9 of 2M."
+    "arXiv 2502.19587v2, Table 2: score on GLUE's dev sets; each rung changes the last kept "
+    "model; 1M steps of 131,072 tokens, M9 of 2M."
 )

@@ -8,7 +8,9 @@ from ..configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 transformers.AutoConfig.register("neobert", NeoBERTConfig, exist_ok=True)
-transformers.AutoTokenizer.register(NeoBERTConfig, fast_tokenizer_class=transformers.BertTokenizerFast, exist_ok=True)
+transformers.AutoTokenizer.register(
+    NeoBERTConfig, fast_tokenizer_class=transformers.BertTokenizerFast, exist_ok=True
+)
 for _auto_class, _place in AUTO_MAP.items():
     _file, _name = _place.split(".")
     if _auto_class != "AutoConfig":

@@ -1,4 +1,5 @@
-"""Result files: every figure is written by a script, together with the environment it was measured in."""
+"""Result files: every figure is written by a script, together with the environment it was measured
+in."""
 
 import datetime
 import importlib.metadata
@@ -13,9 +14,21 @@ from pathlib import Path
 from .files import redacted_arguments, write_json, write_text
 
 
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "sentence-transformers", "mteb", "flash-attn", "triton", "numpy")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "sentence-transformers",
+    "mteb",
+    "flash-attn",
+    "triton",
+    "numpy",
+)
 
-# What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of which any one means it).
+# What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of
+# which any one means it).
 _UNITS = (
     ("AVX2", ("avx2",)),
     ("AVX-512", ("avx512f",)),
@@ -33,7 +46,8 @@ _UNITS = (
 
 
 def environment(packages=(), **more):
-    """What a reader needs to repeat a measurement: command, commit, date, hardware, threads, versions.
+    """What a reader needs to repeat a measurement: command, commit, date, hardware, threads,
+    versions.
 
     Args:
         packages: distributions whose versions are told beside the usual ones.
@@ -48,7 +62,9 @@ def environment(packages=(), **more):
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": {name: version for name in (*_PACKAGES, *packages) if (version := _version(name))},
+        "versions": {
+            name: version for name in (*_PACKAGES, *packages) if (version := _version(name))
+        },
         **more,
     }
 
@@ -66,7 +82,11 @@ def environment_line(environment):
         parts.append(f"{environment['threads']} thread{'s' if environment['threads'] != 1 else ''}")
     for name, value in environment.items():
         if name not in told and value not in (None, "", [], {}):
-            value = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            value = (
+                ", ".join(f"{k} {v}" for k, v in value.items())
+                if isinstance(value, dict)
+                else value
+            )
             value = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             parts.append(f"{name.replace('_', ' ')} {value}")
     parts += [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
@@ -74,12 +94,14 @@ def environment_line(environment):
 
 
 def write_result(output, title, environment, data, text):
-    """Writes OUTPUT.json and OUTPUT.md, the common form of results: the figures, and the page that a person reads.
+    """Writes OUTPUT.json and OUTPUT.md, the common form of results: the figures, and the page that
+    a person reads.
 
     Args:
         output: path without its ending.
         title: heading of the page.
-        environment: as `environment()` returns it; "environment" in the JSON, a line under the page's heading.
+        environment: as `environment()` returns it; "environment" in the JSON, a line under the
+        page's heading.
         data: dictionary of JSON values.
         text: the page below that line, in markdown.
     Returns:
@@ -102,19 +124,24 @@ def hardware():
 
 
 def processor_units():
-    """The vector and matrix units that the processor says it has: AVX-512, VNNI, AVX512-BF16, AMX-BF16 and so on.
+    """The vector and matrix units that the processor says it has: AVX-512, VNNI, AVX512-BF16,
+    AMX-BF16 and so on.
 
-    A unit that is not named may still be there: AMX-FP16 is missing from many lists of flags. Empty where the system does not tell.
+    A unit that is not named may still be there: AMX-FP16 is missing from many lists of flags. Empty
+    where the system does not tell.
     """
     flags = set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
     return [name for name, any_of in _UNITS if flags & set(any_of)]
 
 
 def _processor():
-    """The processor's name; with family and model number where there are such, since many names of rented machines say little."""
+    """The processor's name; with family and model number where there are such, since many names of
+    rented machines say little."""
     name = _cpuinfo("model name")
     if not name and sys.platform == "darwin":
-        run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        run = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
+        )
         name = run.stdout.strip()
     family, model = _cpuinfo("cpu family"), _cpuinfo("model")
     numbers = f" (family {family}, model {model})" if family and model else ""
@@ -139,22 +166,38 @@ def _command():
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif program.endswith(".py"):
         path, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent.parent
-        program = f"python {path.relative_to(root).as_posix() if path.is_relative_to(root) else program}"
-    return " ".join([program, *(shlex.quote(shown(argument)) for argument in redacted_arguments(sys.argv[1:]))])
+        program = (
+            f"python {path.relative_to(root).as_posix() if path.is_relative_to(root) else program}"
+        )
+    return " ".join(
+        [program, *(shlex.quote(shown(argument)) for argument in redacted_arguments(sys.argv[1:]))]
+    )
 
 
 def shown(argument):
-    """An argument as results show it: of an absolute path the last two parts, which say what it is and not whose machine it is on."""
+    """An argument as results show it: of an absolute path the last two parts, which say what it is
+    and not whose machine it is on."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
-    return f"{option}{equals}{Path(*path.parts[-2:])}" if path.is_absolute() and len(path.parts) > 2 else argument
+    return (
+        f"{option}{equals}{Path(*path.parts[-2:])}"
+        if path.is_absolute() and len(path.parts) > 2
+        else argument
+    )
 
 
 def _commit():
-    """The commit of the sources, with "-dirty" where Python files differ from it. NEOBERT_COMMIT tells it for a copy without git."""
+    """The commit of the sources, with "-dirty" where Python files differ from it. NEOBERT_COMMIT
+    tells it for a copy without git."""
 
     def git(*arguments):
-        run = subprocess.run(["git", *arguments], cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True, timeout=10)
+        run = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).resolve().parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
         return run.stdout.strip()
 
     try:
@@ -173,7 +216,8 @@ def _version(name):
 
 
 def mean_and_deviation(values, form=".1f"):
-    """ "mean ± standard deviation" (of a sample), both in `form`; the mean alone of a single value."""
+    """ "mean ± standard deviation" (of a sample), both in `form`; the mean alone of a single
+    value."""
     deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{statistics.mean(values):{form}}{deviation}"
 
@@ -181,4 +225,10 @@ def mean_and_deviation(values, form=".1f"):
 def markdown_table(header, rows):
     """A markdown table; cells are written with str(), None as an empty cell."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join(
+            "| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |"
+            for line in lines
+        )
+        + "\n"
+    )

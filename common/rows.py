@@ -1,12 +1,15 @@
-"""The one reader of local rows: jsonl, parquet, csv, tsv and txt, in constant memory, from any place on, each row with its place for messages.
+"""The one reader of local rows: jsonl, parquet, csv, tsv and txt, in constant memory, from any
+place on, each row with its place for messages.
 
     for place, row in read_rows("pairs.jsonl", ["anchor", "positive"], texts=["anchor"]):
         if not row["positive"]:
-            raise UserError(f"{place}: 'positive' is empty")      # pairs.jsonl, line 3: 'positive' is empty
+            raise UserError(f"{place}: 'positive' is empty")      # pairs.jsonl, line 3: 'positive'
+            is empty
 
-A jsonl file has one JSON object a line, a csv or tsv file the names of its columns in the first line, a txt file one text a line, in the column
-"text". Blank lines do not count as rows. All but parquet may be compressed (.gz, .bz2, .xz, .zst). A folder is read file by file, in order of
-names; its files must have one format.
+A jsonl file has one JSON object a line, a csv or tsv file the names of its columns in the first
+line, a txt file one text a line, in the column "text". Blank lines do not count as rows. All but
+parquet may be compressed (.gz, .bz2, .xz, .zst). A folder is read file by file, in order of names;
+its files must have one format.
 """
 
 import bz2
@@ -26,7 +29,11 @@ from .errors import UserError, listed, one_line, require
 
 JSONL = (".jsonl", ".ndjson", ".json")
 FORMATS = (*JSONL, ".parquet", ".csv", ".tsv", ".txt")
-LINE_LIMIT = 2**30  # bytes of a line, or characters of a csv file's: a small compressed file can have one that no memory holds
+LINE_LIMIT = (
+    2**30
+    # bytes of a line, or characters of a csv file's: a small compressed file can have one that no
+    # memory holds
+)
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 
@@ -65,14 +72,24 @@ def row_files(path):
     path = Path(path)
     if path.is_file():
         if row_format(path) is None:
-            raise UserError(f"{path} must end in {', '.join(FORMATS)}, but {path.suffix or 'no suffix'} was given")
+            raise UserError(
+                f"{path} must end in {', '.join(FORMATS)}, but {path.suffix or 'no suffix'} was "
+                "given"
+            )
         return [path]
     if not path.is_dir():
         raise UserError(f"there is no file {path}")
-    files = sorted(file for file in path.iterdir() if file.is_file() and row_format(file) and not file.name.startswith((".", "_")))
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file() and row_format(file) and not file.name.startswith((".", "_"))
+    )
     if len({row_format(file) for file in files}) != 1:
         found = listed(file.name for file in files) if files else "none"
-        raise UserError(f"{path} must hold files of one format among {', '.join(FORMATS)}, but {found} was found")
+        raise UserError(
+            f"{path} must hold files of one format among {', '.join(FORMATS)}, but {found} was "
+            "found"
+        )
     return files
 
 
@@ -84,10 +101,12 @@ def read_rows(path, columns=None, texts=(), start=None, broken=None, alike=None)
         columns: the columns that every row must have and that a row is cut to; by default all.
         texts: those of them that must hold text.
         start: the `Place` of the row to start with.
-        broken: called with the UserError of a broken row, which is then left out; by default it is raised.
+        broken: called with the UserError of a broken row, which is then left out; by default it is
+        raised.
         alike: called with a column name; True for columns that every row has, or none.
     Raises:
-        UserError: no such file, another format, no rows, or a broken row; the sentence names its place.
+        UserError: no such file, another format, no rows, or a broken row; the sentence names its
+        place.
     """
     seen, first = False, None
     for file in row_files(path):
@@ -95,7 +114,9 @@ def read_rows(path, columns=None, texts=(), start=None, broken=None, alike=None)
             continue
         read, parse = _READERS[row_format(file)]
         try:
-            for place, raw in read(file, columns, start if start is not None and start.path == file else Place(file, 1)):
+            for place, raw in read(
+                file, columns, start if start is not None and start.path == file else Place(file, 1)
+            ):
                 seen = True
                 try:
                     row = parse(place, raw)
@@ -117,7 +138,8 @@ def read_rows(path, columns=None, texts=(), start=None, broken=None, alike=None)
 
 
 def row_columns(path):
-    """Column names: of a parquet file's schema, else of the first row; [] where there is nothing to read."""
+    """Column names: of a parquet file's schema, else of the first row; [] where there is nothing to
+    read."""
     for file in row_files(path):
         if row_format(file) == ".parquet":
             return open_parquet(file).schema_arrow.names
@@ -127,10 +149,17 @@ def row_columns(path):
 
 
 def check_column(files, column, option):
-    """Raises UserError unless one of the first 100 rows, or a parquet file's schema, has a column, whose name is the value of `option`."""
+    """Raises UserError unless one of the first 100 rows, or a parquet file's schema, has a column,
+    whose name is the value of `option`."""
     broken = []
-    seen = dict.fromkeys(open_parquet(files[0]).schema_arrow.names) if row_format(files[0]) == ".parquet" else {}
-    rows = itertools.chain.from_iterable(read_rows(file, start=Place(file, 1), broken=broken.append) for file in files)
+    seen = (
+        dict.fromkeys(open_parquet(files[0]).schema_arrow.names)
+        if row_format(files[0]) == ".parquet"
+        else {}
+    )
+    rows = itertools.chain.from_iterable(
+        read_rows(file, start=Place(file, 1), broken=broken.append) for file in files
+    )
     for _, row in itertools.islice(rows, 0 if seen else 100):
         seen.update(row)
         if column in row:
@@ -156,13 +185,17 @@ def open_parquet(path):
 
 
 def check_characters(place, column, text):
-    """Raises UserError for half a surrogate pair, which JSON can write ("\\ud800") and no tokenizer and no file takes."""
+    """Raises UserError for half a surrogate pair, which JSON can write ("\\ud800") and no tokenizer
+    and no file takes."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start]
-            raise UserError(f"{place}: {column!r} has half a surrogate pair, {half!r}, which is not a character; remove it") from None
+            raise UserError(
+                f"{place}: {column!r} has half a surrogate pair, {half!r}, which is not a "
+                "character; remove it"
+            ) from None
 
 
 def short(value):
@@ -173,14 +206,19 @@ def short(value):
 
 def _check_alike(place, names, first):
     for name in sorted(names ^ first):
-        raise UserError(f"{place} has {'' if name in names else 'no '}{name!r}, unlike the first row; give it to every row or to none")
+        raise UserError(
+            f"{place} has {'' if name in names else 'no '}{name!r}, unlike the first row; give it "
+            "to every row or to none"
+        )
 
 
 def _checked(place, row, columns, texts):
     if columns is not None:
         for column in columns:
             if column not in row:
-                raise UserError(f"{place} has no {column!r}; it has: {listed(map(repr, row)) or 'nothing'}")
+                raise UserError(
+                    f"{place} has no {column!r}; it has: {listed(map(repr, row)) or 'nothing'}"
+                )
         row = {column: row[column] for column in columns}
     for column in texts:
         if not isinstance(row.get(column), str):
@@ -189,7 +227,8 @@ def _checked(place, row, columns, texts):
     return row
 
 
-# ------------------------------------------------------------------------------------------------------------------- formats
+# ------------------------------------------------------------------------------------------------
+# formats
 
 
 def _open(path):
@@ -208,9 +247,14 @@ def _open(path):
 
 def _bounded(file, path, first=1):
     """Lines of an open file. UserError for one above LINE_LIMIT."""
-    for number, line in enumerate(iter(functools.partial(file.readline, LINE_LIMIT), file.read(0)), first):
+    for number, line in enumerate(
+        iter(functools.partial(file.readline, LINE_LIMIT), file.read(0)), first
+    ):
         if len(line) == LINE_LIMIT and not line.endswith("\n" if isinstance(line, str) else b"\n"):
-            raise UserError(f"{path}, line {number:,} has {LINE_LIMIT:,} bytes or more; give each row a line of its own")
+            raise UserError(
+                f"{path}, line {number:,} has {LINE_LIMIT:,} bytes or more; give each row a line "
+                "of its own"
+            )
         yield line
 
 
@@ -237,7 +281,13 @@ def _json_object(place, line):
     except RecursionError:
         raise UserError(f"{place} is not JSON (too deeply nested)") from None
     except ValueError as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error) if line.isascii() else "it is not UTF-8"
+        reason = (
+            error.msg
+            if isinstance(error, json.JSONDecodeError)
+            else one_line(error)
+            if line.isascii()
+            else "it is not UTF-8"
+        )
         raise UserError(f"{place} is not JSON ({reason}){hint}") from None
     if not isinstance(row, dict):
         raise UserError(f"{place} must be an object {{...}}, one a line, but is {short(row)}{hint}")
@@ -252,11 +302,15 @@ def _text_line(place, line):
 
 
 def _table(path, columns, start):
-    """Rows of a csv file with its standard quotes, or of a tsv file, where a quote is a character as any other."""
+    """Rows of a csv file with its standard quotes, or of a tsv file, where a quote is a character
+    as any other."""
     tabs = row_format(path) == ".tsv"
     csv.field_size_limit(LINE_LIMIT)
     with _open(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(_bounded(lines, path), **({"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}))
+        reader = csv.DictReader(
+            _bounded(lines, path),
+            **({"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}),
+        )
         try:
             names = reader.fieldnames or []
             if len(set(names)) < len(names):
@@ -265,12 +319,16 @@ def _table(path, columns, start):
                 if reader.line_num >= start.number:
                     yield Place(path, reader.line_num), row
         except csv.Error as error:
-            raise UserError(f"{path}, line {reader.line_num + 1} is broken ({error}); are its quotes closed?") from error
+            raise UserError(
+                f"{path}, line {reader.line_num + 1} is broken ({error}); are its quotes closed?"
+            ) from error
 
 
 def _table_row(place, row):
     if None in row:
-        raise UserError(f"{place} has more columns than the first line, {len(row) - 1}; a separator in a text?")
+        raise UserError(
+            f"{place} has more columns than the first line, {len(row) - 1}; a separator in a text?"
+        )
     return row
 
 
@@ -286,7 +344,9 @@ def _parquet_rows(path, columns, start):
         if before + count < start.number:  # a group that ends before the start is not decoded
             before += count
             continue
-        for batch in file.iter_batches(1024, row_groups=[group], columns=None if columns is None else list(columns)):
+        for batch in file.iter_batches(
+            1024, row_groups=[group], columns=None if columns is None else list(columns)
+        ):
             skipped = min(max(start.number - 1 - before, 0), len(batch))
             for number, row in enumerate(batch.slice(skipped).to_pylist(), before + skipped + 1):
                 yield Place(path, number), row

@@ -1,4 +1,5 @@
-"""The one owner of an output folder: is this the same run as before, and what in the folder is its own?
+"""The one owner of an output folder: is this the same run as before, and what in the folder is its
+own?
 
     run = Run(folder, "contrastive", settings)
     with run.claim(overwrite):
@@ -6,9 +7,10 @@
         scratch = run.scratch()                # write the output here
         run.finish(run.move_in(scratch), steps=100)
 
-A run marks its folder with a JSON file: what it is known by, and when it is finished the files that it wrote, with size and time. What no
-marker names, or what was changed since, is the user's and is never touched; links are never followed for writing. The folder is locked
-before anything in it is looked at.
+A run marks its folder with a JSON file: what it is known by, and when it is finished the files that
+it wrote, with size and time. What no marker names, or what was changed since, is the user's and is
+never touched; links are never followed for writing. The folder is locked before anything in it is
+looked at.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ _ASIDE = ".before-overwrite"  # in the folder: the finished output that is being
 
 @contextlib.contextmanager
 def locked(folder):
-    """Within it no other run has `folder`, which is made if it is not there. The lock ends with its process, also after a kill -9.
+    """Within it no other run has `folder`, which is made if it is not there. The lock ends with its
+    process, also after a kill -9.
 
     Raises:
         UserError: another run has it.
@@ -40,32 +43,41 @@ def locked(folder):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.stat().st_size):
-        raise UserError(f"{path} is not a lock that neobert made; move it, or choose another folder")
+        raise UserError(
+            f"{path} is not a lock that neobert made; move it, or choose another folder"
+        )
     lock = FileLock(path, timeout=0)
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"{folder} is in use by another run; wait until it has ended, or choose another folder") from None
+        raise UserError(
+            f"{folder} is in use by another run; wait until it has ended, or choose another folder"
+        ) from None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: whoever waits for it sees that the file is gone
+        path.unlink(
+            missing_ok=True
+        )  # while it is held: whoever waits for it sees that the file is gone
         lock.release()
         with contextlib.suppress(OSError):
             folder.rmdir()  # nothing was written
 
 
-# ------------------------------------------------------------------------------------------------ what the marks of a run say
+# ------------------------------------------------------------------------------------------------
+# what the marks of a run say
 
 
 def stamps(folder, names):
-    """{name: [bytes, time of the last change in ns]} of files in `folder`, as a marker keeps them."""
+    """{name: [bytes, time of the last change in ns]} of files in `folder`, as a marker keeps
+    them."""
     found = {str(name): os.stat(Path(folder) / name) for name in sorted(map(str, names))}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
 
 def split_files(folder, files):
-    """(own, changed): those of `files`, {name: stamp}, that are regular files in `folder` as they were written, and the others there."""
+    """(own, changed): those of `files`, {name: stamp}, that are regular files in `folder` as they
+    were written, and the others there."""
     folder, own, changed = Path(os.path.realpath(folder)), [], []
     for name, stamp in files.items():
         path = Path(os.path.normpath(folder / name))
@@ -76,7 +88,8 @@ def split_files(folder, files):
 
 
 def remove_files(folder, files):
-    """Removes the own ones of `files` and the folders that they leave empty, `folder` itself too."""
+    """Removes the own ones of `files` and the folders that they leave empty, `folder` itself
+    too."""
     for path in split_files(folder, files)[0]:
         path.unlink(missing_ok=True)
         remove_empty(path.parent, folder)
@@ -113,12 +126,18 @@ def _short(value):
 
 
 def run_settings(*options):
-    """{name: value} of the options that a run is known by: all fields of these dataclasses but those with `free=True`."""
-    known = {f.name for given in options for f in fields(given) if f.init and not f.metadata.get("free")}
-    return {name: value for given in options for name, value in asdict(given).items() if name in known}
+    """{name: value} of the options that a run is known by: all fields of these dataclasses but
+    those with `free=True`."""
+    known = {
+        f.name for given in options for f in fields(given) if f.init and not f.metadata.get("free")
+    }
+    return {
+        name: value for given in options for name, value in asdict(given).items() if name in known
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------------- the run
+# ------------------------------------------------------------------------------------------------
+# the run
 
 
 class Run:
@@ -130,17 +149,27 @@ class Run:
         settings: what the run is known by.
         name: of the marker, `<command>.json` by default.
         key: under which the marker has the settings; None: among its other keys.
-        takes: whether something of a name must not be there before the run begins; by default nothing may.
+        takes: whether something of a name must not be there before the run begins; by default
+        nothing may.
     Attributes:
         folder: where links lead, if it is one.
         settings: of JSON types and without secrets.
-        state: after `inspect` and within `claim`: "new", "begun" (by a process that ended) or "finished".
-        marker: content of the marker: "command", "run", the settings, and once it is finished "files" and what `finish` was given.
+        state: after `inspect` and within `claim`: "new", "begun" (by a process that ended) or
+        "finished".
+        marker: content of the marker: "command", "run", the settings, and once it is finished
+        "files" and what `finish` was given.
         before: the marker that is overwritten, {} if there is none.
     """
 
-    def __init__(self, folder, command, settings, name=None, key="settings", takes=lambda name: True):
-        self.folder, self.command, self.key, self.takes = Path(os.path.realpath(folder)), command, key, takes
+    def __init__(
+        self, folder, command, settings, name=None, key="settings", takes=lambda name: True
+    ):
+        self.folder, self.command, self.key, self.takes = (
+            Path(os.path.realpath(folder)),
+            command,
+            key,
+            takes,
+        )
         self.path = self.folder / (name or f"{command}.json")
         self.settings = json.loads(json.dumps(redacted(settings), default=str))
         self.state, self.marker, self.before = None, None, {}
@@ -148,35 +177,55 @@ class Run:
     @property
     def id(self):
         """Sixteen hex digits: what one run writes, no other has."""
-        return hashlib.sha256(json.dumps([self.command, self.settings], sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps([self.command, self.settings], sort_keys=True).encode()
+        ).hexdigest()[:16]
 
     def inspect(self, overwrite=False):
-        """Sets `state` and `marker` by what the folder holds, and returns the state. Changes nothing.
+        """Sets `state` and `marker` by what the folder holds, and returns the state. Changes
+        nothing.
 
         Args:
-            overwrite: whether another run, or a finished one, is replaced; None for a command without this option.
+            overwrite: whether another run, or a finished one, is replaced; None for a command
+            without this option.
         Raises:
-            UserError: it holds something else, without `overwrite` another run, or with it files that were changed since.
+            UserError: it holds something else, without `overwrite` another run, or with it files
+            that were changed since.
         """
         self.state, self.marker, self.before = "new", self._read(self.path), {}
         if self.marker is None:
-            found = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
+            found = (
+                sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
+            )
             # The second of them: a marker that is being written.
-            others = [name for name in found if self.takes(name) and name != LOCK and not name.startswith(f".{self.path.name}.")]
+            others = [
+                name
+                for name in found
+                if self.takes(name) and name != LOCK and not name.startswith(f".{self.path.name}.")
+            ]
             if others:
-                raise UserError(f"{self.folder} holds other files ({listed(others, 3)}); choose another output")
+                raise UserError(
+                    f"{self.folder} holds other files ({listed(others, 3)}); choose another output"
+                )
             return self.state
         changed = changed_settings(self._settings(self.marker), self.settings)
         if overwrite and (changed or "files" in self.marker):
             self.before, self.marker = self.marker, None
             if edited := split_files(self.folder, self.before.get("files", {}))[1]:
                 names = listed((path.relative_to(self.folder) for path in edited), 5)
-                raise UserError(f"{self.folder} holds files that were changed since ({names}); move them, or choose another output")
+                raise UserError(
+                    f"{self.folder} holds files that were changed since ({names}); move them, or "
+                    "choose another output"
+                )
         elif changed:
             before = self._settings(self.marker)
-            told = (f"{name} {_short(before.get(name))}, now {_short(self.settings.get(name))}" for name in changed)
+            told = (
+                f"{name} {_short(before.get(name))}, now {_short(self.settings.get(name))}"
+                for name in changed
+            )
             raise UserError(
-                f"{self.folder} holds a run with other settings ({listed(told, 5)}); give the same, or choose another output"
+                f"{self.folder} holds a run with other settings ({listed(told, 5)}); give the "
+                "same, or choose another output"
                 + ("" if overwrite is None else ", or give --overwrite")
             )
         else:
@@ -185,21 +234,35 @@ class Run:
 
     def _settings(self, marker):
         written = {"command", "run", "files", "moving"}
-        return marker.get(self.key, {}) if self.key else {name: value for name, value in marker.items() if name not in written}
+        return (
+            marker.get(self.key, {})
+            if self.key
+            else {name: value for name, value in marker.items() if name not in written}
+        )
 
     def _read(self, path):
         """The marker in a file, None where there is none."""
         if not os.path.lexists(path):
             return None
         marker = read_json(path, 16 * TEXT_LIMIT)
-        ours = isinstance(marker, dict) and marker.get("command") == self.command and "run" in marker
-        if not ours or not isinstance(marker.get("files", {}), dict) or not isinstance(marker.get(self.key, {}), dict):
-            raise UserError(f"{path} is damaged, or not of this version of neobert {self.command}; choose another output")
+        ours = (
+            isinstance(marker, dict) and marker.get("command") == self.command and "run" in marker
+        )
+        if (
+            not ours
+            or not isinstance(marker.get("files", {}), dict)
+            or not isinstance(marker.get(self.key, {}), dict)
+        ):
+            raise UserError(
+                f"{path} is damaged, or not of this version of neobert {self.command}; choose "
+                "another output"
+            )
         return marker
 
     @contextlib.contextmanager
     def claim(self, overwrite=False, begin=True):
-        """Locks the folder, looks at it, and marks it, unless the command calls `begin` itself when its input is read.
+        """Locks the folder, looks at it, and marks it, unless the command calls `begin` itself when
+        its input is read.
 
         Raises:
             UserError: as `inspect`; another run has the folder.
@@ -212,7 +275,8 @@ class Run:
             yield self
 
     def begin(self, **more):
-        """Marks a new run, with `more`. The files of a finished run wait in `.before-overwrite` until this one is finished."""
+        """Marks a new run, with `more`. The files of a finished run wait in `.before-overwrite`
+        until this one is finished."""
         if self.state == "new":
             self._set_aside()
             self.mark(**more)
@@ -224,17 +288,24 @@ class Run:
         write_json(self.path, self.marker)
 
     def _set_aside(self):
-        """Moves what the marker of a finished run names. Of an unfinished one the result goes: what was set aside before it is complete."""
+        """Moves what the marker of a finished run names. Of an unfinished one the result goes: what
+        was set aside before it is complete."""
         if "files" not in self.before:
             remove_files(self.folder, self.before.get("moving", {}))
-            if own_folder(left := self._scratch_folder(self.before.get("run")), run=self.before.get("run")):
+            if own_folder(
+                left := self._scratch_folder(self.before.get("run")), run=self.before.get("run")
+            ):
                 shutil.rmtree(left)
             return
         aside = self.folder / _ASIDE
-        if self._read(aside / self.path.name) != self.before:  # else it was killed while it moved them
+        if (
+            self._read(aside / self.path.name) != self.before
+        ):  # else it was killed while it moved them
             self._remove_aside()
             if aside.is_symlink() or (aside.exists() and any(aside.iterdir())):
-                raise UserError(f"{aside} holds files of somebody else; move it, or choose another output")
+                raise UserError(
+                    f"{aside} holds files of somebody else; move it, or choose another output"
+                )
             aside.mkdir(exist_ok=True)
             write_json(aside / self.path.name, self.before)
         for path in split_files(self.folder, self.before["files"])[0]:
@@ -259,7 +330,8 @@ class Run:
         return self.folder / f".{self.command}-{run}"
 
     def scratch(self):
-        """An empty folder in the output, of this run alone, whose mark says so. What a killed process of the run left there goes.
+        """An empty folder in the output, of this run alone, whose mark says so. What a killed
+        process of the run left there goes.
 
         Raises:
             UserError: there is something of that name that the run did not make.
@@ -268,24 +340,35 @@ class Run:
         if own_folder(path, **owner):
             shutil.rmtree(path)
         elif os.path.lexists(path):
-            raise UserError(f"{path} was not made by neobert {self.command}; move it, and give the same command again")
+            raise UserError(
+                f"{path} was not made by neobert {self.command}; move it, and give the same "
+                "command again"
+            )
         path.mkdir()
         write_json(path / OWNER, owner)
         return path
 
     def move_in(self, scratch, *last):
-        """Moves the files of `scratch` into the output, one by one; those named `last` at the end. Returns their names.
+        """Moves the files of `scratch` into the output, one by one; those named `last` at the end.
+        Returns their names.
 
         Raises:
-            UserError: there is one of these names that the run did not write. Then nothing was moved.
+            UserError: there is one of these names that the run did not write. Then nothing was
+            moved.
         """
-        found = [path.relative_to(scratch).as_posix() for path in scratch.rglob("*") if path.is_file() and path.name != OWNER]
+        found = [
+            path.relative_to(scratch).as_posix()
+            for path in scratch.rglob("*")
+            if path.is_file() and path.name != OWNER
+        ]
         names = [*sorted(set(found) - set(last)), *(name for name in last if name in found)]
         written = {**self.marker.pop("files", {}), **self.marker.get("moving", {})}
         own = split_files(self.folder, written)[0]
         targets = {name: self.folder / name for name in names if self.folder / name not in own}
         if others := [
-            name for name, path in targets.items() if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))
+            name
+            for name, path in targets.items()
+            if os.path.lexists(path) or path.parent != Path(os.path.realpath(path.parent))
         ]:
             raise UserError(
                 f"{self.folder} holds files that this run did not write ({listed(others, 3)}); "

@@ -1,4 +1,5 @@
-"""Experiment trackers that a recipe names: checked before any work, for every command that trains."""
+"""Experiment trackers that a recipe names: checked before any work, for every command that
+trains."""
 
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -19,6 +20,7 @@ def check_trackers(report_to):
         installed = ", ".join(("none", *get_available_reporting_integrations()))
         if name in INTEGRATION_TO_CALLBACK:
             raise UserError(
-                f"report_to {name!r} is not installed; installed are {installed}: pip install its package, or give one of these"
+                f"report_to {name!r} is not installed; installed are {installed}: pip install its "
+                "package, or give one of these"
             )
         raise UserError(f"report_to {name!r} is unknown; installed are {installed}")

@@ -1,4 +1,5 @@
-"""The one reader of YAML: numbers and truths as YAML 1.2 has them (1e-4 is a number, no is text), `${a.b}` references resolved, damaged files one sentence."""
+"""The one reader of YAML: numbers and truths as YAML 1.2 has them (1e-4 is a number, no is text),
+`${a.b}` references resolved, damaged files one sentence."""
 
 import os
 import re
@@ -13,21 +14,27 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4, without a dot, as text; and its constructors fail on strange values in many ways."""
+    """YAML 1.1 reads 1e-4, without a dot, as text; and its constructors fail on strange values in
+    many ways."""
 
     def construct_object(self, node, deep=False):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            raise yaml.YAMLError(f"{str(node.value)[:80]!r} is not of the type {node.tag.rpartition(':')[2]}") from None
+            raise yaml.YAMLError(
+                f"{str(node.value)[:80]!r} is not of the type {node.tag.rpartition(':')[2]}"
+            ) from None
 
 
-# As in YAML 1.2, where no, off, yes and on are text: Trainer's eval_strategy is "no", YaRN's factor "off".
+# As in YAML 1.2, where no, off, yes and on are text: Trainer's eval_strategy is "no", YaRN's factor
+# "off".
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),
@@ -49,7 +56,8 @@ def read_yaml(path):
     Args:
         path: the file.
     Returns:
-        what it holds: a mapping, a list, a scalar, or None for an empty file. A reference to nothing is None.
+        what it holds: a mapping, a list, a scalar, or None for an empty file. A reference to
+        nothing is None.
     Raises:
         UserError: no such file, not valid YAML, or too large.
     """
@@ -72,7 +80,8 @@ def read_scalar(text):
 
 
 def read_collection(text, kind):
-    """A mapping (`kind` dict) or list in YAML's or JSON's brackets; ValueError for anything else."""
+    """A mapping (`kind` dict) or list in YAML's or JSON's brackets; ValueError for anything
+    else."""
     try:
         value = _load(text)
     except yaml.YAMLError as error:
@@ -83,7 +92,8 @@ def read_collection(text, kind):
 
 
 def resolved(data):
-    """`data` with every text that is one reference, `${section.name}`, replaced by what it names in `data`."""
+    """`data` with every text that is one reference, `${section.name}`, replaced by what it names in
+    `data`."""
 
     def value_of(value, depth):
         if isinstance(value, dict):
@@ -96,6 +106,8 @@ def resolved(data):
         target = data
         for key in reference.group(1).split("."):
             target = target.get(key) if isinstance(target, dict) else None
-        return value_of(target, depth - 1) if depth and not isinstance(target, (dict, list)) else None
+        return (
+            value_of(target, depth - 1) if depth and not isinstance(target, (dict, list)) else None
+        )
 
     return value_of(data, 8)

@@ -1,4 +1,5 @@
-"""The configuration beside a checkpoint: config.json of a Hub folder, a YAML file, or the authors' Hydra configuration."""
+"""The configuration beside a checkpoint: config.json of a Hub folder, a YAML file, or the authors'
+Hydra configuration."""
 
 import contextlib
 import inspect
@@ -10,7 +11,8 @@ from ..common.yaml_files import read_yaml
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 
-# What is taken from a file: the arguments of NeoBERTConfig, names of the authors' training code, labels, and the class of the head.
+# What is taken from a file: the arguments of NeoBERTConfig, names of the authors' training code,
+# labels, and the class of the head.
 FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "kwargs"}) | {
     *ALIASES,
     *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
@@ -24,7 +26,11 @@ def find_config(folders):
         for name in _FILES:
             if (folder / name).is_file():
                 # Lightning writes a file of this name with objects of its own in it.
-                with contextlib.suppress(UserError) if name == "hparams.yaml" else contextlib.nullcontext():
+                with (
+                    contextlib.suppress(UserError)
+                    if name == "hparams.yaml"
+                    else contextlib.nullcontext()
+                ):
                     values = read_config(folder / name, strict=False)
                     if values:
                         return folder / name, values
@@ -32,7 +38,8 @@ def find_config(folders):
 
 
 def read_config(path, strict=True):
-    """The model's fields in a JSON or YAML file: at its top, or in the `model` and `tokenizer` sections of a Hydra configuration.
+    """The model's fields in a JSON or YAML file: at its top, or in the `model` and `tokenizer`
+    sections of a Hydra configuration.
 
     Args:
         path: the file.
@@ -46,13 +53,29 @@ def read_config(path, strict=True):
     except UserError as error:
         raise UserError(f"the configuration cannot be read: {error}") from None
     if not isinstance(data, dict):
-        raise UserError(f"the configuration {path} should be a mapping of names to values, but is a {type(data).__name__}.")
+        raise UserError(
+            f"the configuration {path} should be a mapping of names to values, but is a "
+            f"{type(data).__name__}."
+        )
     if data.get("model_type", "neobert") != "neobert":
-        raise UserError(f"{path} is the configuration of a {data['model_type']!s:.80} model, not of NeoBERT.")
+        raise UserError(
+            f"{path} is the configuration of a {data['model_type']!s:.80} model, not of NeoBERT."
+        )
     values = {}
-    for section, names in ((data.get("tokenizer"), {"max_length", "vocab_size"}), (data, FIELDS), (data.get("model"), FIELDS)):
+    for section, names in (
+        (data.get("tokenizer"), {"max_length", "vocab_size"}),
+        (data, FIELDS),
+        (data.get("model"), FIELDS),
+    ):
         if isinstance(section, dict):
-            values |= {name: value for name, value in section.items() if name in names and value is not None}
+            values |= {
+                name: value
+                for name, value in section.items()
+                if name in names and value is not None
+            }
     if strict and not values:
-        raise UserError(f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, ...).")
+        raise UserError(
+            f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, "
+            "...)."
+        )
     return values

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint folders, as FSDP writes them: `.metadata` says which part of which tensor is where in the `.distcp` files.
+"""torch.distributed.checkpoint folders, as FSDP writes them: `.metadata` says which part of which
+tensor is where in the `.distcp` files.
 
 A tensor is taken only if its parts cover each of its numbers once.
 """
@@ -17,11 +18,25 @@ from .torch_files import StandIn, foreign_class, load_torch_file
 _CHECKPOINT = "torch.distributed.checkpoint"
 # What `.metadata` consists of.
 _STAND_INS = [
-    *(f"{_CHECKPOINT}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
-    *(f"{_CHECKPOINT}.metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
-    *(f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING", "builtins.getattr", "torch.serialization._get_layout"),
+    *(
+        f"{_CHECKPOINT}.metadata.{name}"
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")
+    ),
+    *(
+        f"{_CHECKPOINT}.metadata.{name}"
+        for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties")
+    ),
+    *(
+        f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING",
+        "builtins.getattr",
+        "torch.serialization._get_layout",
+    ),
     *(f"{_CHECKPOINT}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-    *(f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows")),
+    *(
+        f"{module}.{name}Path"
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Posix", "Windows")
+    ),
 ]
 _CLASSES = {
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
@@ -51,10 +66,12 @@ def _fields(made):
 
 
 def read_distributed(folder):
-    """Tensors, format in words, and notes of a torch.distributed.checkpoint folder; optimizer states are left out.
+    """Tensors, format in words, and notes of a torch.distributed.checkpoint folder; optimizer
+    states are left out.
 
     Raises:
-        UserError: parts missing, doubled or truncated, or an object of an unknown class in the metadata.
+        UserError: parts missing, doubled or truncated, or an object of an unknown class in the
+        metadata.
     """
     path = folder / ".metadata"
     check_file(path)
@@ -66,7 +83,9 @@ def read_distributed(folder):
             index = _fields(index)
             places.setdefault(index["fqn"], {})[tuple(index.get("offset") or ())] = _fields(info)
         for name, entry in metadata["state_dict_metadata"].items():
-            if type(entry).__name__ == "TensorStorageMetadata" and not str(name).startswith(("optim", "lr_scheduler", "scheduler")):
+            if type(entry).__name__ == "TensorStorageMetadata" and not str(name).startswith(
+                ("optim", "lr_scheduler", "scheduler")
+            ):
                 tensors[name] = _tensor(folder, name, _fields(entry), places.get(name, {}))
     except UserError:
         raise
@@ -89,7 +108,11 @@ def _tensor(folder, name, entry, places):
         raise UserError(f"{folder} is damaged: the dtype of {name} is {dtype!r:.80}.")
     for chunk in map(_fields, entry["chunks"]):
         offsets, sizes = checked_shape(chunk["offsets"], name), checked_shape(chunk["sizes"], name)
-        if len(offsets) != len(shape) or len(sizes) != len(shape) or any(o + n > m for o, n, m in zip(offsets, sizes, shape)):
+        if (
+            len(offsets) != len(shape)
+            or len(sizes) != len(shape)
+            or any(o + n > m for o, n, m in zip(offsets, sizes, shape))
+        ):
             raise UserError(f"{folder} is damaged: a part of {name} is outside of it.")
         if not math.prod(sizes):
             continue
@@ -97,19 +120,31 @@ def _tensor(folder, name, entry, places):
         if place is None:
             raise UserError(f"{folder} does not say where a part of {name} is; it is incomplete.")
         if place.get("transform_descriptors"):
-            raise UserError(f"{folder} is stored compressed, which is not supported; save it without stream transforms.")
+            raise UserError(
+                f"{folder} is stored compressed, which is not supported; save it without stream "
+                "transforms."
+            )
         first, length = place["offset"], place["length"]
         if not all(type(number) is int and number >= 0 for number in (first, length)):
-            raise UserError(f"{folder} is damaged: a part of {name} is at byte {first!r:.40} and has {length!r:.40} bytes.")
+            raise UserError(
+                f"{folder} is damaged: a part of {name} is at byte {first!r:.40} and has "
+                f"{length!r:.40} bytes."
+            )
         file = folder / str(place["relative_path"])
         if not is_plain_name(place["relative_path"]) or not file.is_file():
             raise UserError(f"{folder} is incomplete: {place['relative_path']} is missing.")
         if file.stat().st_size < first + length:
-            raise UserError(f"{file} is truncated: {file.stat().st_size} bytes where at least {first + length} belong.")
+            raise UserError(
+                f"{file} is truncated: {file.stat().st_size} bytes where at least {first + length} "
+                "belong."
+            )
         parts.append((offsets, sizes, file, first, length))
     have, numel = sum(math.prod(sizes) for _, sizes, *_ in parts), math.prod(shape)
     if have != numel:
-        raise UserError(f"{folder} is damaged or incomplete: its parts of {name} hold {have} numbers, but {shape} has {numel}.")
+        raise UserError(
+            f"{folder} is damaged or incomplete: its parts of {name} hold {have} numbers, but "
+            f"{shape} has {numel}."
+        )
 
     def read():
         if len(parts) == 1:
@@ -119,7 +154,10 @@ def _tensor(folder, name, entry, places):
             region = tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
             tensor[region], covered[region] = _part(name, sizes, *place, dtype), True
         if not covered.all():
-            raise UserError(f"{folder} is damaged: its parts of {name} overlap and leave {int((~covered).sum())} numbers out.")
+            raise UserError(
+                f"{folder} is damaged: its parts of {name} overlap and leave "
+                f"{int((~covered).sum())} numbers out."
+            )
         return tensor
 
     return StoredTensor(shape, dtype, read)
@@ -130,5 +168,8 @@ def _part(name, sizes, file, first, length, dtype):
         stream.seek(first)
         found = tensors_of({name: load_torch_file(file, stream.read(length))}, file).get(name)
     if found is None or (found.shape, found.dtype) != (sizes, dtype):
-        raise UserError(f"{file} does not hold what the metadata says: a part of {name}, {dtype} of shape {sizes}.")
+        raise UserError(
+            f"{file} does not hold what the metadata says: a part of {name}, {dtype} of shape "
+            f"{sizes}."
+        )
     return found.read()

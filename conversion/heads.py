@@ -1,4 +1,5 @@
-"""The one table of heads: everything that differs between them from reading a checkpoint to the model card."""
+"""The one table of heads: everything that differs between them from reading a checkpoint to the
+model card."""
 
 from dataclasses import dataclass
 
@@ -37,7 +38,8 @@ class Head:
 
     @property
     def architectures(self):
-        """What config.json calls the class: the published name, which others match on, and names beside it."""
+        """What config.json calls the class: the published name, which others match on, and names
+        beside it."""
         from ..configuration_neobert import ARCHITECTURES
 
         return ARCHITECTURES.get(self.class_name, [self.class_name])
@@ -54,24 +56,46 @@ class Head:
         return "model." if self.prefixes else ""
 
 
-# Where several have the same tensors, the first one is meant, unless the configuration names another.
+# Where several have the same tensors, the first one is meant, unless the configuration names
+# another.
 HEADS = {
     head.option: head
     for head in (
         Head("masked-lm", "AutoModelForMaskedLM", "fill-mask", ("decoder.",)),
         Head("base", "AutoModel", "feature-extraction", outputs=("last_hidden_state",)),
         Head(
-            *("sequence-classification", "AutoModelForSequenceClassification", "text-classification", ("dense.", "classifier.")),
+            *(
+                "sequence-classification",
+                "AutoModelForSequenceClassification",
+                "text-classification",
+                ("dense.", "classifier."),
+            ),
             per_token=False,
             has_labels=True,
         ),
-        Head("token-classification", "AutoModelForTokenClassification", "token-classification", ("classifier.",), has_labels=True),
         Head(
-            *("question-answering", "AutoModelForQuestionAnswering", "question-answering", ("qa_outputs.",)),
+            "token-classification",
+            "AutoModelForTokenClassification",
+            "token-classification",
+            ("classifier.",),
+            has_labels=True,
+        ),
+        Head(
+            *(
+                "question-answering",
+                "AutoModelForQuestionAnswering",
+                "question-answering",
+                ("qa_outputs.",),
+            ),
             outputs=("start_logits", "end_logits"),
         ),
         Head(
-            *("multiple-choice", "AutoModelForMultipleChoice", "multiple-choice", ("dense.", "classifier.")),
+            *(
+                "multiple-choice",
+                "AutoModelForMultipleChoice",
+                "multiple-choice",
+                ("dense.", "classifier."),
+            ),
             per_token=False,
             has_choices=True,
         ),
@@ -87,7 +111,8 @@ def choose_head(names, wanted=None, architectures=()):
     Args:
         names: of the checkpoint's tensors.
         wanted: value of --head, or None for what the checkpoint has.
-        architectures: class names of its configuration, which decide between heads with the same tensors.
+        architectures: class names of its configuration, which decide between heads with the same
+        tensors.
     Returns:
         Head, names of the tensors that other heads have and this one has not.
     Raises:
@@ -97,12 +122,22 @@ def choose_head(names, wanted=None, architectures=()):
     if wanted is None:
         fitting = [head for head in HEADS.values() if set(head.prefixes) == set(present)]
         if not fitting:
-            possible = [head.option for head in HEADS.values() if set(head.prefixes) <= set(present)]
+            possible = [
+                head.option for head in HEADS.values() if set(head.prefixes) <= set(present)
+            ]
             raise UserError(
-                f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not those of one head: "
+                f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not "
+                "those of one head: "
                 f"choose --head {' or '.join(possible)}."
             )
-        chosen = next((head for head in fitting if {*head.architectures, head.class_name} & set(architectures)), fitting[0])
+        chosen = next(
+            (
+                head
+                for head in fitting
+                if {*head.architectures, head.class_name} & set(architectures)
+            ),
+            fitting[0],
+        )
     else:
         chosen = HEADS[wanted]
     others = tuple(prefix for prefix in present if prefix not in chosen.prefixes)

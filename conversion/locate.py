@@ -1,7 +1,7 @@
 """Finds a training checkpoint's step and format, and gives its tensors their published names.
 
-Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint folders, accelerate's `save_state`, Trainer's checkpoints, safetensors and
-Hub folders.
+Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint folders, accelerate's
+`save_state`, Trainer's checkpoints, safetensors and Hub folders.
 """
 
 import os
@@ -21,12 +21,14 @@ from .torch_files import torch_tensors
 
 @dataclass
 class Checkpoint:
-    """The tensors of one checkpoint, by the names of NeoBERT's masked LM (`model.encoder.weight`, `decoder.weight`, ...).
+    """The tensors of one checkpoint, by the names of NeoBERT's masked LM (`model.encoder.weight`,
+    `decoder.weight`, ...).
 
     Attributes:
         path: the folder or file of this step.
         format: what was recognised, in words.
-        folders: where a configuration or tokenizer may be: the checkpoint's folder and those above it that belong to the run.
+        folders: where a configuration or tokenizer may be: the checkpoint's folder and those above
+        it that belong to the run.
         notes: what the user should know about what was read.
     """
 
@@ -37,7 +39,8 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
 
 
-# ----------------------------------------------------------------------------------------------------------- which format, which step
+# ------------------------------------------------------------------------------------------------
+# which format, which step
 
 
 _STEP = re.compile(r"(?:(?:checkpoint|step|global_step|epoch|iter)[_-]?)?([0-9]{1,18})")
@@ -55,15 +58,23 @@ _ENGINE_FOLDERS = ("pytorch_model", "pytorch_model_fsdp_0")
 
 
 def _is_deepspeed(folder):
-    return any(MODEL_STATES.fullmatch(path.name) or OPTIM_STATES.fullmatch(path.name) for path in folder.iterdir())
+    return any(
+        MODEL_STATES.fullmatch(path.name) or OPTIM_STATES.fullmatch(path.name)
+        for path in folder.iterdir()
+    )
 
 
 def _reader_of(path):
-    """A function that returns (tensors, format, notes) for a file or folder with weights, or None."""
+    """A function that returns (tensors, format, notes) for a file or folder with weights, or
+    None."""
     if path.is_file():
         if path.name.endswith(".index.json"):
             read = safetensors_tensors if "safetensors" in path.name else torch_tensors
-            return lambda: (sharded_tensors(path, read), f"sharded {'safetensors' if read is safetensors_tensors else 'torch.save'}", [])
+            return lambda: (
+                sharded_tensors(path, read),
+                f"sharded {'safetensors' if read is safetensors_tensors else 'torch.save'}",
+                [],
+            )
         if path.suffix == ".safetensors":
             return lambda: (safetensors_tensors(path), "safetensors", [])
         return lambda: (torch_tensors(path), f"torch.save ({path.name})", [])
@@ -75,7 +86,12 @@ def _reader_of(path):
             return lambda folder=folder: read_distributed(folder)
     # Trainer with DeepSpeed: checkpoint-10/latest names checkpoint-10/global_step10.
     latest = _tag(path)
-    if latest is not None and latest.name.startswith("global_step") and latest.is_dir() and _is_deepspeed(latest):
+    if (
+        latest is not None
+        and latest.name.startswith("global_step")
+        and latest.is_dir()
+        and _is_deepspeed(latest)
+    ):
         return lambda: read_deepspeed(latest)
     for name in _WEIGHT_FILES:
         if (path / name).is_file():
@@ -90,7 +106,9 @@ def _tag(folder):
         return None
     name = read_text(file, 4096).strip()
     if not is_plain_name(name):
-        raise UserError(f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}.")
+        raise UserError(
+            f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}."
+        )
     return folder / name
 
 
@@ -124,19 +142,31 @@ def find_step(path, step=None):
     steps = _steps(path)
     if wanted is None and _reader_of(path):
         return path
-    if wanted is not None and wanted not in steps and own and int(own.group(1)) == wanted and _reader_of(path):
+    if (
+        wanted is not None
+        and wanted not in steps
+        and own
+        and int(own.group(1)) == wanted
+        and _reader_of(path)
+    ):
         return path
     tag = _tag(path) if wanted is None else None
     if tag is not None:
         if not tag.is_dir():
-            raise UserError(f"{path / 'latest'} names {tag.name}, which is not there; choose a step with --step.")
+            raise UserError(
+                f"{path / 'latest'} names {tag.name}, which is not there; choose a step with "
+                "--step."
+            )
         chosen = tag
     elif steps:
         number = max(steps) if wanted is None else wanted
         if number not in steps:
             raise UserError(f"{path} has no step {number}; it has {listed(sorted(steps))}.")
         if len(steps[number]) > 1:
-            raise UserError(f"{path} has several folders of step {number}: {listed(p.name for p in steps[number])}; name one of them.")
+            raise UserError(
+                f"{path} has several folders of step {number}: "
+                f"{listed(p.name for p in steps[number])}; name one of them."
+            )
         chosen = steps[number][0]
     else:
         for name in _RUN_FOLDERS:
@@ -144,16 +174,20 @@ def find_step(path, step=None):
                 return find_step(path / name, step)
         hint = f" of step {wanted}" if wanted is not None else ""
         raise UserError(
-            f"{path} holds no checkpoint{hint}: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's *_states.pt, a "
+            f"{path} holds no checkpoint{hint}: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's "
+            "*_states.pt, a "
             "torch.distributed.checkpoint folder, or folders of steps."
         )
     if not _reader_of(chosen):
-        raise UserError(f"{chosen} holds no weights in a known format; choose another step with --step.")
+        raise UserError(
+            f"{chosen} holds no weights in a known format; choose another step with --step."
+        )
     return chosen
 
 
 def _run_folders(path, start):
-    """The step's folder and those above it that belong to the same run, innermost first; at least up to `start`."""
+    """The step's folder and those above it that belong to the same run, innermost first; at least
+    up to `start`."""
     folder = path if path.is_dir() else path.parent
     folders = [folder]
     top = start if start.is_dir() else start.parent
@@ -167,16 +201,20 @@ def _run_folders(path, start):
     return folders
 
 
-# ------------------------------------------------------------------------------------------------------------------------- names
+# ------------------------------------------------------------------------------------------------
+# names
 
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 # Tables that old model code kept as buffers; they are computed, not learned.
 _COMPUTED = re.compile(r"(?:^|\.)(?:freqs_cis|inv_freq|position_ids)$")
 
 
 def canonical_names(tensors, path):
-    """The tensors under the published names of the masked LM, without the prefixes of training wrappers.
+    """The tensors under the published names of the masked LM, without the prefixes of training
+    wrappers.
 
     Raises:
         UserError: two tensors that come to the same name.
@@ -187,7 +225,11 @@ def canonical_names(tensors, path):
     for prefix in ("app.", "model."):
         # A complete state dict below one key, as torch.distributed.checkpoint stores it.
         nested = all(name.startswith(prefix) for name in names) and (
-            prefix == "app." or any(name.startswith(tuple(f"model.{inner}" for inner in ("model.", *HEAD_PREFIXES))) for name in names)
+            prefix == "app."
+            or any(
+                name.startswith(tuple(f"model.{inner}" for inner in ("model.", *HEAD_PREFIXES)))
+                for name in names
+            )
         )
         if nested and names:
             cleaned = {name: short.removeprefix(prefix) for name, short in cleaned.items()}
@@ -203,7 +245,9 @@ def canonical_names(tensors, path):
             doubled += [origins[short], name]
         origins[short], renamed[short] = name, tensors[name]
     if doubled:
-        raise UserError(f"{path} holds tensors twice under different names: {listed(dict.fromkeys(doubled))}.")
+        raise UserError(
+            f"{path} holds tensors twice under different names: {listed(dict.fromkeys(doubled))}."
+        )
     return renamed
 
 
@@ -216,7 +260,8 @@ def open_checkpoint(path, step=None):
     Returns:
         Checkpoint
     Raises:
-        UserError: nothing readable there; incomplete, truncated, or with an object of an unknown class.
+        UserError: nothing readable there; incomplete, truncated, or with an object of an unknown
+        class.
     """
     start = Path(path)
     found = find_step(start, step)

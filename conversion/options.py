@@ -9,7 +9,17 @@ from ..common.errors import UserError
 from .heads import HEADS
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def size_in_bytes(text):
@@ -28,11 +38,19 @@ class CheckpointOptions(Arguments):
     checkpoint: str = option(help="file, folder of a step, or folder of a run", positional=True)
     output: str = option(help="folder to write; it must not exist", positional=True)
     config: str | None = option(
-        None, "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, then the shapes"
+        None,
+        "JSON, YAML or Hydra file, or a part of one; by default the one beside the checkpoint, "
+        "then the shapes",
     )
-    step: str | None = option(None, "which step of a run, a number or latest; by default the latest")
+    step: str | None = option(
+        None, "which step of a run, a number or latest; by default the latest"
+    )
     head: str | None = option(None, "by default what the checkpoint has", choices=tuple(HEADS))
-    tokenizer: str | None = option(None, "folder, or none; by default the files beside the checkpoint, then the BERT uncased tokenizer")
+    tokenizer: str | None = option(
+        None,
+        "folder, or none; by default the files beside the checkpoint, then the BERT uncased "
+        "tokenizer",
+    )
 
 
 @dataclass(kw_only=True)
@@ -40,7 +58,9 @@ class FolderOptions(Arguments):
     """What is written."""
 
     dtype: str | None = option(
-        None, "by default the checkpoint's own; float32 if it mixes several", choices=("float32", "bfloat16", "float16")
+        None,
+        "by default the checkpoint's own; float32 if it mixes several",
+        choices=("float32", "bfloat16", "float16"),
     )
     sentence_transformers: bool = option(False, "also write modules.json with mean pooling")
     max_shard_size: str = option("5GB", "largest weight file")
@@ -65,12 +85,16 @@ class ConvertArguments(HubOptions, FolderOptions, CheckpointOptions):
     def __post_init__(self):
         super().__post_init__()
         self.shard_bytes = size_in_bytes(self.max_shard_size)
-        if self.step not in (None, "latest") and not (self.step.isascii() and self.step.isdigit() and len(self.step) < 19):
+        if self.step not in (None, "latest") and not (
+            self.step.isascii() and self.step.isdigit() and len(self.step) < 19
+        ):
             raise UserError(f"--step takes a number or latest, but {self.step!r} was given.")
         if not self.push_to_hub and (self.private or self.revision):
             raise UserError("--private and --revision go with --push-to-hub REPO.")
         if self.sentence_transformers and self.tokenizer == "none":
-            raise UserError("--sentence-transformers needs a tokenizer, but --tokenizer none was given.")
+            raise UserError(
+                "--sentence-transformers needs a tokenizer, but --tokenizer none was given."
+            )
         if self.sentence_transformers and self.head not in (None, "base", "masked-lm"):
             raise UserError("--sentence-transformers goes with --head masked-lm or base.")
 
@@ -78,7 +102,8 @@ class ConvertArguments(HubOptions, FolderOptions, CheckpointOptions):
 OPTIONS = {
     "convert": Options(
         "neobert convert",
-        "A raw training checkpoint (DeepSpeed, FSDP, accelerate, Trainer, DDP, torch) to a folder for the Hugging Face Hub. Code in a\n"
+        "A raw training checkpoint (DeepSpeed, FSDP, accelerate, Trainer, DDP, torch) to a folder "
+        "for the Hugging Face Hub. Code in a\n"
         "checkpoint is never run. The output is complete or absent.",
         (ConvertArguments,),
         "neobert convert examples/checkpoint runs/converted --sentence-transformers",

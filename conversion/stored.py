@@ -20,7 +20,8 @@ class StoredTensor:
     Attributes:
         shape, dtype: known without reading it.
         read: returns the tensor, on the CPU; checks what the format lets it check.
-        storage: equal for tensors that share their memory (tied weights), None where the format cannot say.
+        storage: equal for tensors that share their memory (tied weights), None where the format
+        cannot say.
     """
 
     shape: tuple
@@ -31,12 +32,19 @@ class StoredTensor:
 
 def unreadable(path, error):
     """The UserError about a file that its reader could not make sense of."""
-    return UserError(f"{path} cannot be read, it is truncated or not a file of weights ({one_line(error)}).")
+    return UserError(
+        f"{path} cannot be read, it is truncated or not a file of weights ({one_line(error)})."
+    )
 
 
 def checked_shape(sizes, name):
-    """`sizes` of a file as a tuple of whole numbers; UserError naming the tensor `name` for anything else."""
-    if isinstance(sizes, (tuple, list)) and all(type(size) is int and size >= 0 for size in sizes) and math.prod(sizes) <= _LARGEST:
+    """`sizes` of a file as a tuple of whole numbers; UserError naming the tensor `name` for
+    anything else."""
+    if (
+        isinstance(sizes, (tuple, list))
+        and all(type(size) is int and size >= 0 for size in sizes)
+        and math.prod(sizes) <= _LARGEST
+    ):
         return tuple(sizes)
     raise UserError(f"the file says that {name} has the shape {sizes!r:.100}, which no tensor has.")
 
@@ -72,7 +80,9 @@ def tensors_of(mapping, path):
     for name, value in mapping.items():
         if isinstance(value, torch.Tensor):
             if kind := _kind(value):
-                raise UserError(f"{path}: {name} is {kind}, which is not converted; save it as a plain tensor.")
+                raise UserError(
+                    f"{path}: {name} is {kind}, which is not converted; save it as a plain tensor."
+                )
             tensors[name] = stored(value.detach())
     return tensors
 
@@ -85,5 +95,11 @@ def stored(tensor):
 
 
 def is_plain_name(name):
-    """Whether a file name that a checkpoint gives means an entry of its own folder, and nothing elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0") and len(name) < 256
+    """Whether a file name that a checkpoint gives means an entry of its own folder, and nothing
+    elsewhere."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not set(name) & set("/\\\0")
+        and len(name) < 256
+    )

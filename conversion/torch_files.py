@@ -1,4 +1,5 @@
-"""Files of torch.save, read by torch's own reader of weights: no code in them runs, and numbers stay in the file until they are needed."""
+"""Files of torch.save, read by torch's own reader of weights: no code in them runs, and numbers
+stay in the file until they are needed."""
 
 import io
 import pickle
@@ -14,7 +15,8 @@ from .stored import tensors_of, unreadable
 
 
 class StandIn:
-    """Takes the place of an object that says nothing about the weights: keeps what it was made with, does nothing.
+    """Takes the place of an object that says nothing about the weights: keeps what it was made
+    with, does nothing.
 
     Attributes:
         args: arguments of its class.
@@ -30,26 +32,44 @@ class StandIn:
         self.state = state
 
 
-_PATHS = [f"{module}.{name}Path" for module in ("pathlib", "pathlib._local") for name in ("Posix", "Windows")]
-_NUMPY = [f"{module}.multiarray.{name}" for module in ("numpy.core", "numpy._core") for name in ("scalar", "_reconstruct")]
+_PATHS = [
+    f"{module}.{name}Path"
+    for module in ("pathlib", "pathlib._local")
+    for name in ("Posix", "Windows")
+]
+_NUMPY = [
+    f"{module}.multiarray.{name}"
+    for module in ("numpy.core", "numpy._core")
+    for name in ("scalar", "_reconstruct")
+]
 # What training loops save beside the weights.
 _STAND_INS = [
-    *("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    *("deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.utils.tensor_fragment.fragment_address"),
+    *(
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    ),
+    *(
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    ),
     *("argparse.Namespace", "numpy.dtype", "numpy.ndarray", *_NUMPY, *_PATHS),
 ]
 
 
 def foreign_class(where, path):
     """The UserError about a pickle that names a class or function which is not taken from it."""
-    return UserError(f"{where} holds an object of class {path}, which no checkpoint of a NeoBERT needs; nothing of it was run or loaded.")
+    return UserError(
+        f"{where} holds an object of class {path}, which no checkpoint of a NeoBERT needs; nothing "
+        "of it was run or loaded."
+    )
 
 
 def _is_archive(file, where):
     """Whether a file has the zip form, of torch 1.6 and later.
 
     Raises:
-        UserError: its numbers are compressed, or do not have the checksums that were saved with them.
+        UserError: its numbers are compressed, or do not have the checksums that were saved with
+        them.
     """
     if not zipfile.is_zipfile(file):
         return False
@@ -57,16 +77,23 @@ def _is_archive(file, where):
         entries = archive.infolist()
         # Memory-mapped, the compressed bytes would be taken for weights.
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise UserError(f"{where} was packed anew with compression, which is not read: save it with torch.save.")
+            raise UserError(
+                f"{where} was packed anew with compression, which is not read: save it with "
+                "torch.save."
+            )
         # torch.serialization.set_crc32_options(False) leaves all checksums zero.
         damaged = archive.testzip() if any(entry.CRC for entry in entries) else None
     if damaged:
-        raise UserError(f"{where} is damaged: {damaged} in it does not have the checksum that was saved with it.")
+        raise UserError(
+            f"{where} is damaged: {damaged} in it does not have the checksum that was saved with "
+            "it."
+        )
     return True
 
 
 def load_torch_file(path, part=None):
-    """The content of a file of torch.save: its tensors are memory-mapped in the zip form, and else loaded.
+    """The content of a file of torch.save: its tensors are memory-mapped in the zip form, and else
+    loaded.
 
     Args:
         path: the file.
@@ -80,7 +107,10 @@ def load_torch_file(path, part=None):
         mapped = _is_archive(file, path) and part is None
         if part is not None:
             file.seek(0)
-        with warnings.catch_warnings(), torch.serialization.safe_globals([(StandIn, name) for name in _STAND_INS]):
+        with (
+            warnings.catch_warnings(),
+            torch.serialization.safe_globals([(StandIn, name) for name in _STAND_INS]),
+        ):
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except UserError:
@@ -97,11 +127,18 @@ def _state_dict_of(data, path):
     for _ in range(4):
         if not isinstance(data, dict):
             break
-        below = [data[key] for key in ("state_dict", "model_state_dict", "model", "module") if isinstance(data.get(key), dict)]
+        below = [
+            data[key]
+            for key in ("state_dict", "model_state_dict", "model", "module")
+            if isinstance(data.get(key), dict)
+        ]
         if not below and any(isinstance(value, torch.Tensor) for value in data.values()):
             return data
         data = below[0] if below else None
-    raise UserError(f"{path} holds no state dict: expected a mapping of names to tensors, or one below 'model' or 'state_dict'.")
+    raise UserError(
+        f"{path} holds no state dict: expected a mapping of names to tensors, or one below 'model' "
+        "or 'state_dict'."
+    )
 
 
 def torch_tensors(path):

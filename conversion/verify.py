@@ -1,4 +1,5 @@
-"""The proof: the written folder is loaded as a user loads it, in a fresh process, and its outputs are compared with those of the source."""
+"""The proof: the written folder is loaded as a user loads it, in a fresh process, and its outputs
+are compared with those of the source."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ from ..common.errors import UserError, one_line
 
 
 def random_inputs(conversion):
-    """Two sequences of random tokens, (2, L) with L up to 32 and padding in the second, or (1, 2, L) for multiple choice."""
+    """Two sequences of random tokens, (2, L) with L up to 32 and padding in the second, or (1, 2,
+    L) for multiple choice."""
     config, generator = conversion.config, torch.Generator().manual_seed(0)
     length = min(32, config.max_position_embeddings)
     ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
@@ -23,11 +25,16 @@ def random_inputs(conversion):
     if config.pad_token_id is not None:
         ids[mask == 0] = config.pad_token_id
     inputs = {"input_ids": ids, "attention_mask": mask}
-    return {name: value[None] for name, value in inputs.items()} if conversion.head.has_choices else inputs
+    return (
+        {name: value[None] for name, value in inputs.items()}
+        if conversion.head.has_choices
+        else inputs
+    )
 
 
 def streamed_forward(model, read, inputs):
-    """Runs a model that was built on the meta device, reading each module's weights only while it runs.
+    """Runs a model that was built on the meta device, reading each module's weights only while it
+    runs.
 
     Args:
         model: built under `torch.device("meta")`.
@@ -40,12 +47,16 @@ def streamed_forward(model, read, inputs):
     def fill(module, prefix):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(read(f"{prefix}{name}"), requires_grad=False)
+                module._parameters[name] = nn.Parameter(
+                    read(f"{prefix}{name}"), requires_grad=False
+                )
 
     def empty(module):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                module._parameters[name] = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), requires_grad=False
+                )
 
     def stream(module, prefix):
         forward = module.forward
@@ -70,7 +81,9 @@ def _compared(outputs, conversion, inputs):
     """One vector of all outputs; of per-token ones at real tokens only."""
     mask = inputs["attention_mask"].bool()
     found = [outputs[name].float() for name in sorted(outputs)]
-    real = [x[mask] if conversion.head.per_token and x.shape[:2] == mask.shape else x for x in found]
+    real = [
+        x[mask] if conversion.head.per_token and x.shape[:2] == mask.shape else x for x in found
+    ]
     return torch.cat([x.flatten() for x in real])
 
 
@@ -90,30 +103,61 @@ def source_outputs(conversion, rounded):
 
     try:
         outputs = streamed_forward(conversion.build(), read, inputs)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # rope_parameters of any type, for example
-        raise UserError(f"the model of this configuration does not run ({one_line(error)}).") from error
+    except (
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # rope_parameters of any type, for example
+        raise UserError(
+            f"the model of this configuration does not run ({one_line(error)})."
+        ) from error
     return _compared(outputs, conversion, inputs)
 
 
 def _reload(folder, auto_class, inputs, outputs, scratch):
-    """Runs `fresh_model.py`, which knows neither this package nor the network, in a process of its own."""
+    """Runs `fresh_model.py`, which knows neither this package nor the network, in a process of its
+    own."""
     command = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     process = subprocess.run(
-        [sys.executable, "-c", command, Path(__file__).with_name("fresh_model.py"), folder, auto_class, inputs, outputs],
-        env={**os.environ, "HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "TMPDIR": str(scratch)},
+        [
+            sys.executable,
+            "-c",
+            command,
+            Path(__file__).with_name("fresh_model.py"),
+            folder,
+            auto_class,
+            inputs,
+            outputs,
+        ],
+        env={
+            **os.environ,
+            "HF_MODULES_CACHE": str(scratch / "modules"),
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": str(scratch),
+        },
         cwd=scratch,
         stdin=subprocess.DEVNULL,
         capture_output=True,
     )
     if process.returncode:
         said = process.stderr.decode(errors="replace").strip().splitlines()
-        ended = signal.Signals(-process.returncode).name if process.returncode < 0 else process.returncode
-        reason = one_line(said[-1], 400) if said and process.returncode > 0 else f"its process ended with {ended}"
+        ended = (
+            signal.Signals(-process.returncode).name
+            if process.returncode < 0
+            else process.returncode
+        )
+        reason = (
+            one_line(said[-1], 400)
+            if said and process.returncode > 0
+            else f"its process ended with {ended}"
+        )
         raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
 
 
 def verify(folder, conversion, expected, scratch):
-    """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh process and compares its outputs.
+    """Loads the folder with `AutoModel...from_pretrained(..., trust_remote_code=True)` in a fresh
+    process and compares its outputs.
 
     Args:
         folder: what was written.
@@ -125,11 +169,20 @@ def verify(folder, conversion, expected, scratch):
     Raises:
         UserError: it does not load, or its outputs are not those of the source weights.
     """
-    inputs, given, answered = random_inputs(conversion), scratch / "inputs.safetensors", scratch / "outputs.safetensors"
+    inputs, given, answered = (
+        random_inputs(conversion),
+        scratch / "inputs.safetensors",
+        scratch / "outputs.safetensors",
+    )
     save_file(inputs, given)
     _reload(folder, conversion.head.auto_class, given, answered, scratch)
     outputs = _compared(load_file(answered), conversion, inputs)
-    difference = (outputs - expected).abs().max().item() if outputs.shape == expected.shape else float("nan")
+    difference = (
+        (outputs - expected).abs().max().item() if outputs.shape == expected.shape else float("nan")
+    )
     if not difference <= 1e-5 * max(expected.abs().max().item(), 1.0):
-        raise UserError(f"the converted folder's outputs differ from the source's by {difference:.2e}, so it was not kept.")
+        raise UserError(
+            f"the converted folder's outputs differ from the source's by {difference:.2e}, so it "
+            "was not kept."
+        )
     return outputs

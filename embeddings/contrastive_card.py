@@ -1,4 +1,5 @@
-"""The card of an encoder that `neobert contrastive` made: what it is, how to use it, what was measured; no row of the training data."""
+"""The card of an encoder that `neobert contrastive` made: what it is, how to use it, what was
+measured; no row of the training data."""
 
 import json
 from pathlib import Path
@@ -26,10 +27,20 @@ def write_card(folder, arguments, sources, length, training):
         **base_model(arguments.base_model, arguments.model),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
-        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "contrastive", "custom_code"],
-        datasets=list(dict.fromkeys(source.path for source in sources if not source.is_local)) or None,
+        tags=[
+            "sentence-transformers",
+            "sentence-similarity",
+            "feature-extraction",
+            "contrastive",
+            "custom_code",
+        ],
+        datasets=list(dict.fromkeys(source.path for source in sources if not source.is_local))
+        or None,
     )
-    data = [[printable(key), f"{rows:,}", f"{training['probabilities'][key]:.3f}"] for key, rows in training["rows"].items()]
+    data = [
+        [printable(key), f"{rows:,}", f"{training['probabilities'][key]:.3f}"]
+        for key, rows in training["rows"].items()
+    ]
     text = f"""
 # {printable(name)}
 
@@ -50,15 +61,18 @@ print(model.similarity(queries, documents))
 InfoNCE on cosine similarity / {arguments.temperature:g}. `contrastive.json` holds all settings and the losses.
 
 {markdown_table(["data set", "rows", "share of the batches"], data)}
-"""
+"""  # noqa: E501
     write_text(folder / "README.md", metadata + text)
 
 
 def _measured(found):
     if found is None:
         return ""
-    rows = [[when, *(f"{found[when][name]:.3f}" for name in METRICS)] for when in ("before", "after")]
+    rows = [
+        [when, *(f"{found[when][name]:.3f}" for name in METRICS)] for when in ("before", "after")
+    ]
     return (
-        f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched among {found['texts']:,} texts:\n\n"
+        f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched "
+        f"among {found['texts']:,} texts:\n\n"
         f"{markdown_table(['training', *METRICS], rows)}\n"
     )

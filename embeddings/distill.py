@@ -1,9 +1,12 @@
-"""`neobert distill TEACHER RECIPE.yaml`: a NeoBERT sentence encoder that learns the vectors of another one.
+"""`neobert distill TEACHER RECIPE.yaml`: a NeoBERT sentence encoder that learns the vectors of
+another one.
 
-The teacher is any model of sentence-transformers; its vectors are computed once and kept. The student is a new NeoBERT of any size, or one that
-exists. It trains with sentence-transformers' trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
+The teacher is any model of sentence-transformers; its vectors are computed once and kept. The
+student is a new NeoBERT of any size, or one that exists. It trains with sentence-transformers'
+trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
 
-Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished; `--output` appears when it is, complete.
+Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished;
+`--output` appears when it is, complete.
 """
 
 import functools
@@ -24,7 +27,13 @@ from ..common.results import environment, shown
 from ..common.runs import Run, changed_settings, run_settings
 from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
 from .distill_card import precision_check, write_card
-from .distill_data import SimilarLengths, TeacherVectors, read_texts, token_lengths, training_dataset
+from .distill_data import (
+    SimilarLengths,
+    TeacherVectors,
+    read_texts,
+    token_lengths,
+    training_dataset,
+)
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import as_shipped, build_student, save_student
 from .options import OPTIONS
@@ -40,7 +49,8 @@ class DistillTrainer(SentenceTransformerTrainer):
     def log(self, logs, *args, **kwargs):
         if not torch.isfinite(torch.tensor(float(logs.get("loss", 0.0)))):
             raise UserError(
-                f"training diverged at step {self.state.global_step} with learning_rate {self.args.learning_rate:g}, and nothing was written "
+                f"training diverged at step {self.state.global_step} with learning_rate "
+                f"{self.args.learning_rate:g}, and nothing was written "
                 "to the output; give a lower --learning-rate and --overwrite"
             )
         super().log(logs, *args, **kwargs)
@@ -53,7 +63,16 @@ def check(arguments):
     for path, name in ((output, "output"), (work, "work")):
         check_folder(path, name)
         check_apart(
-            path, *(p for p in (arguments.teacher, arguments.init_from, *(s.path for s in sources + others)) if p and Path(p).exists())
+            path,
+            *(
+                p
+                for p in (
+                    arguments.teacher,
+                    arguments.init_from,
+                    *(s.path for s in sources + others),
+                )
+                if p and Path(p).exists()
+            ),
         )
     check_apart(work, output)
     for model in filter(None, (arguments.teacher, arguments.init_from)):
@@ -74,28 +93,42 @@ def is_finished(arguments, settings):
     changed = changed_settings(read_json(path)["settings"], settings)
     if changed:
         raise UserError(
-            f"{arguments.output} holds a finished student of other settings ({', '.join(changed)} differ); give another --output, "
+            f"{arguments.output} holds a finished student of other settings ({', '.join(changed)} "
+            "differ); give another --output, "
             "or --overwrite to train it anew"
         )
     return True
 
 
 def settings_of(arguments, trainer_options, sources, others):
-    """What a run is known by: its settings, with digests of its texts and of the weights it starts from."""
+    """What a run is known by: its settings, with digests of its texts and of the weights it starts
+    from."""
     settings = run_settings(arguments)
     # An evaluation only measures here.
-    settings["trainer"] = {name: value for name, value in number_options(trainer_options).items() if not name.startswith("eval_")}
-    settings["teacher"] = shown(arguments.teacher)  # the weights are known by their digest, wherever they are
+    settings["trainer"] = {
+        name: value
+        for name, value in number_options(trainer_options).items()
+        if not name.startswith("eval_")
+    }
+    settings["teacher"] = shown(
+        arguments.teacher
+    )  # the weights are known by their digest, wherever they are
     settings["teacher_digest"] = model_digest(arguments.teacher)
     settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
-    settings["text_digests"] = {source.name: files_digest([source.path]) for source in sources + others}
+    settings["text_digests"] = {
+        source.name: files_digest([source.path]) for source in sources + others
+    }
     return settings
 
 
 def load_teacher(arguments, device):
     dtype = arguments.teacher_dtype
     return PackedEncoder(
-        arguments.teacher, dtype=dtype, device=device, max_length=arguments.max_length, trust_remote_code=arguments.trust_remote_code
+        arguments.teacher,
+        dtype=dtype,
+        device=device,
+        max_length=arguments.max_length,
+        trust_remote_code=arguments.trust_remote_code,
     )
 
 
@@ -108,17 +141,31 @@ def teacher_vectors(arguments, texts, device):
             loaded.append(load_teacher(arguments, device))
         return loaded[0]
 
-    identity = {"teacher": model_digest(arguments.teacher), "max_length": arguments.max_length, "dtype": arguments.teacher_dtype}
+    identity = {
+        "teacher": model_digest(arguments.teacher),
+        "max_length": arguments.max_length,
+        "dtype": arguments.teacher_dtype,
+    }
     folder = Path(arguments.work) / "vectors"
-    sets = {"train": texts.train, "held_out": texts.held_out, **{f"other-{name}": rows for name, rows in texts.other.items()}}
-    return {name: TeacherVectors(folder / name, rows, identity, load) for name, rows in sets.items() if rows}
+    sets = {
+        "train": texts.train,
+        "held_out": texts.held_out,
+        **{f"other-{name}": rows for name, rows in texts.other.items()},
+    }
+    return {
+        name: TeacherVectors(folder / name, rows, identity, load)
+        for name, rows in sets.items()
+        if rows
+    }
 
 
 def train(arguments, trainer_options):
-    """Trains the student and writes its folder; a run that was interrupted goes on at its last checkpoint.
+    """Trains the student and writes its folder; a run that was interrupted goes on at its last
+    checkpoint.
 
     Returns:
-        dict of figures: agreement over the steps, losses, precision, seconds. None if the output was finished already.
+        dict of figures: agreement over the steps, losses, precision, seconds. None if the output
+        was finished already.
     Raises:
         UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
     """
@@ -129,8 +176,13 @@ def train(arguments, trainer_options):
     fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps"), **BLOCKS_ONLY}
     if device.type == "cpu":
         fixed["use_cpu"] = True
-    training = training_arguments(work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments)
-    settings = {**settings_of(arguments, trainer_options, sources, others), "processes": training.world_size}
+    training = training_arguments(
+        work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments
+    )
+    settings = {
+        **settings_of(arguments, trainer_options, sources, others),
+        "processes": training.world_size,
+    }
     run = Run(work, "distill", settings, name="run.json", takes=lambda name: name != "vectors")
     if is_finished(arguments, run.settings):
         return None
@@ -161,8 +213,12 @@ def _train(arguments, training, run, texts, vectors, student, packing):
     if arguments.compile:
         compile_blocks(model)
     with training.main_process_first(desc="lengths"):
-        lengths = token_lengths(texts.train, student.tokenizer, arguments.max_length, lengths_file(run.folder, run.id))
-    training.batch_sampler = functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
+        lengths = token_lengths(
+            texts.train, student.tokenizer, arguments.max_length, lengths_file(run.folder, run.id)
+        )
+    training.batch_sampler = functools.partial(
+        SimilarLengths, lengths=lengths, group=training.world_size
+    )
     sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
     sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
     trainer = DistillTrainer(
@@ -175,28 +231,44 @@ def _train(arguments, training, run, texts, vectors, student, packing):
     outcome = checkpoints.train(trainer)
     history = trainer.state.log_history
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
-        raise UserError(f"training diverged with learning_rate {training.learning_rate:g}; give a lower --learning-rate and --overwrite")
+        raise UserError(
+            f"training diverged with learning_rate {training.learning_rate:g}; give a lower "
+            "--learning-rate and --overwrite"
+        )
     uncompile_blocks(model)
     model.set_attn_implementation(packing)
     figures = {
-        "texts": {"train": len(texts.train), "held_out": len(texts.held_out), **{name: len(rows) for name, rows in texts.other.items()}},
+        "texts": {
+            "train": len(texts.train),
+            "held_out": len(texts.held_out),
+            **{name: len(rows) for name, rows in texts.other.items()},
+        },
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
         "seconds": outcome.metrics.get("train_runtime"),
         "losses": [
-            {key: entry[key] for key in ("step", "loss", "cosine", "mse", "similarity") if key in entry}
+            {
+                key: entry[key]
+                for key in ("step", "loss", "cosine", "mse", "similarity")
+                if key in entry
+            }
             for entry in history
             if "loss" in entry
         ],
         "agreement": [
-            {key.removeprefix("eval_"): value for key, value in entry.items() if key == "step" or key.endswith(("_cosine", "_spearman"))}
+            {
+                key.removeprefix("eval_"): value
+                for key, value in entry.items()
+                if key == "step" or key.endswith(("_cosine", "_spearman"))
+            }
             for entry in history
             if any(key.endswith("_spearman") for key in entry)
         ],
         "settings": run.settings,
         "earlier": earlier_runs(arguments.init_from),
         "environment": environment(
-            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32", processes=training.world_size
+            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
+            processes=training.world_size,
         ),
     }
     if training.process_index == 0:
@@ -210,7 +282,11 @@ def earlier_runs(init_from):
     if not init_from or not path.is_file():
         return []
     figures = read_json(path)
-    return [*figures.pop("earlier", []), figures] if isinstance(figures, dict) and "agreement" in figures else []
+    return (
+        [*figures.pop("earlier", []), figures]
+        if isinstance(figures, dict) and "agreement" in figures
+        else []
+    )
 
 
 def _measured(texts):
@@ -221,9 +297,15 @@ def _measured(texts):
 
 
 def write_student(arguments, student, sets, figures):
-    """Writes the output folder: the encoder with its code, its figures and its card, after a check in each precision."""
+    """Writes the output folder: the encoder with its code, its figures and its card, after a check
+    in each precision."""
     with new_folder(arguments.output, "distill", replace=arguments.overwrite) as folder:
-        save_student(as_shipped(student.to("cpu"), arguments.keep_projection), folder, arguments.dtype, arguments.embedding_dtype)
+        save_student(
+            as_shipped(student.to("cpu"), arguments.keep_projection),
+            folder,
+            arguments.dtype,
+            arguments.embedding_dtype,
+        )
         figures["precision"] = precision_check(folder, sets)
         write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
@@ -235,9 +317,15 @@ def main(argv=None):
     arguments, trainer_options = OPTIONS["distill"].read(argv or [])
     figures = train(arguments, trainer_options)
     if checkpoints.is_main() and figures is None:
-        print(f"{arguments.output}: finished already with these settings; --overwrite trains it anew")
+        print(
+            f"{arguments.output}: finished already with these settings; --overwrite trains it anew"
+        )
     elif checkpoints.is_main():
         last = figures["agreement"][-1] if figures["agreement"] else {}
-        agreed = "".join(f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step")
+        agreed = "".join(
+            f"; {name.replace('_', ' ')} {value:.3f}"
+            for name, value in last.items()
+            if name != "step"
+        )
         print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
     return 0

@@ -21,7 +21,8 @@ def precision_check(folder, sets):
     Args:
         sets: {name: (texts, teacher's vectors)}.
     Returns:
-        {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine", "<set>_spearman": agreement with the teacher}}.
+        {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine",
+        "<set>_spearman": agreement with the teacher}}.
     Raises:
         UserError: vectors are not finite, or of another direction than those of float32.
     """
@@ -35,7 +36,8 @@ def precision_check(folder, sets):
             cosine = agreement(own, exact[name])["cosine"]
             if not np.isfinite(own).all() or not cosine > LEAST_COSINE:
                 raise UserError(
-                    f"the student's vectors in {dtype} are not those of float32 (mean cosine {cosine:.4f}); save it with --dtype float32"
+                    f"the student's vectors in {dtype} are not those of float32 (mean cosine "
+                    f"{cosine:.4f}); save it with --dtype float32"
                 )
             figures["to_float32"] = min(cosine, figures.get("to_float32", 1.0))
             figures |= {f"{name}_{key}": value for key, value in agreement(own, vectors).items()}
@@ -54,17 +56,35 @@ def write_card(folder, arguments, figures):
         language=arguments.language,
         license=arguments.license,
         **base_model(arguments.base_model, arguments.init_from or arguments.teacher),
-        tags=["sentence-transformers", "sentence-similarity", "feature-extraction", "neobert", "distillation"],
+        tags=[
+            "sentence-transformers",
+            "sentence-similarity",
+            "feature-extraction",
+            "neobert",
+            "distillation",
+        ],
     )
     rows = [
-        [dtype, f"{found.get('to_float32', 1.0):.4f}", *(f"{found[key]:.3f}" for key in found if key != "to_float32")]
+        [
+            dtype,
+            f"{found.get('to_float32', 1.0):.4f}",
+            *(f"{found[key]:.3f}" for key in found if key != "to_float32"),
+        ]
         for dtype, found in figures["precision"].items()
     ]
-    columns = [key.replace("_", " ") for key in next(iter(figures["precision"].values())) if key != "to_float32"]
+    columns = [
+        key.replace("_", " ")
+        for key in next(iter(figures["precision"].values()))
+        if key != "to_float32"
+    ]
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
     earlier = sum(run["steps"] for run in figures.get("earlier", ()))
-    begun = f", begun from a student of {earlier:,} steps, whose figures are under `earlier`" if earlier else ""
+    begun = (
+        f", begun from a student of {earlier:,} steps, whose figures are under `earlier`"
+        if earlier
+        else ""
+    )
     text = f"""
 # {title}
 
@@ -91,13 +111,16 @@ texts. `held out`: texts of the training sources, kept back by hash. {_others(ot
 {environment["hardware"]}, {environment["threads"]} threads; commit {environment["commit"]}, {environment["date"]}.
 
 {markdown_table(["texts", "licence"], kinds)}
-"""
+"""  # noqa: E501
     write_text(folder / "README.md", metadata + text)
 
 
 def _others(others):
     return (
-        f"The other columns are text of kinds that it did not learn from: {', '.join(source.name for source in others)}." if others else ""
+        "The other columns are text of kinds that it did not learn from: "
+        f"{', '.join(source.name for source in others)}."
+        if others
+        else ""
     )
 
 
@@ -105,7 +128,7 @@ def _losses(arguments):
     named = {
         "cosine": "1 - cosine",
         "mse": "mean squared error",
-        "similarity": f"KL divergence of in-batch similarities / {arguments.similarity_temperature:g}",
+        "similarity": f"KL divergence of in-batch similarities / {arguments.similarity_temperature:g}",  # noqa: E501
     }
     parts = [(getattr(arguments, f"{name}_weight"), words) for name, words in named.items()]
     return ", ".join(f"{weight:g} x {words}" for weight, words in parts if weight > 0)

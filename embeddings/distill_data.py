@@ -1,7 +1,9 @@
-"""What a student learns from: texts of local files, split by hash, and the teacher's vectors of them, kept on disk.
+"""What a student learns from: texts of local files, split by hash, and the teacher's vectors of
+them, kept on disk.
 
-A folder of vectors has `vectors.json`, which says of whose texts and which teacher they are, and shards `00000.npy` of (65,536, D) float16.
-Every shard is written completely or not at all, so that a run which was interrupted goes on at the first one that is missing.
+A folder of vectors has `vectors.json`, which says of whose texts and which teacher they are, and
+shards `00000.npy` of (65,536, D) float16. Every shard is written completely or not at all, so that
+a run which was interrupted goes on at the first one that is missing.
 """
 
 import contextlib
@@ -36,12 +38,20 @@ class TextSource(Arguments):
 
     @classmethod
     def from_entry(cls, entry):
-        """From a path, or a mapping of the fields above. Raises UserError for unknown keys, wrong types and files that are not there."""
+        """From a path, or a mapping of the fields above. Raises UserError for unknown keys, wrong
+        types and files that are not there."""
         values = {"path": entry} if isinstance(entry, str) else entry
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known] if isinstance(values, dict) else [str(values)]
+        unknown = (
+            [key for key in values if key not in known]
+            if isinstance(values, dict)
+            else [str(values)]
+        )
         if unknown or not values.get("path"):
-            raise UserError(f"each of texts must be a file or a mapping with {', '.join(known)}, but {entry!r} was given")
+            raise UserError(
+                f"each of texts must be a file or a mapping with {', '.join(known)}, but {entry!r} "
+                "was given"
+            )
         source = cls(**typed(values, get_type_hints(cls), f"of {entry!r} in texts"))
         source.name = source.name or Path(source.path).stem
         if not Path(source.path).is_file():
@@ -52,11 +62,14 @@ class TextSource(Arguments):
         """The texts in file order, without surrounding spaces; empty ones are left out."""
         column = "text" if row_format(Path(self.path)) == ".txt" else self.column
         check_column([Path(self.path)], column, "column in texts")
-        yield from filter(None, (row[column].strip() for _, row in read_rows(self.path, [column], [column])))
+        yield from filter(
+            None, (row[column].strip() for _, row in read_rows(self.path, [column], [column]))
+        )
 
 
 def is_held_out(text, percent):
-    """Whether a text is kept for measuring: a fixed function of its words, so that copies of it stay on the same side."""
+    """Whether a text is kept for measuring: a fixed function of its words, so that copies of it
+    stay on the same side."""
     digest = hashlib.sha1(" ".join(text.lower().split()).encode()).digest()
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
 
@@ -77,7 +90,8 @@ class Texts:
 
 
 def read_texts(sources, others, held_out_percent, most_held_out, most_other=2000):
-    """`Texts` of the sources; of held-out and other texts the first so many in the order of their hashes.
+    """`Texts` of the sources; of held-out and other texts the first so many in the order of their
+    hashes.
 
     Raises:
         UserError: no text is left to learn from.
@@ -90,9 +104,18 @@ def read_texts(sources, others, held_out_percent, most_held_out, most_other=2000
             seen.add(text)
             (held_out if is_held_out(text, held_out_percent) else train).append(text)
     if len(train) < 2:
-        raise UserError(f"texts must hold at least 2 different texts to learn from, but {len(train)} were found")
-    other = {source.name: _chosen({text for text in source.read() if text not in seen}, most_other) for source in others}
-    return Texts(train, _chosen(held_out, most_held_out), {name: texts for name, texts in other.items() if len(texts) > 2})
+        raise UserError(
+            f"texts must hold at least 2 different texts to learn from, but {len(train)} were found"
+        )
+    other = {
+        source.name: _chosen({text for text in source.read() if text not in seen}, most_other)
+        for source in others
+    }
+    return Texts(
+        train,
+        _chosen(held_out, most_held_out),
+        {name: texts for name, texts in other.items() if len(texts) > 2},
+    )
 
 
 def _chosen(texts, most):
@@ -114,7 +137,8 @@ class TeacherVectors:
         folder: of these texts alone.
         texts: N strings.
         identity: {name: value} of what else the vectors depend on.
-        load_teacher: function without arguments that returns a `PackedEncoder`; called when a shard is missing.
+        load_teacher: function without arguments that returns a `PackedEncoder`; called when a shard
+        is missing.
     Raises:
         UserError: the folder holds vectors of another teacher or of other texts.
     """
@@ -128,19 +152,28 @@ class TeacherVectors:
             changed = [name for name in wanted if found.get(name) != wanted[name]]
             if changed:
                 raise UserError(
-                    f"{folder} holds vectors of another run ({', '.join(changed)} differ); give another --work, or remove that folder"
+                    f"{folder} holds vectors of another run ({', '.join(changed)} differ); give "
+                    "another --work, or remove that folder"
                 )
         else:
             write_json(described, wanted)
-        shards = [(i, self.folder / f"{number:05d}.npy") for number, i in enumerate(range(0, len(texts), SHARD))]
+        shards = [
+            (i, self.folder / f"{number:05d}.npy")
+            for number, i in enumerate(range(0, len(texts), SHARD))
+        ]
         missing = [(start, path) for start, path in shards if not path.is_file()]
         if missing:
             teacher = load_teacher()
-            with tqdm(total=sum(min(SHARD, len(texts) - start) for start, _ in missing), desc=f"teacher, {self.folder.name}") as bar:
+            with tqdm(
+                total=sum(min(SHARD, len(texts) - start) for start, _ in missing),
+                desc=f"teacher, {self.folder.name}",
+            ) as bar:
                 for start, path in missing:
                     if path.is_file():  # another process was faster
                         continue
-                    vectors = teacher.embed(teacher.tokenize(texts[start : start + SHARD]), bar.update)
+                    vectors = teacher.embed(
+                        teacher.tokenize(texts[start : start + SHARD]), bar.update
+                    )
                     self._write(path, vectors)
         self.shards = [np.load(path, mmap_mode="r") for _, path in shards]
 
@@ -149,7 +182,9 @@ class TeacherVectors:
         with np.errstate(over="ignore"):
             vectors = vectors.astype(np.float16)
         if not np.isfinite(vectors).all():
-            raise UserError("the teacher's vectors are not finite in float16; give --teacher-dtype float32")
+            raise UserError(
+                "the teacher's vectors are not finite in float16; give --teacher-dtype float32"
+            )
         with new_file(path) as file:
             np.save(file, vectors)
 
@@ -166,7 +201,8 @@ class TeacherVectors:
 
 
 def training_dataset(texts, vectors):
-    """A `datasets.Dataset` with columns text and label, the teacher's vector (D,) float32, which is read from disk when it is asked for."""
+    """A `datasets.Dataset` with columns text and label, the teacher's vector (D,) float32, which is
+    read from disk when it is asked for."""
     from datasets import Dataset
 
     data = Dataset.from_dict({"text": texts, "label": list(range(len(texts)))})
@@ -188,7 +224,12 @@ def token_lengths(texts, tokenizer, max_length, path):
             return lengths
     lengths = []
     for start in tqdm(range(0, len(texts), 4096), desc="lengths"):
-        rows = tokenizer(texts[start : start + 4096], truncation=True, max_length=max_length, return_attention_mask=False)["input_ids"]
+        rows = tokenizer(
+            texts[start : start + 4096],
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+        )["input_ids"]
         lengths += map(len, rows)
     with new_file(path) as file:
         np.save(file, np.array(lengths, dtype=np.int32))
@@ -198,8 +239,9 @@ def token_lengths(texts, tokenizer, max_length, path):
 class SimilarLengths(DefaultBatchSampler):
     """Batches of texts of nearly one length: attention on the CPU runs once a length.
 
-    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the batches. `group` neighbouring batches hold
-    texts of one length: those of the processes of a step, which wait for each other.
+    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the
+    batches. `group` neighbouring batches hold texts of one length: those of the processes of a
+    step, which wait for each other.
 
     Args:
         dataset: of N texts.
@@ -208,9 +250,24 @@ class SimilarLengths(DefaultBatchSampler):
 
     pool = 64
 
-    def __init__(self, dataset, batch_size, drop_last=True, generator=None, seed=0, lengths=None, group=1, **kwargs):
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        drop_last=True,
+        generator=None,
+        seed=0,
+        lengths=None,
+        group=1,
+        **kwargs,
+    ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
-        self.lengths, self.group, self.seed, self.epoch = torch.from_numpy(np.asarray(lengths)), group, seed, 0
+        self.lengths, self.group, self.seed, self.epoch = (
+            torch.from_numpy(np.asarray(lengths)),
+            group,
+            seed,
+            0,
+        )
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -228,4 +285,6 @@ class SimilarLengths(DefaultBatchSampler):
             groups += [rows for rows in part.split(together) if len(rows) == together]
         groups = groups or [order]  # fewer texts than one step takes
         for index in torch.randperm(len(groups), generator=generator).tolist():
-            yield from (rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group)))
+            yield from (
+                rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group))
+            )

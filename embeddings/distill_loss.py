@@ -1,4 +1,5 @@
-"""What a student is trained for and how near it came: losses on pooled vectors, agreement with the teacher."""
+"""What a student is trained for and how near it came: losses on pooled vectors, agreement with the
+teacher."""
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 def similarity_loss(student, teacher, temperature):
     """KL divergence between rows of similarities within a batch, the teacher's || the student's.
 
-    Row i is softmax over j != i of cos(i, j) / temperature, as in Tung and Mori 2019 with a softmax; the mean over rows.
+    Row i is softmax over j != i of cos(i, j) / temperature, as in Tung and Mori 2019 with a
+    softmax; the mean over rows.
 
     Args:
         student: (N, D').
@@ -26,7 +28,8 @@ def similarity_loss(student, teacher, temperature):
 
 
 class DistillLoss(nn.Module):
-    """cosine_weight * (1 - cos) + mse_weight * MSE + similarity_weight * `similarity_loss`, each in float32.
+    """cosine_weight * (1 - cos) + mse_weight * MSE + similarity_weight * `similarity_loss`, each in
+    float32.
 
     Args:
         model: SentenceTransformer whose vectors are as wide as the teacher's.
@@ -36,7 +39,9 @@ class DistillLoss(nn.Module):
     def __init__(self, model, arguments):
         super().__init__()
         self.model = model
-        self.weights = {name: getattr(arguments, f"{name}_weight") for name in ("cosine", "mse", "similarity")}
+        self.weights = {
+            name: getattr(arguments, f"{name}_weight") for name in ("cosine", "mse", "similarity")
+        }
         self.temperature = arguments.similarity_temperature
 
     def forward(self, features, labels):
@@ -68,13 +73,19 @@ def agreement(student, teacher, most=1000):
         teacher: (N, D) array.
         most: texts whose pairs are compared.
     Returns:
-        {"cosine": mean cosine of the two vectors of a text, where they are as wide; "spearman": rank correlation between the cosine
-        similarities of all pairs of texts}.
+        {"cosine": mean cosine of the two vectors of a text, where they are as wide; "spearman":
+        rank correlation between the cosine similarities of all pairs of texts}.
     """
     from scipy.stats import spearmanr
 
-    student, teacher = (x / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-12) for x in (student, teacher))
-    found = {"cosine": float((student * teacher).sum(1).mean())} if student.shape == teacher.shape else {}
+    student, teacher = (
+        x / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-12) for x in (student, teacher)
+    )
+    found = (
+        {"cosine": float((student * teacher).sum(1).mean())}
+        if student.shape == teacher.shape
+        else {}
+    )
     pairs = np.triu_indices(min(len(student), most), 1)
     similarities = [(x[:most] @ x[:most].T)[pairs] for x in (student, teacher)]
     return {**found, "spearman": float(spearmanr(*similarities).statistic)}
@@ -96,5 +107,7 @@ class Agreement(SentenceEvaluator):
         found = {}
         for name, (texts, vectors) in self.sets.items():
             own = model.encode(texts, batch_size=64, show_progress_bar=False, convert_to_numpy=True)
-            found |= {f"{name}_{key}": value for key, value in agreement(np.float32(own), vectors).items()}
+            found |= {
+                f"{name}_{key}": value for key, value in agreement(np.float32(own), vectors).items()
+            }
         return found

@@ -1,4 +1,5 @@
-"""The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes of a small file."""
+"""The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes
+of a small file."""
 
 import tempfile
 from pathlib import Path
@@ -13,13 +14,15 @@ from ..common.pooling import save_for_all_versions
 from .packed_encoder import load_sentence_transformer
 
 
-# float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype that is asked for (4 keeps e4m3 as it is).
+# float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype
+# that is asked for (4 keeps e4m3 as it is).
 # The torch dtypes of options.STORAGE_DTYPES.
 _STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
 
 
 def build_student(arguments, teacher, width):
-    """A SentenceTransformer: NeoBERT, pooling, a Dense module where the widths differ, and Normalize where the teacher has it.
+    """A SentenceTransformer: NeoBERT, pooling, a Dense module where the widths differ, and
+    Normalize where the teacher has it.
 
     Args:
         arguments: `DistillArguments`.
@@ -47,7 +50,8 @@ def build_student(arguments, teacher, width):
 
 
 def _projection(trained, own, width):
-    """The linear map from the student's width to the teacher's: that of the student to start from where it has one, else a new one.
+    """The linear map from the student's width to the teacher's: that of the student to start from
+    where it has one, else a new one.
 
     Args:
         trained: modules after the pooling of the student to start from.
@@ -55,7 +59,9 @@ def _projection(trained, own, width):
     from sentence_transformers import models as modules
 
     for module in trained:
-        if isinstance(module, modules.Dense) and isinstance(module.activation_function, torch.nn.Identity):
+        if isinstance(module, modules.Dense) and isinstance(
+            module.activation_function, torch.nn.Identity
+        ):
             if module.linear.bias is None and tuple(module.linear.weight.shape) == (width, own):
                 return module
     dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
@@ -65,10 +71,16 @@ def _projection(trained, own, width):
 
 def _loaded(arguments):
     student = load_sentence_transformer(
-        arguments.init_from, max_length=arguments.max_length, pooling=arguments.pooling, trust_remote_code=arguments.trust_remote_code
+        arguments.init_from,
+        max_length=arguments.max_length,
+        pooling=arguments.pooling,
+        trust_remote_code=arguments.trust_remote_code,
     )
     if student[0].auto_model.config.model_type != "neobert":
-        raise UserError(f"the student must be a NeoBERT, but {arguments.init_from} is a {student[0].auto_model.config.model_type}")
+        raise UserError(
+            f"the student must be a NeoBERT, but {arguments.init_from} is a "
+            f"{student[0].auto_model.config.model_type}"
+        )
     return student
 
 
@@ -86,29 +98,38 @@ def _fresh(arguments, teacher):
         raise UserError(f"model_config: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         # Not model.save_pretrained, which writes in a run's first process alone.
-        write_json(Path(folder) / "config.json", {**model.config.to_dict(), "architectures": ["NeoBERT"]})
+        write_json(
+            Path(folder) / "config.json", {**model.config.to_dict(), "architectures": ["NeoBERT"]}
+        )
         save_file(model.state_dict(), Path(folder) / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save_pretrained(folder)
-        return load_sentence_transformer(folder, max_length=arguments.max_length, pooling=arguments.pooling)
+        return load_sentence_transformer(
+            folder, max_length=arguments.max_length, pooling=arguments.pooling
+        )
 
 
 @torch.no_grad()
 def take_embeddings(student, teacher, storage):
     """Copies the teacher's token embeddings into the student, rounded to what will be stored.
 
-    A narrower student gets the principal components of them (of the uncentred matrix, so that scalar products are kept best).
+    A narrower student gets the principal components of them (of the uncentred matrix, so that
+    scalar products are kept best).
 
     Raises:
         UserError: the vocabularies differ, or the student is wider.
     """
     if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
-        raise UserError("embeddings_from_teacher needs a student with the teacher's vocabulary; leave it out, or init_from another model")
+        raise UserError(
+            "embeddings_from_teacher needs a student with the teacher's vocabulary; leave it out, "
+            "or init_from another model"
+        )
     source = teacher[0].auto_model.get_input_embeddings().weight.float().cpu()
     target = student[0].auto_model.get_input_embeddings().weight
     rows, width = target.shape
     if width > source.shape[1]:
         raise UserError(
-            f"embeddings_from_teacher: hidden_size is {width}, but the teacher's token embeddings have {source.shape[1]} numbers"
+            f"embeddings_from_teacher: hidden_size is {width}, but the teacher's token embeddings "
+            f"have {source.shape[1]} numbers"
         )
     if width < source.shape[1]:
         _, vectors = torch.linalg.eigh(source.double().T @ source.double())
@@ -121,16 +142,22 @@ def as_shipped(student, keep_projection):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers import models as modules
 
-    parts = [module for module in student.children() if keep_projection or not isinstance(module, modules.Dense)]
+    parts = [
+        module
+        for module in student.children()
+        if keep_projection or not isinstance(module, modules.Dense)
+    ]
     shipped = SentenceTransformer(modules=parts, device="cpu")
     shipped.max_seq_length = student.max_seq_length
     return shipped
 
 
 def save_student(student, folder, dtype, embedding_dtype):
-    """Writes the sentence encoder with its code: weights in `dtype`, token embeddings in `embedding_dtype`.
+    """Writes the sentence encoder with its code: weights in `dtype`, token embeddings in
+    `embedding_dtype`.
 
-    The config asks for float32, which is what the weights are loaded as where nothing else is asked for.
+    The config asks for float32, which is what the weights are loaded as where nothing else is asked
+    for.
     """
     folder = Path(folder)
     save_for_all_versions(student, folder)

@@ -1,8 +1,11 @@
-"""`neobert encode SOURCE OUTPUT --model MODEL`: embeddings of a corpus of any size, in constant memory, by several processes, GPUs or machines.
+"""`neobert encode SOURCE OUTPUT --model MODEL`: embeddings of a corpus of any size, in constant
+memory, by several processes, GPUs or machines.
 
-The corpus is read once to plan its windows (`shard_rows` rows or `shard_characters` characters, whichever is first). A window is tokenized,
-sorted by length, packed into batches of `tokens_per_batch` tokens, and written as one part in the order of the corpus. A part appears completely
-or not at all, so that an interrupted run continues with the missing parts, on whatever machine shares the folder.
+The corpus is read once to plan its windows (`shard_rows` rows or `shard_characters` characters,
+whichever is first). A window is tokenized, sorted by length, packed into batches of
+`tokens_per_batch` tokens, and written as one part in the order of the corpus. A part appears
+completely or not at all, so that an interrupted run continues with the missing parts, on whatever
+machine shares the folder.
 """
 
 import contextlib
@@ -46,14 +49,22 @@ class _Target:
 
     @classmethod
     def of(cls, arguments):
-        """Checks that the output can be made, and that it is apart from what is read; changes nothing."""
+        """Checks that the output can be made, and that it is apart from what is read; changes
+        nothing."""
         output = Path(os.path.realpath(arguments.output))
-        check_apart(output, arguments.source, *([arguments.model] if Path(arguments.model).exists() else []))
+        check_apart(
+            output, arguments.source, *([arguments.model] if Path(arguments.model).exists() else [])
+        )
         single = output.suffix[1:] in FORMATS
         if single and output.is_dir():
-            raise UserError(f"{output} is a folder, but {output.suffix} names a file; choose another name")
+            raise UserError(
+                f"{output} is a folder, but {output.suffix} names a file; choose another name"
+            )
         if not single and output.suffix and not output.is_dir():
-            raise UserError(f"OUTPUT must end in .parquet or .safetensors, or be a folder, but {output} was given")
+            raise UserError(
+                f"OUTPUT must end in .parquet or .safetensors, or be a folder, but {output} was "
+                "given"
+            )
         check_folder(output.parent if single else output, "OUTPUT")
         folder = output.with_name(f"{output.name}.parts") if single else output
         return cls(output, folder, output.suffix[1:] if single else arguments.format)
@@ -63,10 +74,15 @@ def _kept_columns(arguments, format):
     """Columns to copy, and what to ask of the others (`alike` of `read_rows`)."""
     if arguments.keep is None:
         by_itself = format == "parquet"
-        return ["id"] if by_itself and "id" in row_columns(arguments.source) else [], "id".__eq__ if by_itself else None
+        return ["id"] if by_itself and "id" in row_columns(
+            arguments.source
+        ) else [], "id".__eq__ if by_itself else None
     keep = [name.strip() for given in arguments.keep for name in given.split(",") if name.strip()]
     if keep and format == "safetensors":
-        raise UserError("safetensors holds no other columns (row i belongs to row i of the input); leave out --keep, or write parquet")
+        raise UserError(
+            "safetensors holds no other columns (row i belongs to row i of the input); leave out "
+            "--keep, or write parquet"
+        )
     if "embedding" in keep:
         raise UserError("the output's own column is called 'embedding'; leave it out of --keep")
     return keep, None
@@ -75,7 +91,10 @@ def _kept_columns(arguments, format):
 def _input(arguments):
     """What the input is known by: name, size and time of every file."""
     files = row_files(arguments.source)
-    return {"name": Path(arguments.source).name, "files": stamps(files[0].parent, [file.name for file in files])}
+    return {
+        "name": Path(arguments.source).name,
+        "files": stamps(files[0].parent, [file.name for file in files]),
+    }
 
 
 def _remove_parts(run):
@@ -92,34 +111,60 @@ def encode(arguments, progress_bar=True, encoder=None):
 
     Args:
         arguments: `EncodeArguments`.
-        encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one process.
+        encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one
+        process.
     Returns:
-        dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in the first rank "cut": how many texts
-        of the corpus were longer than the limit, how many of their tokens were not read, the tokens of the longest text.
+        dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in
+        the first rank "cut": how many texts of the corpus were longer than the limit, how many of
+        their tokens were not read, the tokens of the longest text.
     Raises:
         UserError: bad input, before any work; or the output holds something else.
     """
     choose_device(arguments.device)
     rank, target = Rank.from_environment(), _Target.of(arguments)
     keep, alike = _kept_columns(arguments, target.format)
-    settings = run_settings(arguments) | {"format": target.format, "model_digest": model_digest(arguments.model)}
+    settings = run_settings(arguments) | {
+        "format": target.format,
+        "model_digest": model_digest(arguments.model),
+    }
     run = Run(target.folder, "encode", {"input": _input(arguments), **settings})
     mark = MARK | {"run": run.id}
     if arguments.overwrite and rank.world > 1:
-        raise UserError("--overwrite is not possible with several ranks, which would take the old parts for the new; remove them first")
+        raise UserError(
+            "--overwrite is not possible with several ranks, which would take the old parts for "
+            "the new; remove them first"
+        )
     if target.is_file and not _check_single(target.output, mark, arguments.overwrite):
-        return {"rows": None, "parts": 0, "encoded_rows": 0, "encoded_tokens": 0, "seconds": 0.0, "finished": True}
+        return {
+            "rows": None,
+            "parts": 0,
+            "encoded_rows": 0,
+            "encoded_tokens": 0,
+            "seconds": 0.0,
+            "finished": True,
+        }
     with run.claim(arguments.overwrite, begin=False) if rank.rank == 0 else _planned(run):
         device = _device(arguments, rank)
-        dtype = (run.marker or {}).get("dtype") or str(choose_dtype(arguments.dtype, device)).removeprefix("torch.")
+        dtype = (run.marker or {}).get("dtype") or str(
+            choose_dtype(arguments.dtype, device)
+        ).removeprefix("torch.")
         arguments = replace(arguments, dtype=dtype, device=device)
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
             check_column(row_files(arguments.source), arguments.text_column, "--text-column")
             # A model that cannot be loaded is found before the corpus is read.
-            one = build_encoder(arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder)
+            one = build_encoder(
+                arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder
+            )
             encoder = one[0] if _processes(arguments, rank) == 1 else None
-            plan = make_plan(Path(arguments.source), arguments.text_column, keep, arguments.shard_rows, arguments.shard_characters, alike)
+            plan = make_plan(
+                Path(arguments.source),
+                arguments.text_column,
+                keep,
+                arguments.shard_rows,
+                arguments.shard_characters,
+                alike,
+            )
             if run.state == "new":
                 _remove_parts(run)
                 run.begin(dtype=dtype)
@@ -132,11 +177,15 @@ def encode(arguments, progress_bar=True, encoder=None):
 
 
 def _check_single(output, mark, overwrite):
-    """Whether an output file is to be made; False where this very run wrote it. UserError for one that may not be replaced."""
+    """Whether an output file is to be made; False where this very run wrote it. UserError for one
+    that may not be replaced."""
     if not os.path.lexists(output):
         return True
     if not is_output(output, MARK):
-        raise UserError(f"{output} was not written by neobert encode, so it is not replaced; choose another name, or remove it yourself")
+        raise UserError(
+            f"{output} was not written by neobert encode, so it is not replaced; choose another "
+            "name, or remove it yourself"
+        )
     if not overwrite and not is_output(output, mark):
         raise UserError(f"{output} exists already; choose another name, or give --overwrite")
     return overwrite
@@ -153,7 +202,9 @@ def _device(arguments, rank):
 def _processes(arguments, rank):
     if arguments.processes is not None:
         return arguments.processes
-    return max(1, torch.cuda.device_count()) if rank.world == 1 and arguments.device == "cuda" else 1
+    return (
+        max(1, torch.cuda.device_count()) if rank.world == 1 and arguments.device == "cuda" else 1
+    )
 
 
 @contextlib.contextmanager
@@ -170,7 +221,12 @@ def _work(job, rank, encoder, progress_bar):
     arguments, windows = job.arguments, job.plan.windows
     counts, start = {"rows": 0, "tokens": 0}, time.perf_counter()
     own = rank.share([window.characters for window in windows])
-    with tqdm(total=sum(windows[i].rows for i in own), desc="texts", unit="text", disable=not progress_bar or rank.rank > 0) as bar:
+    with tqdm(
+        total=sum(windows[i].rows for i in own),
+        desc="texts",
+        unit="text",
+        disable=not progress_bar or rank.rank > 0,
+    ) as bar:
 
         def progress(rows, tokens):
             bar.update(rows)
@@ -182,10 +238,16 @@ def _work(job, rank, encoder, progress_bar):
         if missing and _processes(arguments, rank) > 1:
             encode_in_processes(_processes(arguments, rank), job, missing, progress)
         elif missing:
-            encode_windows(*build_encoder(arguments, arguments.device, encoder), job, missing, progress)
+            encode_windows(
+                *build_encoder(arguments, arguments.device, encoder), job, missing, progress
+            )
         if rank.rank == 0 and rank.world > 1:
             _await_others(job)
-    encoded = {"encoded_rows": counts["rows"], "encoded_tokens": counts["tokens"], "seconds": time.perf_counter() - start}
+    encoded = {
+        "encoded_rows": counts["rows"],
+        "encoded_tokens": counts["tokens"],
+        "seconds": time.perf_counter() - start,
+    }
     return {"rows": job.plan.rows, "parts": len(windows), **encoded}
 
 
@@ -193,16 +255,23 @@ def _await_others(job):
     """Returns when the parts of all ranks are there."""
     missing = job.missing(range(len(job.plan.windows)))
     if missing:
-        print(f"waiting for {len(missing)} parts of other ranks; start a rank that died again", file=sys.stderr)
+        print(
+            f"waiting for {len(missing)} parts of other ranks; start a rank that died again",
+            file=sys.stderr,
+        )
     while any(not job.path(number).exists() for number in missing):
         time.sleep(0.2)
 
 
 def _finish(run, job, target, summary, rank):
-    """The file made of all parts, or the marker of a finished folder; then what the run needed on its way is removed."""
+    """The file made of all parts, or the marker of a finished folder; then what the run needed on
+    its way is removed."""
     numbers = range(len(job.plan.windows))
     if job.missing(numbers) or _input(job.arguments)["files"] != run.settings["input"]["files"]:
-        raise UserError(f"{job.source} or the parts in {run.folder} changed while the run worked; begin anew with --overwrite")
+        raise UserError(
+            f"{job.source} or the parts in {run.folder} changed while the run worked; begin anew "
+            "with --overwrite"
+        )
     summary["cut"] = job.cut()._asdict()
     parts = [job.path(number) for number in numbers]
     if not target.is_file:
@@ -211,12 +280,20 @@ def _finish(run, job, target, summary, rank):
             run.finish([PLAN, *(path.name for path in parts)], finished=summary, environment=made)
         return
     mark = {**job.mark, CUT: Cut(**summary["cut"]).text()}
-    merge_parts(parts, target.output, mark, lambda: _check_single(target.output, job.mark, job.arguments.overwrite))
+    merge_parts(
+        parts,
+        target.output,
+        mark,
+        lambda: _check_single(target.output, job.mark, job.arguments.overwrite),
+    )
     remove_left_overs(target.output.parent, target.output.name)
     for path in (*parts, run.folder / PLAN, run.path):
         path.unlink(missing_ok=True)
     if others := [path.name for path in run.folder.iterdir() if path.name != LOCK]:
-        print(f"{target.output} is complete; {run.folder} stays: it holds {listed(others, 5)}", file=sys.stderr)
+        print(
+            f"{target.output} is complete; {run.folder} stays: it holds {listed(others, 5)}",
+            file=sys.stderr,
+        )
 
 
 def main(argv=None):
@@ -224,11 +301,14 @@ def main(argv=None):
     (arguments,) = OPTIONS["encode"].read(argv or [])
     summary = encode(arguments)
     if summary.get("finished"):
-        print(f"{arguments.output}: finished already with these settings; --overwrite makes it anew")
+        print(
+            f"{arguments.output}: finished already with these settings; --overwrite makes it anew"
+        )
         return 0
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
     print(
-        f"{arguments.output}: {summary['rows']:,} texts; this run {summary['encoded_rows']:,} texts of {summary['encoded_tokens']:,} tokens "
+        f"{arguments.output}: {summary['rows']:,} texts; this run {summary['encoded_rows']:,} "
+        f"texts of {summary['encoded_tokens']:,} tokens "
         f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s){_told(summary.get('cut'))}"
     )
     return 0
@@ -240,4 +320,7 @@ def _told(cut):
         return ""
     if not cut["texts"]:
         return f"; none cut, the longest has {cut['longest']:,} tokens"
-    return f"; {cut['texts']:,} texts cut by {cut['tokens']:,} tokens, the longest has {cut['longest']:,}"
+    return (
+        f"; {cut['texts']:,} texts cut by {cut['tokens']:,} tokens, the longest has "
+        f"{cut['longest']:,}"
+    )

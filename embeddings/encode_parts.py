@@ -1,4 +1,5 @@
-"""What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one file made of all parts."""
+"""What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one
+file made of all parts."""
 
 import base64
 import itertools
@@ -72,21 +73,28 @@ class Plan:
     def save(self, path):
         names = list(dict.fromkeys(window.start.path.name for window in self.windows))
         numbers = {name: number for number, name in enumerate(names)}
-        windows = [[numbers[start.path.name], start.number, start.offset, *sizes] for start, *sizes in self.windows]
+        windows = [
+            [numbers[start.path.name], start.number, start.offset, *sizes]
+            for start, *sizes in self.windows
+        ]
         schema = base64.b64encode(self.schema.serialize()).decode()
         write_json(path, {"files": names, "schema": schema, "windows": windows})
 
     @classmethod
     def load(cls, path, source):
-        """The plan that `save` wrote to `path`, of the file or folder `source`; None where there is none."""
+        """The plan that `save` wrote to `path`, of the file or folder `source`; None where there is
+        none."""
         if not is_regular(path):
             return None
         data = json.loads(path.read_text(encoding="utf-8"))
         files = [source / name if source.is_dir() else source for name in data["files"]]
         windows = [
-            Window(Place(files[file], number, offset), rows, characters) for file, number, offset, rows, characters in data["windows"]
+            Window(Place(files[file], number, offset), rows, characters)
+            for file, number, offset, rows, characters in data["windows"]
         ]
-        return cls(windows, pyarrow.ipc.read_schema(pyarrow.BufferReader(base64.b64decode(data["schema"]))))
+        return cls(
+            windows, pyarrow.ipc.read_schema(pyarrow.BufferReader(base64.b64decode(data["schema"])))
+        )
 
 
 def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=None):
@@ -98,11 +106,14 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
         shard_rows, shard_characters: most of a window; a longer text is a window of its own.
         alike: of `read_rows`.
     Raises:
-        UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in type.
+        UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in
+        type.
     """
     windows = []
     start, rows, characters = None, 0, 0
-    for place, row in read_rows(source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike):
+    for place, row in read_rows(
+        source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike
+    ):
         length = len(row[text_column])
         if rows and (rows == shard_rows or characters + length > shard_characters):
             windows.append(Window(start, rows, characters))
@@ -121,19 +132,27 @@ def _schema(source, columns):
     for file in row_files(source):
         for field in open_parquet(file).schema_arrow if row_format(file) == ".parquet" else ():
             if field.name in columns and types.setdefault(field.name, field.type) != field.type:
-                raise UserError(f"{file}: {field.name!r} is {field.type}, but {types[field.name]} in the files before it")
+                raise UserError(
+                    f"{file}: {field.name!r} is {field.type}, but {types[field.name]} in the files "
+                    "before it"
+                )
     return pyarrow.schema([(column, types.get(column, pyarrow.string())) for column in columns])
 
 
 def _copied(values, kind):
-    """An Arrow array of a copied column; what is not text is written as JSON where the column is text."""
+    """An Arrow array of a copied column; what is not text is written as JSON where the column is
+    text."""
     if kind == pyarrow.string():
-        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+        values = [
+            value if value is None or isinstance(value, str) else json.dumps(value)
+            for value in values
+        ]
     return pyarrow.array(values, kind)
 
 
 class WindowReader:
-    """Reads windows by their numbers; one that comes a little after the last is read on to, any other is entered at its start."""
+    """Reads windows by their numbers; one that comes a little after the last is read on to, any
+    other is entered at its start."""
 
     def __init__(self, source, columns, windows):
         self.source, self.columns, self.windows = source, columns, windows
@@ -142,16 +161,22 @@ class WindowReader:
     def read(self, number):
         """[(Place, row), ...] of one window."""
         if self._rows is None or not 0 <= number - self._next <= _AHEAD:
-            self._rows, self._next = read_rows(self.source, self.columns, start=self.windows[number].start), number
+            self._rows, self._next = (
+                read_rows(self.source, self.columns, start=self.windows[number].start),
+                number,
+            )
         passed = sum(window.rows for window in self.windows[self._next : number])
         self._next = number + 1
         rows = list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
         if len(rows) < self.windows[number].rows:
-            raise UserError(f"{self.source} has fewer rows than when the run began; begin anew with --overwrite")
+            raise UserError(
+                f"{self.source} has fewer rows than when the run began; begin anew with --overwrite"
+            )
         return rows
 
 
-# --------------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------
+# files
 
 
 def part_path(folder, number, format):
@@ -173,11 +198,18 @@ def write_part(path, rows, vectors, schema, mark):
             mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
             file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
             return
-        columns = {field.name: _copied([row[field.name] for _, row in rows], field.type) for field in schema}
-        columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1])
+        columns = {
+            field.name: _copied([row[field.name] for _, row in rows], field.type)
+            for field in schema
+        }
+        columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(
+            pyarrow.array(vectors.reshape(-1)), vectors.shape[1]
+        )
         mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
-        pyarrow.parquet.write_table(pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False)
+        pyarrow.parquet.write_table(
+            pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False
+        )
 
 
 def is_regular(path):
@@ -186,13 +218,16 @@ def is_regular(path):
 
 
 def read_mark(path):
-    """(rows, metadata) of a part or of an output file; None for a damaged file or one of another kind."""
+    """(rows, metadata) of a part or of an output file; None for a damaged file or one of another
+    kind."""
     if not is_regular(path):
         return None
     try:
         if path.suffix == ".parquet":
             metadata = pyarrow.parquet.read_metadata(path)
-            return metadata.num_rows, {key.decode(): value.decode() for key, value in (metadata.metadata or {}).items()}
+            return metadata.num_rows, {
+                key.decode(): value.decode() for key, value in (metadata.metadata or {}).items()
+            }
         with safe_open(path, framework="numpy") as file:
             return file.get_slice("embeddings").get_shape()[0], file.metadata() or {}
     except (OSError, ValueError, SafetensorError):
@@ -206,9 +241,12 @@ def is_part(path, mark, rows=None):
 
 
 def is_output(path, mark):
-    """Whether a file is as it was written here: tables that others make of one keep its mark, but not its rows and columns."""
+    """Whether a file is as it was written here: tables that others make of one keep its mark, but
+    not its rows and columns."""
     found = read_mark(path)
-    return is_part(path, mark) and found[1].get("neobert_shape") == _shape_text(found[0], _columns(path))
+    return is_part(path, mark) and found[1].get("neobert_shape") == _shape_text(
+        found[0], _columns(path)
+    )
 
 
 def _columns(path):
@@ -220,15 +258,23 @@ def _shape_text(rows, columns):
 
 
 def merge_parts(parts, output, mark, check=None):
-    """One file from its parts, part by part, completely or not at all; rows keep their order. `check` is that of `new_path`."""
-    mark = {**mark, "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0]))}
+    """One file from its parts, part by part, completely or not at all; rows keep their order.
+    `check` is that of `new_path`."""
+    mark = {
+        **mark,
+        "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0])),
+    }
     with new_path(output, check) as path:
-        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(parts, path, mark)
+        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(
+            parts, path, mark
+        )
 
 
 def _merge_parquet(parts, path, mark):
     schema = pyarrow.parquet.read_schema(parts[0]).with_metadata(mark)
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+    with pyarrow.parquet.ParquetWriter(
+        path, schema, compression="none", use_dictionary=False
+    ) as writer:
         for part in parts:
             writer.write_table(pyarrow.parquet.read_table(part).cast(schema))
 
@@ -239,5 +285,10 @@ def _merge_safetensors(parts, path, mark):
             return opened.get_tensor("embeddings")
 
     first, rows = load(parts[0]), sum(read_mark(part)[0] for part in parts)
-    layout = {"embeddings": ({"float32": "F32", "float16": "F16"}[first.dtype.name], (rows, first.shape[1]))}
+    layout = {
+        "embeddings": (
+            {"float32": "F32", "float16": "F16"}[first.dtype.name],
+            (rows, first.shape[1]),
+        )
+    }
     write_safetensors(path, layout, lambda _: (load(part) for part in parts), mark)

@@ -1,4 +1,5 @@
-"""Who encodes which windows: this process, worker processes of one machine, or the ranks of torchrun, accelerate launch and SLURM."""
+"""Who encodes which windows: this process, worker processes of one machine, or the ranks of
+torchrun, accelerate launch and SLURM."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -15,7 +16,17 @@ import torch
 
 from ..common.errors import UserError
 from ..common.loading import choose_device
-from .encode_parts import CUT, Cut, Plan, WindowReader, is_part, is_regular, part_path, read_mark, write_part
+from .encode_parts import (
+    CUT,
+    Cut,
+    Plan,
+    WindowReader,
+    is_part,
+    is_regular,
+    part_path,
+    read_mark,
+    write_part,
+)
 from .packed_encoder import NotFinite, PackedEncoder
 
 
@@ -59,7 +70,9 @@ class Job:
             path = self.path(number)
             if os.path.lexists(path) and (not is_regular(path) or read_mark(path) is not None):
                 if not is_part(path, self.mark, self.plan.windows[number].rows):
-                    raise UserError(f"{path} is not a part of this run; move it, or choose another output")
+                    raise UserError(
+                        f"{path} is not a part of this run; move it, or choose another output"
+                    )
                 if progress is not None:
                     progress(self.plan.windows[number].rows)
                 continue
@@ -78,17 +91,27 @@ class Rank:
 
     @classmethod
     def from_environment(cls):
-        """Of torchrun and accelerate launch (RANK), or of a SLURM step (srun); alone without a launcher."""
-        for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")):
+        """Of torchrun and accelerate launch (RANK), or of a SLURM step (srun); alone without a
+        launcher."""
+        for names in (
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+        ):
             if os.environ.get(names[0]) and os.environ.get(names[1]):
                 given = [os.environ.get(name) or "0" for name in names]
-                if not all(number.isdigit() for number in given) or not int(given[0]) < int(given[1]):
-                    raise UserError(f"{names[0]}={given[0]} and {names[1]}={given[1]} must be the number of a process and of all processes")
+                if not all(number.isdigit() for number in given) or not int(given[0]) < int(
+                    given[1]
+                ):
+                    raise UserError(
+                        f"{names[0]}={given[0]} and {names[1]}={given[1]} must be the number of a "
+                        "process and of all processes"
+                    )
                 return cls(*map(int, given))
         return cls()
 
     def share(self, sizes):
-        """Numbers of this rank's windows: neighbours, together about as large as any other rank's. Every window has one rank.
+        """Numbers of this rank's windows: neighbours, together about as large as any other rank's.
+        Every window has one rank.
 
         Args:
             sizes: of all windows.
@@ -99,19 +122,27 @@ class Rank:
 
 
 def build_encoder(arguments, device, encoder=None):
-    """The `PackedEncoder` of these arguments on `device` (or the one given), and the text of its prompt."""
+    """The `PackedEncoder` of these arguments on `device` (or the one given), and the text of its
+    prompt."""
     encoder = encoder or PackedEncoder.from_arguments(arguments, device)
-    return encoder, encoder.prompt(arguments.prompt_name) if arguments.prompt is None else arguments.prompt
+    return encoder, encoder.prompt(
+        arguments.prompt_name
+    ) if arguments.prompt is None else arguments.prompt
 
 
 def encode_windows(encoder, prompt, job, numbers, progress):
-    """Encodes and writes the windows `numbers`; the next one is read and tokenized while one is embedded.
+    """Encodes and writes the windows `numbers`; the next one is read and tokenized while one is
+    embedded.
 
     Args:
         numbers: an iterator.
         progress: called with (rows, tokens) of each finished batch or part.
     """
-    reader = WindowReader(job.source, dict.fromkeys([job.arguments.text_column, *job.plan.schema.names]), job.plan.windows)
+    reader = WindowReader(
+        job.source,
+        dict.fromkeys([job.arguments.text_column, *job.plan.schema.names]),
+        job.plan.windows,
+    )
     numbers = iter(numbers)
 
     def tokenized():
@@ -119,7 +150,9 @@ def encode_windows(encoder, prompt, job, numbers, progress):
         if number is None:
             return None
         rows, lengths = reader.read(number), []
-        tokens = encoder.tokenize([row[job.arguments.text_column] for _, row in rows], prompt, lengths)
+        tokens = encoder.tokenize(
+            [row[job.arguments.text_column] for _, row in rows], prompt, lengths
+        )
         return number, rows, tokens, Cut.of(tokens, lengths)
 
     with ThreadPoolExecutor(1) as pool:
@@ -132,13 +165,22 @@ def encode_windows(encoder, prompt, job, numbers, progress):
             except NotFinite as error:
                 raise UserError(f"{rows[error.index][0]}: {error}") from None
             if job.arguments.normalize:
-                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+                vectors = vectors / np.maximum(
+                    np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
+                )
             mark = {**job.mark, CUT: cut.text()}
-            write_part(job.path(number), rows, vectors.astype(job.arguments.output_dtype, copy=False), job.plan.schema, mark)
+            write_part(
+                job.path(number),
+                rows,
+                vectors.astype(job.arguments.output_dtype, copy=False),
+                job.plan.schema,
+                mark,
+            )
             progress(0, sum(map(len, tokens)))
 
 
-# ---------------------------------------------------------------------------------------------------- processes of one machine
+# ------------------------------------------------------------------------------------------------
+# processes of one machine
 
 
 def _end_with_parent():
@@ -148,12 +190,19 @@ def _end_with_parent():
 
 
 def _worker(number, jobs, reports, job, device, threads):
-    """A process: takes numbers of windows from `jobs` until None comes; reports ("progress", rows, tokens), ("done",), ("error", text)."""
+    """A process: takes numbers of windows from `jobs` until None comes; reports ("progress", rows,
+    tokens), ("done",), ("error", text)."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
         encoder, prompt = build_encoder(job.arguments, device)
-        encode_windows(encoder, prompt, job, iter(jobs.get, None), lambda *counts: reports.put(("progress", *counts)))
+        encode_windows(
+            encoder,
+            prompt,
+            job,
+            iter(jobs.get, None),
+            lambda *counts: reports.put(("progress", *counts)),
+        )
         reports.put(("done",))
     except KeyboardInterrupt:
         pass
@@ -164,7 +213,8 @@ def _worker(number, jobs, reports, job, device, threads):
 
 
 def encode_in_processes(count, job, numbers, progress):
-    """`encode_windows` shared out among `count` processes; each takes the next window when it is ready."""
+    """`encode_windows` shared out among `count` processes; each takes the next window when it is
+    ready."""
     context = multiprocessing.get_context("spawn")
     jobs, reports = context.Queue(), context.Queue()
     for number in (*numbers, *[None] * count):
@@ -175,7 +225,11 @@ def encode_in_processes(count, job, numbers, progress):
     workers = []
     for number in range(count):
         place = f"cuda:{number % gpus}" if gpus else str(device)
-        workers.append(context.Process(target=_worker, args=(number, jobs, reports, job, place, threads), daemon=True))
+        workers.append(
+            context.Process(
+                target=_worker, args=(number, jobs, reports, job, place, threads), daemon=True
+            )
+        )
         workers[-1].start()
     done = 0
     try:
@@ -183,9 +237,14 @@ def encode_in_processes(count, job, numbers, progress):
             try:
                 kind, *values = reports.get(timeout=0.5)
             except queue.Empty:
-                dead = next((worker for worker in workers if worker.exitcode not in (None, 0)), None)
+                dead = next(
+                    (worker for worker in workers if worker.exitcode not in (None, 0)), None
+                )
                 if dead is not None:
-                    raise RuntimeError(f"a worker process ended with code {dead.exitcode}; the finished parts are kept") from None
+                    raise RuntimeError(
+                        f"a worker process ended with code {dead.exitcode}; the finished parts are "
+                        "kept"
+                    ) from None
                 continue
             if kind == "refused":
                 raise UserError(values[0])

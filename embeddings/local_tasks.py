@@ -2,12 +2,16 @@
 
 | task | what | score |
 |---|---|---|
-| WordNetRetrieval | a definition finds the words it defines, among the words of all held-out synsets | nDCG@10 |
-| MovieSentimentClassification | rated sentences of movie reviews; logistic regression on 64 sentences a class, 5 draws | accuracy |
-| WordNetSimilarity | two noun definitions against the path similarity of their synsets, 1 / (1 + edges) (Rada et al. 1989) | Spearman |
+| WordNetRetrieval | a definition finds the words it defines, among the words of all held-out
+synsets | nDCG@10 |
+| MovieSentimentClassification | rated sentences of movie reviews; logistic regression on 64
+sentences a class, 5 draws | accuracy |
+| WordNetSimilarity | two noun definitions against the path similarity of their synsets, 1 / (1 +
+edges) (Rada et al. 1989) | Spearman |
 
-They are made by MTEB's own task classes, so they run wherever its tasks do. The choice of rows is a function of their ids (SHA-1). Queries
-come from the synsets that `common.local_text` keeps out of training; `wordnet_pairs` gives the pairs of all others.
+They are made by MTEB's own task classes, so they run wherever its tasks do. The choice of rows is a
+function of their ids (SHA-1). Queries come from the synsets that `common.local_text` keeps out of
+training; `wordnet_pairs` gives the pairs of all others.
 """
 
 import functools
@@ -17,7 +21,14 @@ from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from ..common.local_text import WORDNET, is_held_out, parse_synset, read_synsets, sentiment_sentences, split_gloss
+from ..common.local_text import (
+    WORDNET,
+    is_held_out,
+    parse_synset,
+    read_synsets,
+    sentiment_sentences,
+    split_gloss,
+)
 
 
 _WORDNET_HOME = "https://wordnet.princeton.edu/"
@@ -54,17 +65,25 @@ def _order(key):
 
 @functools.cache
 def wordnet_definitions(folder=WORDNET):
-    """List of (id, words, definition) of every synset that has a definition, in file order; ids as in `wordnet_entries`."""
+    """List of (id, words, definition) of every synset that has a definition, in file order; ids as
+    in `wordnet_entries`."""
     rows = []
     for part, offset, words, _, _, gloss in read_synsets(folder):
         definition, _ = split_gloss(gloss)
         if definition:
-            rows.append((f"{part}-{offset}", list(dict.fromkeys(word.lower() for word in words)), definition))
+            rows.append(
+                (
+                    f"{part}-{offset}",
+                    list(dict.fromkeys(word.lower() for word in words)),
+                    definition,
+                )
+            )
     return rows
 
 
 def wordnet_pairs(folder=WORDNET):
-    """Training pairs `{"anchor": definition, "positive": word}`, one a word, of the synsets that are not held out."""
+    """Training pairs `{"anchor": definition, "positive": word}`, one a word, of the synsets that
+    are not held out."""
     for identifier, words, definition in wordnet_definitions(folder):
         if not is_held_out(identifier):
             for word in words:
@@ -76,7 +95,8 @@ class WordNetRetrieval(AbsTaskRetrieval):
     metadata = _metadata(
         "WordNetRetrieval",
         "Retrieval",
-        "Definitions of 1,000 held-out WordNet 3.0 synsets as queries, the words of all held-out synsets as documents.",
+        "Definitions of 1,000 held-out WordNet 3.0 synsets as queries, the words of all held-out "
+        "synsets as documents.",
         "ndcg_at_10",
         {"query": "Find the defined word."},
         "wordnet/retrieval",
@@ -92,9 +112,19 @@ class WordNetRetrieval(AbsTaskRetrieval):
         self.dataset = {
             "default": {
                 "test": {
-                    "queries": Dataset.from_dict({"id": [row[0] for row in held_out], "text": [row[2] for row in held_out]}),
-                    "corpus": Dataset.from_dict({"id": [f"word-{word}" for word in words], "title": [""] * len(words), "text": words}),
-                    "relevant_docs": {row[0]: {f"word-{word}": 1 for word in row[1]} for row in held_out},
+                    "queries": Dataset.from_dict(
+                        {"id": [row[0] for row in held_out], "text": [row[2] for row in held_out]}
+                    ),
+                    "corpus": Dataset.from_dict(
+                        {
+                            "id": [f"word-{word}" for word in words],
+                            "title": [""] * len(words),
+                            "text": words,
+                        }
+                    ),
+                    "relevant_docs": {
+                        row[0]: {f"word-{word}": 1 for word in row[1]} for row in held_out
+                    },
                     "top_ranked": None,
                 }
             }
@@ -109,7 +139,8 @@ class MovieSentimentClassification(AbsTaskClassification):
     metadata = _metadata(
         "MovieSentimentClassification",
         "Classification",
-        "Sentences of movie reviews with the sign of their mean rating by 20 people (Hutto and Gilbert 2014).",
+        "Sentences of movie reviews with the sign of their mean rating by 20 people (Hutto and "
+        "Gilbert 2014).",
         "accuracy",
         "Tell whether this sentence of a movie review is positive or negative.",
         "vaderSentiment/movie",
@@ -123,7 +154,9 @@ class MovieSentimentClassification(AbsTaskClassification):
         parts = {"test": rows[: self.test_rows], "train": rows[self.test_rows :]}
         self.dataset = DatasetDict(
             {
-                name: Dataset.from_dict({"text": [row["text"] for row in part], "label": [row["label"] for row in part]})
+                name: Dataset.from_dict(
+                    {"text": [row["text"] for row in part], "label": [row["label"] for row in part]}
+                )
                 for name, part in parts.items()
             }
         )
@@ -137,7 +170,8 @@ class WordNetSimilarity(AbsTaskSTS):
     metadata = _metadata(
         "WordNetSimilarity",
         "STS",
-        "Noun definitions in pairs: with the hypernym, a sibling, a cousin and any other, scored by path similarity in WordNet 3.0.",
+        "Noun definitions in pairs: with the hypernym, a sibling, a cousin and any other, scored "
+        "by path similarity in WordNet 3.0.",
         "cosine_spearman",
         "Find a definition of a similar thing.",
         "wordnet/similarity",
@@ -149,7 +183,13 @@ class WordNetSimilarity(AbsTaskSTS):
             return
         pairs = similarity_pairs(self.synsets)
         columns = ("sentence1", "sentence2", "score")
-        self.dataset = DatasetDict({"test": Dataset.from_dict({name: [pair[i] for pair in pairs] for i, name in enumerate(columns)})})
+        self.dataset = DatasetDict(
+            {
+                "test": Dataset.from_dict(
+                    {name: [pair[i] for pair in pairs] for i, name in enumerate(columns)}
+                )
+            }
+        )
         self.data_loaded = True
 
 
@@ -187,7 +227,8 @@ def path_similarity(nodes, first, second):
 
 
 def similarity_pairs(count, held_out=True):
-    """(definition, definition, path similarity): each of `count` noun synsets with its hypernym, a sibling, a cousin, any other.
+    """(definition, definition, path similarity): each of `count` noun synsets with its hypernym, a
+    sibling, a cousin, any other.
 
     Args:
         held_out: of the synsets that are kept out of training, or of the others.
@@ -198,20 +239,39 @@ def similarity_pairs(count, held_out=True):
         for parent in hypernyms:
             children.setdefault(parent, []).append(offset)
     everything = sorted(nodes, key=_order)
-    chosen = [offset for offset in everything if nodes[offset][0] and is_held_out(f"noun-{offset}") == held_out]
+    chosen = [
+        offset
+        for offset in everything
+        if nodes[offset][0] and is_held_out(f"noun-{offset}") == held_out
+    ]
     chosen = chosen[:count]
     pairs = []
     for number, offset in enumerate(chosen):
         parent = nodes[offset][0][0]
-        uncles = [node for grand in nodes[parent][0][:1] for node in children[grand] if node != parent]
+        uncles = [
+            node for grand in nodes[parent][0][:1] for node in children[grand] if node != parent
+        ]
         cousins = [node for uncle in uncles for node in children.get(uncle, [])]
         siblings = [node for node in children[parent] if node != offset]
         anyone = everything[(number * 7919) % len(everything)]
-        partners = [parent, *(min(group, key=lambda node: _order(offset + node)) for group in (siblings, cousins) if group), anyone]
+        partners = [
+            parent,
+            *(
+                min(group, key=lambda node: _order(offset + node))
+                for group in (siblings, cousins)
+                if group
+            ),
+            anyone,
+        ]
         for partner in dict.fromkeys(partners):
             if partner != offset and nodes[partner][1]:
-                pairs.append((nodes[offset][1], nodes[partner][1], path_similarity(nodes, offset, partner)))
+                pairs.append(
+                    (nodes[offset][1], nodes[partner][1], path_similarity(nodes, offset, partner))
+                )
     return pairs
 
 
-LOCAL_TASKS = {task.metadata.name: task for task in (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)}
+LOCAL_TASKS = {
+    task.metadata.name: task
+    for task in (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)
+}

@@ -1,4 +1,5 @@
-"""`neobert mteb`: MTEB through the `mteb` package, packed and resumable, and its table in the layout of the paper's Table 4."""
+"""`neobert mteb`: MTEB through the `mteb` package, packed and resumable, and its table in the
+layout of the paper's Table 4."""
 
 import hashlib
 import json
@@ -24,12 +25,14 @@ from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
 
-# Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone does.
+# Both texts of these tasks are alike, so both carry the instruction; elsewhere the query alone
+# does.
 _INSTRUCTED_SIDES = (None, PromptType.query)
 
 
 def choose_tasks(names):
-    """MTEB task objects for names of tasks and benchmarks; "local" is the three local ones; commas separate names too.
+    """MTEB task objects for names of tasks and benchmarks; "local" is the three local ones; commas
+    separate names too.
 
     Raises:
         UserError: a name that MTEB does not know, with the nearest one.
@@ -54,7 +57,12 @@ def choose_tasks(names):
                 try:
                     found = [mteb.get_task(part, languages=["eng"])]
                 except (KeyError, ValueError):
-                    known = [*benchmarks, *LOCAL_TASKS, "local", *(task.metadata.name for task in mteb.get_tasks(languages=["eng"]))]
+                    known = [
+                        *benchmarks,
+                        *LOCAL_TASKS,
+                        "local",
+                        *(task.metadata.name for task in mteb.get_tasks(languages=["eng"])),
+                    ]
                     near = difflib.get_close_matches(part, known, n=1)
                     hint = f"; did you mean {near[0]!r}?" if near else ""
                     raise UserError(f"MTEB has no task or benchmark {part!r}{hint}") from None
@@ -66,12 +74,15 @@ def read_instructions(choice, tasks):
     """{task name or task type: text} from a file, {} for "mteb", None for "none".
 
     Raises:
-        UserError: not such a file, or a name that is neither a chosen task (or a part of one) nor its type.
+        UserError: not such a file, or a name that is neither a chosen task (or a part of one) nor
+        its type.
     """
     if choice in ("mteb", "none"):
         return {} if choice == "mteb" else None
     parts = [part for task in tasks for part in (task, *getattr(task, "tasks", ()))]
-    return read_file(choice, {name for part in parts for name in (part.metadata.name, part.metadata.type)})
+    return read_file(
+        choice, {name for part in parts for name in (part.metadata.name, part.metadata.type)}
+    )
 
 
 class PackedModel(AbsEncoder):
@@ -79,12 +90,18 @@ class PackedModel(AbsEncoder):
 
     Args:
         encoder: `PackedEncoder`.
-        name, revision: under which MTEB caches results; the revision must change with anything that changes the vectors.
-        instructions: {task name or type: text} that go before MTEB's own, or None for no instruction at all.
+        name, revision: under which MTEB caches results; the revision must change with anything that
+        changes the vectors.
+        instructions: {task name or type: text} that go before MTEB's own, or None for no
+        instruction at all.
         template: how an instruction is put before a text.
     """
 
-    prompt_priority = (PromptSource.CUSTOM_PROMPT, PromptSource.TASK_TYPE_PROMPT, PromptSource.DEFAULT_TASK_PROMPT)
+    prompt_priority = (
+        PromptSource.CUSTOM_PROMPT,
+        PromptSource.TASK_TYPE_PROMPT,
+        PromptSource.DEFAULT_TASK_PROMPT,
+    )
 
     def __init__(self, encoder, name, revision, instructions, template):
         self.encoder = encoder
@@ -103,18 +120,28 @@ class PackedModel(AbsEncoder):
         """(N, width) float32 vectors of all texts of the loader, batched anew by tokens."""
         texts = [text for batch in inputs for text in batch["text"]]
         show = kwargs.get("show_progress_bar", True)
-        return self.encoder.encode(texts, self.prompt(task_metadata, prompt_type), show_progress_bar=show)
+        return self.encoder.encode(
+            texts, self.prompt(task_metadata, prompt_type), show_progress_bar=show
+        )
 
 
 def fingerprint(encoder, arguments, instructions):
-    """40 hex digits that change with the model's files and with every setting that changes vectors."""
-    settings = [model_digest(arguments.model), arguments.tokenizer, str(encoder.dtype), encoder.max_length, encoder.prompts]
+    """40 hex digits that change with the model's files and with every setting that changes
+    vectors."""
+    settings = [
+        model_digest(arguments.model),
+        arguments.tokenizer,
+        str(encoder.dtype),
+        encoder.max_length,
+        encoder.prompts,
+    ]
     settings += [arguments.pooling, instructions, arguments.instruction_template]
     return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
 
 
 def _check_output(arguments):
-    """Raises UserError when the output is no folder, or has files that the command would replace and did not write."""
+    """Raises UserError when the output is no folder, or has files that the command would replace
+    and did not write."""
     folder, name = arguments.output, f"{arguments.row}.json"
     check_folder(folder, "output")
     check_result_files(folder, "mteb", read_run(Path(folder) / name), name)
@@ -130,16 +157,20 @@ def _earlier(folder, name, revision):
     run = read_run(folder / f"{name}.json") or {}
     if run and run.get("fingerprint") != revision:
         raise UserError(
-            f"{folder / name}.json holds the scores of other weights or settings ({run.get('model')}); give this model another --name, "
+            f"{folder / name}.json holds the scores of other weights or settings "
+            f"({run.get('model')}); give this model another --name, "
             "or choose another --output"
         )
     return run
 
 
 def _remove_broken_results(cache, model):
-    """Deletes what a killed run left half-written in MTEB's cache, which its reader would stop at."""
+    """Deletes what a killed run left half-written in MTEB's cache, which its reader would stop
+    at."""
     meta = model.mteb_model_meta
-    folder = cache.get_task_result_path(task_name="x", model_name=meta, model_revision=meta.revision).parent
+    folder = cache.get_task_result_path(
+        task_name="x", model_name=meta, model_revision=meta.revision
+    ).parent
     for path in folder.glob("*.json"):
         try:
             json.loads(read_text(path, 256 * TEXT_LIMIT))
@@ -155,8 +186,8 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         encoder: `PackedEncoder`.
         arguments: `MtebArguments`.
     Returns:
-        dict with scores in percent, types, averages, errors, and the environment; also written to `output`/<name>.json, beside the scores
-        of other tasks that it holds already.
+        dict with scores in percent, types, averages, errors, and the environment; also written to
+        `output`/<name>.json, beside the scores of other tasks that it holds already.
     """
     tasks = choose_tasks(arguments.tasks)
     texts = read_instructions(arguments.instructions, tasks)
@@ -177,10 +208,14 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
     )
     scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
-    metrics = earlier.get("metrics", {}) | {task.metadata.name: task.metadata.main_score for task in tasks}
+    metrics = earlier.get("metrics", {}) | {
+        task.metadata.name: task.metadata.main_score for task in tasks
+    }
     for result in results.task_results:
         score = result.get_score()
-        scores[result.task_name] = None if score is None or np.isnan(score) else round(100 * float(score), 4)
+        scores[result.task_name] = (
+            None if score is None or np.isnan(score) else round(100 * float(score), 4)
+        )
     types = earlier.get("types", {}) | {task.metadata.name: task.metadata.type for task in tasks}
     report = {
         "name": name,
@@ -203,10 +238,15 @@ def evaluate(encoder, arguments, show_progress_bar=True):
 
 
 def _earlier_dtype(arguments):
-    """The dtype that an earlier run of this row chose by itself, so that a measurement that turns out otherwise does not part them."""
+    """The dtype that an earlier run of this row chose by itself, so that a measurement that turns
+    out otherwise does not part them."""
     try:
         run = read_run(Path(arguments.output) / f"{arguments.row}.json")
-        return run["environment"]["dtype"] if run["dtype"] == "auto" and run["environment"]["dtype"] in DTYPES else "auto"
+        return (
+            run["environment"]["dtype"]
+            if run["dtype"] == "auto" and run["environment"]["dtype"] in DTYPES
+            else "auto"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return "auto"
 
@@ -223,5 +263,8 @@ def main(argv=None):
     if report["errors"]:
         names = ", ".join(report["errors"])
         first = one_line(next(iter(report["errors"].values())))
-        raise UserError(f"{len(report['errors'])} of {len(report['scores'])} tasks failed ({names}): {first}; run again to continue")
+        raise UserError(
+            f"{len(report['errors'])} of {len(report['scores'])} tasks failed ({names}): {first}; "
+            "run again to continue"
+        )
     return 0

@@ -1,4 +1,5 @@
-"""Options of `neobert encode`, `contrastive`, `distill`, `retrieval` and `mteb`, by topic. Imports neither torch nor transformers."""
+"""Options of `neobert encode`, `contrastive`, `distill`, `retrieval` and `mteb`, by topic. Imports
+neither torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ class EncoderOptions(Arguments):
     """How the encoder is loaded."""
 
     max_length: int | None = option(
-        None, "tokens per text, longer texts are cut; by default the model's own limit", least=3, most=2**31 - 1
+        None,
+        "tokens per text, longer texts are cut; by default the model's own limit",
+        least=3,
+        most=2**31 - 1,
     )
     pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
     tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
@@ -30,7 +34,8 @@ class EncoderOptions(Arguments):
     trust_remote_code: bool = option(False, "run the model repository's own code", free=True)
 
 
-# -------------------------------------------------------------------------------------------------------------------- encode
+# ------------------------------------------------------------------------------------------------
+# encode
 
 
 @dataclass(kw_only=True)
@@ -38,12 +43,21 @@ class CorpusOptions(Arguments):
     """What is encoded, by which model."""
 
     source: str = option(
-        help="a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of such files", positional=True, free=True
+        help=(
+            "a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of "
+            "such files"
+        ),
+        positional=True,
+        free=True,
     )
-    output: str = option(help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True)
+    output: str = option(
+        help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True
+    )
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     text_column: str = option("text", "column that holds the text")
-    prompt_name: str | None = option(None, "name of one of the model's prompts to put before each text")
+    prompt_name: str | None = option(
+        None, "name of one of the model's prompts to put before each text"
+    )
     prompt: str | None = option(None, "text to put before each text")
 
 
@@ -51,23 +65,42 @@ class CorpusOptions(Arguments):
 class VectorOptions(Arguments):
     """What is written."""
 
-    keep: list[str] | None = option(None, "columns to copy to a parquet output; 'id' where there is one")
+    keep: list[str] | None = option(
+        None, "columns to copy to a parquet output; 'id' where there is one"
+    )
     format: str = option("parquet", "of the parts, where OUTPUT is a folder", choices=FORMATS)
     normalize: bool = option(False, "scale the vectors to length 1")
-    output_dtype: str = option("float32", "of the vectors in the output", choices=("float32", "float16"))
-    overwrite: bool = option(False, "make OUTPUT anew where neobert encode wrote it; any other file is left alone", free=True)
+    output_dtype: str = option(
+        "float32", "of the vectors in the output", choices=("float32", "float16")
+    )
+    overwrite: bool = option(
+        False,
+        "make OUTPUT anew where neobert encode wrote it; any other file is left alone",
+        free=True,
+    )
 
 
 @dataclass(kw_only=True)
 class WorkOptions(Arguments):
     """How the work is done and shared out."""
 
-    dtype: str = option("auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES)
-    device: str | None = option(None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True)
-    processes: int | None = option(None, "worker processes; by default one a GPU, or one; one a rank under a launcher", free=True, least=1)
+    dtype: str = option(
+        "auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES
+    )
+    device: str | None = option(
+        None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True
+    )
+    processes: int | None = option(
+        None,
+        "worker processes; by default one a GPU, or one; one a rank under a launcher",
+        free=True,
+        least=1,
+    )
     tokens_per_batch: int | None = option(None, TOKENS_HELP, free=True, least=1)
     shard_rows: int = option(8192, "most rows in a part", least=1)
-    shard_characters: int = option(32_000_000, "most characters in a part; a longer text is a part of its own", least=1)
+    shard_characters: int = option(
+        32_000_000, "most characters in a part; a longer text is a part of its own", least=1
+    )
 
 
 @dataclass(kw_only=True)
@@ -80,7 +113,8 @@ class EncodeArguments(WorkOptions, EncoderOptions, VectorOptions, CorpusOptions)
             raise UserError("give either prompt or prompt_name, not both")
 
 
-# --------------------------------------------------------------------------------------------------------------- contrastive
+# ------------------------------------------------------------------------------------------------
+# contrastive
 
 
 LENGTH = 1024  # tokens of a text, for a bare encoder: that of the authors' code
@@ -92,10 +126,23 @@ class PairsOptions(Arguments):
 
     model: str = option(help="encoder to start from: a folder or a Hub name")
     output: str = option(help="folder of the sentence encoder", free=True)
-    pairs: list[str] = option(default_factory=list, help="files of rows with columns anchor, positive, negative, negative_1, ...")
-    heldout: str | None = option(None, "file of pairs to measure retrieval on, before and after the training; never trained on", free=True)
-    datasets: list[dict] = option(default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe")
-    overwrite: bool = option(False, "train anew where the output is an encoder of this command; any other file is left alone", free=True)
+    pairs: list[str] = option(
+        default_factory=list,
+        help="files of rows with columns anchor, positive, negative, negative_1, ...",
+    )
+    heldout: str | None = option(
+        None,
+        "file of pairs to measure retrieval on, before and after the training; never trained on",
+        free=True,
+    )
+    datasets: list[dict] = option(
+        default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe"
+    )
+    overwrite: bool = option(
+        False,
+        "train anew where the output is an encoder of this command; any other file is left alone",
+        free=True,
+    )
 
 
 @dataclass(kw_only=True)
@@ -103,7 +150,9 @@ class InstructionOptions(Arguments):
     """Instructions before the queries."""
 
     instruction: str = option("", "instruction before the anchors of --pairs")
-    instructions: str | None = option(None, "YAML or JSON file {data set: instruction}, in place of those of the recipe")
+    instructions: str | None = option(
+        None, "YAML or JSON file {data set: instruction}, in place of those of the recipe"
+    )
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a query")
 
     def __post_init__(self):
@@ -116,9 +165,18 @@ class LossOptions(Arguments):
     """The loss and its batches."""
 
     temperature: float = option(0.07, "the cosine similarity is divided by this", above=0)
-    alpha: float = option(0.5, "a batch's data set is drawn with probability proportional to size^alpha", least=0, most=10)
-    texts_per_batch: int | None = option(None, "texts in a batch over all columns, in place of the batch size", least=1)
-    mini_batch_size: int | None = option(None, "gradient caching: texts at a time, for batches that do not fit", least=1)
+    alpha: float = option(
+        0.5,
+        "a batch's data set is drawn with probability proportional to size^alpha",
+        least=0,
+        most=10,
+    )
+    texts_per_batch: int | None = option(
+        None, "texts in a batch over all columns, in place of the batch size", least=1
+    )
+    mini_batch_size: int | None = option(
+        None, "gradient caching: texts at a time, for batches that do not fit", least=1
+    )
     gather_negatives: bool = option(False, "the texts of all processes are negatives of each other")
 
 
@@ -131,21 +189,31 @@ class CardOptions(Arguments):
 
 
 @dataclass(kw_only=True)
-class ContrastiveArguments(CardOptions, LoraOptions, LossOptions, InstructionOptions, EncoderOptions, PairsOptions):
+class ContrastiveArguments(
+    CardOptions, LoraOptions, LossOptions, InstructionOptions, EncoderOptions, PairsOptions
+):
     """Options of `neobert contrastive`."""
 
     max_length: int | None = option(
-        None, f"tokens per text; by default a sentence encoder's own limit, and {LENGTH:,} for a bare encoder", least=3, most=2**31 - 1
+        None,
+        f"tokens per text; by default a sentence encoder's own limit, and {LENGTH:,} for a bare "
+        "encoder",
+        least=3,
+        most=2**31 - 1,
     )
 
     def sources(self):
-        """The `PairSource`s, each with its instruction. Local files are read completely, and so checked."""
+        """The `PairSource`s, each with its instruction. Local files are read completely, and so
+        checked."""
         from .contrastive_data import PairSource, inspected
 
         sources = [PairSource.from_dict(entry) for entry in self.datasets]
         sources += [PairSource.from_file(path, self.instruction) for path in self.pairs]
         if not sources:
-            raise UserError("no training data: give datasets in a recipe (neobert contrastive recipes/contrastive.yaml) or --pairs FILE")
+            raise UserError(
+                "no training data: give datasets in a recipe (neobert contrastive "
+                "recipes/contrastive.yaml) or --pairs FILE"
+            )
         names = [source.name for source in sources]
         for name in names:
             if names.count(name) > 1:
@@ -158,7 +226,10 @@ class ContrastiveArguments(CardOptions, LoraOptions, LossOptions, InstructionOpt
             return sources
         texts = read_instructions(self.instructions, names)
         if lacking := [name for name in names if name not in texts]:
-            raise UserError(f"{self.instructions} has no instruction for {listed(lacking)}; give every data set one, '' for none")
+            raise UserError(
+                f"{self.instructions} has no instruction for {listed(lacking)}; give every data "
+                "set one, '' for none"
+            )
         return [source.replaced(instruction=texts[source.name]) for source in sources]
 
     def processes_together(self, training):
@@ -171,10 +242,15 @@ class ContrastiveArguments(CardOptions, LoraOptions, LossOptions, InstructionOpt
 
         names = ("pooling", "tokenizer", "attn_implementation", "trust_remote_code")
         length = self.max_length or (None if is_sentence_transformer(self.model) else LENGTH)
-        return {"model": self.model, "max_length": length, **{name: getattr(self, name) for name in names}}
+        return {
+            "model": self.model,
+            "max_length": length,
+            **{name: getattr(self, name) for name in names},
+        }
 
 
-# Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5 % of the steps.
+# Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is 5
+# % of the steps.
 CONTRASTIVE_TRAINER = {
     "max_steps": 2000,
     "per_device_train_batch_size": 64,
@@ -194,7 +270,8 @@ CONTRASTIVE_TRAINER = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------------- distill
+# ------------------------------------------------------------------------------------------------
+# distill
 
 
 STORAGE_DTYPES = ("float32", "bfloat16", "float16", "float8")  # float8 is e5m2
@@ -204,32 +281,60 @@ STORAGE_DTYPES = ("float32", "bfloat16", "float16", "float8")  # float8 is e5m2
 class TeacherOptions(Arguments):
     """What learns from what."""
 
-    teacher: str = option(help="sentence encoder to learn from: a folder or a Hub name", positional=True)
+    teacher: str = option(
+        help="sentence encoder to learn from: a folder or a Hub name", positional=True
+    )
     texts: list[str | dict] = option(
         default_factory=list,
-        help="required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, column, name, license",
+        help=(
+            "required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings "
+            "with path, column, name, license"
+        ),
         free=True,  # known by their digests
     )
     output: str | None = option(None, "required: folder of the student", free=True)
-    model_config: dict = option(default_factory=dict, help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's")
-    init_from: str | None = option(None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name")
-    other_texts: list[str | dict] = option(default_factory=list, help="files of text of another kind, which is only measured on", free=True)
-    work: str | None = option(None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True)
-    overwrite: bool = option(False, "train anew, also where output holds a student of this command", free=True)
-    trust_remote_code: bool = option(False, "run the Python code that the teacher or the student brings")
+    model_config: dict = option(
+        default_factory=dict,
+        help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's",
+    )
+    init_from: str | None = option(
+        None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name"
+    )
+    other_texts: list[str | dict] = option(
+        default_factory=list,
+        help="files of text of another kind, which is only measured on",
+        free=True,
+    )
+    work: str | None = option(
+        None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True
+    )
+    overwrite: bool = option(
+        False, "train anew, also where output holds a student of this command", free=True
+    )
+    trust_remote_code: bool = option(
+        False, "run the Python code that the teacher or the student brings"
+    )
 
 
 @dataclass(kw_only=True)
 class StudentOptions(Arguments):
     """The student."""
 
-    embeddings_from_teacher: bool = option(False, "start from the teacher's token embeddings, by PCA where the student is narrower")
+    embeddings_from_teacher: bool = option(
+        False, "start from the teacher's token embeddings, by PCA where the student is narrower"
+    )
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)
     max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
-    keep_projection: bool = option(True, "where the widths differ: whether the linear map to the teacher's width stays, as a Dense module")
+    keep_projection: bool = option(
+        True,
+        "where the widths differ: whether the linear map to the teacher's width stays, as a Dense "
+        "module",
+    )
     dtype: str = option("float32", "of the saved weights", choices=STORAGE_DTYPES)
-    embedding_dtype: str = option("float32", "of the saved token embeddings", choices=STORAGE_DTYPES)
+    embedding_dtype: str = option(
+        "float32", "of the saved token embeddings", choices=STORAGE_DTYPES
+    )
 
 
 @dataclass(kw_only=True)
@@ -237,10 +342,16 @@ class AgreementOptions(Arguments):
     """The loss, and what agreement is measured on."""
 
     cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
-    mse_weight: float = option(0.0, "of the mean squared error between the two vectors of a text", least=0)
-    similarity_weight: float = option(1.0, "of the KL divergence between the similarities within a batch", least=0)
+    mse_weight: float = option(
+        0.0, "of the mean squared error between the two vectors of a text", least=0
+    )
+    similarity_weight: float = option(
+        1.0, "of the KL divergence between the similarities within a batch", least=0
+    )
     similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
-    held_out_percent: float = option(1.0, "of the texts, by hash, to measure with", above=0, most=50)
+    held_out_percent: float = option(
+        1.0, "of the texts, by hash, to measure with", above=0, most=50
+    )
     held_out_texts: int = option(2000, "at most so many of them", least=3)
 
 
@@ -249,7 +360,9 @@ class TrainingOptions(Arguments):
     """How it trains."""
 
     teacher_dtype: str = option(
-        "auto", "of the teacher's weights while its vectors are computed", choices=("auto", "float32", "float16", "bfloat16")
+        "auto",
+        "of the teacher's weights while its vectors are computed",
+        choices=("auto", "float32", "float16", "bfloat16"),
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
@@ -264,12 +377,16 @@ class StudentCardOptions(Arguments):
     license: str = option("other", "licence of the student", free=True)
     language: str = option("en", "language of the texts", free=True)
     base_model: str | None = option(
-        None, f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name", free=True
+        None,
+        f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name",
+        free=True,
     )
 
 
 @dataclass(kw_only=True)
-class DistillArguments(StudentCardOptions, TrainingOptions, AgreementOptions, StudentOptions, TeacherOptions):
+class DistillArguments(
+    StudentCardOptions, TrainingOptions, AgreementOptions, StudentOptions, TeacherOptions
+):
     """Options of `neobert distill`."""
 
     def __post_init__(self):
@@ -277,21 +394,30 @@ class DistillArguments(StudentCardOptions, TrainingOptions, AgreementOptions, St
 
         super().__post_init__()
         if not self.texts:
-            raise UserError("there are no texts to learn from: give texts in the recipe, or --texts FILE")
+            raise UserError(
+                "there are no texts to learn from: give texts in the recipe, or --texts FILE"
+            )
         if not self.output:
             raise UserError("give --output, the folder for the student")
         if bool(self.model_config) == bool(self.init_from):
-            raise UserError("give either model_config, for a new student, or --init-from, a NeoBERT to start from")
+            raise UserError(
+                "give either model_config, for a new student, or --init-from, a NeoBERT to start "
+                "from"
+            )
         check_model_fields(self.model_config, "model_config")
         if not (self.cosine_weight or self.mse_weight or self.similarity_weight):
-            raise UserError("at least one of cosine_weight, mse_weight and similarity_weight must be above 0")
+            raise UserError(
+                "at least one of cosine_weight, mse_weight and similarity_weight must be above 0"
+            )
         self.work = self.work or f"{self.output.rstrip('/')}.work"
 
     def sources(self):
         """`TextSource`s to learn from, and those of other kinds."""
         from .distill_data import TextSource
 
-        return [TextSource.from_entry(entry) for entry in self.texts], [TextSource.from_entry(entry) for entry in self.other_texts]
+        return [TextSource.from_entry(entry) for entry in self.texts], [
+            TextSource.from_entry(entry) for entry in self.other_texts
+        ]
 
 
 # Trainer's options where `neobert distill` has other defaults.
@@ -314,15 +440,20 @@ DISTILL_TRAINER = {
 }
 
 
-# -------------------------------------------------------------------------------------------------------- retrieval and mteb
+# ------------------------------------------------------------------------------------------------
+# retrieval and mteb
 
 
 @dataclass(kw_only=True)
 class QuestionOptions(Arguments):
     """What is measured on what."""
 
-    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name", positional=True)
-    pairs: str = option(help="file of rows with columns anchor, positive, and perhaps negative, negative_1, ...")
+    model: str = option(
+        help="sentence encoder or bare encoder: a folder or a Hub name", positional=True
+    )
+    pairs: str = option(
+        help="file of rows with columns anchor, positive, and perhaps negative, negative_1, ..."
+    )
     device: str | None = option(None, "cpu, cuda, cuda:1, ...")
 
 
@@ -338,15 +469,24 @@ class TaskOptions(Arguments):
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
     tasks: list[str] = option(
-        default_factory=lambda: [PAPER_BENCHMARK], help="task names, benchmark names, or 'local' (WordNet, movie sentiment)"
+        default_factory=lambda: [PAPER_BENCHMARK],
+        help="task names, benchmark names, or 'local' (WordNet, movie sentiment)",
     )
     name: str | None = option(None, "name of the row; the model's by default")
-    instructions: str = option("mteb", "mteb (each task's own prompt), none, or a YAML or JSON file {task or type: text}")
+    instructions: str = option(
+        "mteb", "mteb (each task's own prompt), none, or a YAML or JSON file {task or type: text}"
+    )
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
-    dtype: str = option("auto", "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement", choices=DTYPES)
+    dtype: str = option(
+        "auto",
+        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement",
+        choices=DTYPES,
+    )
     device: str | None = option(None, "cpu, cuda, cuda:1, ...")
     tokens_per_batch: int | None = option(None, TOKENS_HELP, least=1)
-    stop_on_error: bool = option(False, "stop at the first task that fails, rather than after the others")
+    stop_on_error: bool = option(
+        False, "stop at the first task that fails, rather than after the others"
+    )
 
 
 @dataclass(kw_only=True)
@@ -357,9 +497,13 @@ class MtebArguments(EncoderOptions, TaskOptions):
         super().__post_init__()
         check_template(self.instruction_template)
         if not self.tasks:
-            raise UserError("no task was given; give names, a benchmark such as 'MTEB(eng, v1)', or 'local'")
+            raise UserError(
+                "no task was given; give names, a benchmark such as 'MTEB(eng, v1)', or 'local'"
+            )
         if not re.fullmatch(r"[\w.+-]+", self.row):
-            raise UserError(f"name may hold letters, digits and . _ + -, but {self.row!r} was given")
+            raise UserError(
+                f"name may hold letters, digits and . _ + -, but {self.row!r} was given"
+            )
 
     @property
     def row(self):
@@ -367,39 +511,46 @@ class MtebArguments(EncoderOptions, TaskOptions):
         return self.name or Path(self.model.rstrip("/")).name
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ------------------------------------------------------------------------------------------------
+# the table
 
 
 OPTIONS = {
     "encode": Options(
         "neobert encode",
-        "Embeddings of a corpus of any size, in constant memory, by several processes, GPUs or machines. An interrupted run continues.",
+        "Embeddings of a corpus of any size, in constant memory, by several processes, GPUs or "
+        "machines. An interrupted run continues.",
         (EncodeArguments,),
         "neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
     ),
     "contrastive": Options(
         "neobert contrastive",
-        "Contrastive fine-tuning of an encoder to a sentence encoder (paper, section 4.3): InfoNCE with in-batch and hard negatives.",
+        "Contrastive fine-tuning of an encoder to a sentence encoder (paper, section 4.3): "
+        "InfoNCE with in-batch and hard negatives.",
         (ContrastiveArguments,),
-        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --heldout test.jsonl --output runs/encoder",
+        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --heldout test.jsonl "
+        "--output runs/encoder",
         CONTRASTIVE_TRAINER,
     ),
     "distill": Options(
         "neobert distill",
         "A NeoBERT sentence encoder that learns the vectors of another one.",
         (DistillArguments,),
-        "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts texts.jsonl --output runs/student",
+        "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts "
+        "texts.jsonl --output runs/student",
         DISTILL_TRAINER,
     ),
     "retrieval": Options(
         "neobert retrieval",
-        "How often an encoder finds the text that belongs to a question, among all texts of a file.",
+        "How often an encoder finds the text that belongs to a question, among all texts of a "
+        "file.",
         (RetrievalArguments,),
         "neobert retrieval runs/encoder --pairs test.jsonl",
     ),
     "mteb": Options(
         "neobert mteb",
-        "MTEB through the mteb package, packed and resumable, and its table in the layout of the paper's Table 4.",
+        "MTEB through the mteb package, packed and resumable, and its table in the layout of the "
+        "paper's Table 4.",
         (MtebArguments,),
         "neobert mteb --model runs/encoder --tasks local --output results/mteb",
     ),

@@ -1,7 +1,8 @@
-"""Sentence embeddings of any sentence encoder, batched by a token budget; NeoBERT without a single padding token.
+"""Sentence embeddings of any sentence encoder, batched by a token budget; NeoBERT without a single
+padding token.
 
-`neobert encode` and `neobert mteb` both embed through `PackedEncoder`. It loads what `SentenceTransformer(...)` loads and returns the same
-vectors as its `encode`.
+`neobert encode` and `neobert mteb` both embed through `PackedEncoder`. It loads what
+`SentenceTransformer(...)` loads and returns the same vectors as its `encode`.
 """
 
 from pathlib import Path
@@ -24,7 +25,11 @@ class NotFinite(UserError):
     """A vector with infinite values or none at all; `index` is that of its text."""
 
     def __init__(self, index, dtype):
-        remedy = "the model's weights are damaged" if dtype == "float32" else "give --dtype float32, or bfloat16"
+        remedy = (
+            "the model's weights are damaged"
+            if dtype == "float32"
+            else "give --dtype float32, or bfloat16"
+        )
         super().__init__(f"the vector is not finite in {dtype}; {remedy}")
         self.index = index
 
@@ -39,13 +44,16 @@ def load_sentence_transformer(
     attn_implementation=None,
     trust_remote_code=False,
 ):
-    """A SentenceTransformer from its folder or Hub name, or built with `pooling` from a bare encoder (pre-trained or fine-tuned).
+    """A SentenceTransformer from its folder or Hub name, or built with `pooling` from a bare
+    encoder (pre-trained or fine-tuned).
 
     Args:
         model: folder or Hub name. Weights of task heads are left out.
-        max_length: tokens per text; longer texts are truncated. By default the model's own limit, and never more than its positions.
+        max_length: tokens per text; longer texts are truncated. By default the model's own limit,
+        and never more than its positions.
         pooling: "mean" or "cls" for a bare encoder; a sentence encoder keeps its own.
-        tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the packaged one.
+        tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the
+        packaged one.
     Raises:
         UserError: there is no such model, or it cannot be read.
     """
@@ -64,7 +72,12 @@ def load_sentence_transformer(
         model_kwargs["attn_implementation"] = attn_implementation
     try:
         if is_sentence_transformer(model):
-            encoder = SentenceTransformer(model, device=str(device), model_kwargs=model_kwargs, trust_remote_code=trust_remote_code)
+            encoder = SentenceTransformer(
+                model,
+                device=str(device),
+                model_kwargs=model_kwargs,
+                trust_remote_code=trust_remote_code,
+            )
         else:
             remote = {"trust_remote_code": trust_remote_code}
             transformer = modules.Transformer(
@@ -74,7 +87,9 @@ def load_sentence_transformer(
                 tokenizer_name_or_path=tokenizer or _tokenizer_of(folder),
             )
             width = transformer.auto_model.config.hidden_size
-            encoder = SentenceTransformer(modules=[transformer, modules.Pooling(width, pooling)], device=str(device))
+            encoder = SentenceTransformer(
+                modules=[transformer, modules.Pooling(width, pooling)], device=str(device)
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"the model {model} cannot be loaded: {one_line(error)}") from error
     limits = [max_length or encoder.max_seq_length, position_limit(encoder[0].auto_model)]
@@ -92,13 +107,21 @@ def is_sentence_transformer(model):
 
 
 def _tokenizer_of(folder):
-    """The packaged tokenizer for a local NeoBERT folder without one, else None (the model's own)."""
-    if not folder.exists() or any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")):
+    """The packaged tokenizer for a local NeoBERT folder without one, else None (the model's
+    own)."""
+    if not folder.exists() or any(
+        (folder / name).is_file()
+        for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    ):
         return None
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    if config.model_type == "neobert" and config.vocab_size == 30522 and (TOKENIZER / "tokenizer.json").is_file():
+    if (
+        config.model_type == "neobert"
+        and config.vocab_size == 30522
+        and (TOKENIZER / "tokenizer.json").is_file()
+    ):
         return str(TOKENIZER)
     raise UserError(f"{folder} has no tokenizer; name one with --tokenizer")
 
@@ -106,9 +129,9 @@ def _tokenizer_of(folder):
 class PackedEncoder:
     """Texts to vectors in batches of `tokens_per_batch` tokens, whatever the number of texts.
 
-    NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled per text in float32. Any other model or
-    pooling runs through SentenceTransformer's own modules on padded batches, texts of similar length together; the budget then counts
-    padding too.
+    NeoBERT with mean or first-token pooling runs packed: (1, T) tokens with `cu_seq_lens`, pooled
+    per text in float32. Any other model or pooling runs through SentenceTransformer's own modules
+    on padded batches, texts of similar length together; the budget then counts padding too.
 
     Args:
         model: folder, Hub name, or a SentenceTransformer.
@@ -121,25 +144,36 @@ class PackedEncoder:
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
             check_model(str(model))  # before the processor is timed for its dtype
-            model = load_sentence_transformer(str(model), self.device, choose_dtype(dtype, self.device), **settings)
+            model = load_sentence_transformer(
+                str(model), self.device, choose_dtype(dtype, self.device), **settings
+            )
         self.sentence_transformer = model.to(self.device).eval()
         self.dtype = model[0].auto_model.dtype
-        self.tokens_per_batch = tokens_per_batch or (CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS)
+        self.tokens_per_batch = tokens_per_batch or (
+            CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
+        )
         if self.tokens_per_batch < 1:
-            raise UserError(f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given")
-        self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}  # those that change a vector
+            raise UserError(
+                f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given"
+            )
+        self.prompts = {
+            name: text for name, text in (model.prompts or {}).items() if text
+        }  # those that change a vector
         self._tokenizer = model.tokenizer
         modules = list(model.children())
         self._packed_pooling = _packed_pooling(modules)
         self._rest = modules[2:]
         probe = self._tokenizer([_PROBE], return_attention_mask=False)["input_ids"][0]
         with torch.inference_mode():
-            vector = (self._embed_packed if self.packs else self._embed_padded)([np.asarray(probe, dtype=np.int32)])
+            vector = (self._embed_packed if self.packs else self._embed_padded)(
+                [np.asarray(probe, dtype=np.int32)]
+            )
         self.width = vector.shape[1]
 
     @classmethod
     def from_arguments(cls, arguments, device, dtype=None):
-        """The encoder that a command's arguments describe (fields named as the settings above), on `device`; `dtype` in place of theirs."""
+        """The encoder that a command's arguments describe (fields named as the settings above), on
+        `device`; `dtype` in place of theirs."""
         return cls(
             arguments.model,
             dtype=dtype or arguments.dtype,
@@ -166,7 +200,8 @@ class PackedEncoder:
         return self.sentence_transformer.max_seq_length
 
     def prompt(self, name=None):
-        """Text of the prompt called `name`, "" for None and for a prompt without text (most models' "document").
+        """Text of the prompt called `name`, "" for None and for a prompt without text (most models'
+        "document").
 
         Raises:
             UserError: the model has no such prompt.
@@ -175,11 +210,14 @@ class PackedEncoder:
             return ""
         prompts = self.sentence_transformer.prompts or {}
         if name not in prompts:
-            raise UserError(f"the model has no prompt called {name!r}; it has: {', '.join(prompts) or 'none'}")
+            raise UserError(
+                f"the model has no prompt called {name!r}; it has: {', '.join(prompts) or 'none'}"
+            )
         return prompts[name] or ""
 
     def tokenize(self, texts, prompt="", lengths=None):
-        """Token ids of each text with `prompt` before it, a list of int32 arrays, at most `max_length` tokens each.
+        """Token ids of each text with `prompt` before it, a list of int32 arrays, at most
+        `max_length` tokens each.
 
         Args:
             lengths: a list that gets the number of tokens of each text before it is cut.
@@ -188,20 +226,28 @@ class PackedEncoder:
         for start in range(0, len(texts), 1024):
             # Like SentenceTransformer.encode, which strips the text with its prompt.
             batch = [(prompt + text).strip() for text in texts[start : start + 1024]]
-            found = self._tokenizer(batch, truncation=True, max_length=self.max_length, return_attention_mask=False)
+            found = self._tokenizer(
+                batch, truncation=True, max_length=self.max_length, return_attention_mask=False
+            )
             tokens.extend(np.asarray(row, dtype=np.int32) for row in found["input_ids"])
             if lengths is not None:
                 lengths += self._full_lengths(batch, found)
         return tokens
 
     def _full_lengths(self, batch, found):
-        """Tokens of each text without the cut; `found` is what the tokenizer made of them with it."""
+        """Tokens of each text without the cut; `found` is what the tokenizer made of them with
+        it."""
         if found.encodings is None:  # a tokenizer in Python
             return list(map(len, self._tokenizer(batch, verbose=False)["input_ids"]))
-        return [len(text.ids) + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing) for text in found.encodings]
+        return [
+            len(text.ids)
+            + sum(len(rest.ids) - sum(rest.special_tokens_mask) for rest in text.overflowing)
+            for text in found.encodings
+        ]
 
     def batches(self, lengths):
-        """Index arrays that cover all texts, shortest first; each batch holds at most `tokens_per_batch` tokens, or one text.
+        """Index arrays that cover all texts, shortest first; each batch holds at most
+        `tokens_per_batch` tokens, or one text.
 
         Args:
             lengths: tokens of each text.
@@ -226,7 +272,8 @@ class PackedEncoder:
         Args:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
-            prompt: that the texts were tokenized with; some models leave its tokens out of the pooling.
+            prompt: that the texts were tokenized with; some models leave its tokens out of the
+            pooling.
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
@@ -234,7 +281,11 @@ class PackedEncoder:
         prompt_length = 0 if self.packs else self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            vectors = self._embed_packed(batch) if self.packs else self._embed_padded(batch, prompt_length)
+            vectors = (
+                self._embed_packed(batch)
+                if self.packs
+                else self._embed_padded(batch, prompt_length)
+            )
             output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
@@ -250,26 +301,38 @@ class PackedEncoder:
 
     def _embed_packed(self, batch):
         total = sum(map(len, batch))
-        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches get a sequence that nobody reads.
+        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches
+        # get a sequence that nobody reads.
         rounds = self.device.type == "cpu" and self.dtype != torch.float32 and total >= 1024
         filler = [np.zeros(-total % 64, np.int32)] if rounds and total % 64 else []
         packed = pack([*batch, *filler], self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
-        pooled = hidden[0, bounds[:-1].long()] if self._packed_pooling == "cls" else mean_of_sequences(hidden, bounds)
+        pooled = (
+            hidden[0, bounds[:-1].long()]
+            if self._packed_pooling == "cls"
+            else mean_of_sequences(hidden, bounds)
+        )
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)
         return features["sentence_embedding"]
 
     def _prompt_length(self, prompt):
-        """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of the prompt alone without its last [SEP]."""
-        options = {"truncation": True, "max_length": self.max_length, "return_attention_mask": False}
+        """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of
+        the prompt alone without its last [SEP]."""
+        options = {
+            "truncation": True,
+            "max_length": self.max_length,
+            "return_attention_mask": False,
+        }
         ids = self._tokenizer(prompt, **options)["input_ids"] if prompt else []
         return len(ids) - (ids[-1] in self._tokenizer.all_special_ids) if ids else 0
 
     def _embed_padded(self, batch, prompt_length=0):
-        padded = self._tokenizer.pad({"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt")
+        padded = self._tokenizer.pad(
+            {"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt"
+        )
         features = {name: value.to(self.device) for name, value in padded.items()}
         if prompt_length:
             features["prompt_length"] = prompt_length  # read by a pooling that leaves it out
@@ -280,9 +343,17 @@ def _packed_pooling(modules):
     """ "mean" or "cls" if this pipeline can run packed, else None."""
     from sentence_transformers import models
 
-    if len(modules) < 2 or not isinstance(modules[0], models.Transformer) or not isinstance(modules[1], models.Pooling):
+    if (
+        len(modules) < 2
+        or not isinstance(modules[0], models.Transformer)
+        or not isinstance(modules[1], models.Pooling)
+    ):
         return None
     pooling = modules[1]
     mode = pooling.pooling_mode if isinstance(getattr(pooling, "pooling_mode", None), str) else None
-    packs = modules[0].auto_model.config.model_type == "neobert" and mode in POOLINGS and pooling.include_prompt
+    packs = (
+        modules[0].auto_model.config.model_type == "neobert"
+        and mode in POOLINGS
+        and pooling.include_prompt
+    )
     return mode if packs else None

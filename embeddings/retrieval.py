@@ -1,4 +1,5 @@
-"""`neobert retrieval MODEL --pairs FILE`: how often an encoder finds the text that belongs to a question, among all texts of the file."""
+"""`neobert retrieval MODEL --pairs FILE`: how often an encoder finds the text that belongs to a
+question, among all texts of the file."""
 
 import sys
 
@@ -23,11 +24,14 @@ def read_questions(path):
     relevant = {}
     for row in rows:
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
-    return relevant, list(dict.fromkeys(text for name in rows.column_names if name != "anchor" for text in rows[name]))
+    return relevant, list(
+        dict.fromkeys(text for name in rows.column_names if name != "anchor" for text in rows[name])
+    )
 
 
 def measure(model, relevant, texts):
-    """{"recall@1", "recall@10", "mrr@10"}: means over the questions, by the model's own similarity and its prompts.
+    """{"recall@1", "recall@10", "mrr@10"}: means over the questions, by the model's own similarity
+    and its prompts.
 
     Args:
         model: SentenceTransformer.
@@ -65,5 +69,8 @@ def main(argv=None):
         attn_implementation=arguments.attn_implementation,
         trust_remote_code=arguments.trust_remote_code,
     )
-    print(f"{arguments.model}: {len(relevant):,} questions among {len(texts):,} texts: {described(measure(model, relevant, texts))}")
+    print(
+        f"{arguments.model}: {len(relevant):,} questions among {len(texts):,} texts: "
+        f"{described(measure(model, relevant, texts))}"
+    )
     return 0

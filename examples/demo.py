@@ -1,4 +1,5 @@
-"""The main job in one go: convert the bundled raw training checkpoint, load it as a user would, fill masks; then search by meaning.
+"""The main job in one go: convert the bundled raw training checkpoint, load it as a user would,
+fill masks; then search by meaning.
 
 make demo        or        python examples/demo.py [--output runs/demo]
 """
@@ -52,7 +53,9 @@ def convert(output):
     heading("1. python convert_checkpoint.py examples/checkpoint")
     options = ["--dtype", "float32", "--sentence-transformers", "--force"]
     script, checkpoint = ROOT / "convert_checkpoint.py", ROOT / "examples" / "checkpoint"
-    subprocess.run([sys.executable, str(script), str(checkpoint), str(output), *options], check=True)
+    subprocess.run(
+        [sys.executable, str(script), str(checkpoint), str(output), *options], check=True
+    )
 
 
 def fill_masks(folder):
@@ -61,15 +64,21 @@ def fill_masks(folder):
 
     heading("2. AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)")
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    model = AutoModelForMaskedLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    ).eval()
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters, {model.attention_backend()}")
+    print(
+        f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters, {model.attention_backend()}"
+    )
 
     heading("3. pipeline('fill-mask')")
     fill = pipeline("fill-mask", model=model, tokenizer=tokenizer)
     width = max(map(len, MASKED))
     for text in MASKED:
-        guesses = ", ".join(f"{guess['token_str']} ({guess['score']:.0%})" for guess in fill(text, top_k=4))
+        guesses = ", ".join(
+            f"{guess['token_str']} ({guess['score']:.0%})" for guess in fill(text, top_k=4)
+        )
         print(f"{text:<{width}}  {guesses}")
 
 
@@ -86,7 +95,10 @@ def hidden_states(folder):
         alone = model(**tokenizer(SENTENCES[-1], return_tensors="pt")).last_hidden_state
     difference = (together[-1, : alone.shape[1]] - alone[0]).abs().max().item()
     fill = batch["attention_mask"].float().mean().item()
-    print(f"hidden states {tuple(together.shape)}, {fill:.0%} real tokens; a text alone and in the batch differ by {difference:.1e}")
+    print(
+        f"hidden states {tuple(together.shape)}, {fill:.0%} real tokens; a text alone and in the "
+        f"batch differ by {difference:.1e}"
+    )
 
 
 def search(folder, path):
@@ -95,10 +107,15 @@ def search(folder, path):
     from sentence_transformers import SentenceTransformer
 
     rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()]
-    heading(f"5. SentenceTransformer('examples/sentence-encoder', trust_remote_code=True): which of {len(rows):,} definitions is meant?")
+    heading(
+        "5. SentenceTransformer('examples/sentence-encoder', trust_remote_code=True): which of "
+        f"{len(rows):,} definitions is meant?"
+    )
     model = SentenceTransformer(str(folder), trust_remote_code=True)
     started = time.perf_counter()
-    definitions = model.encode([definition for _, definition in rows], convert_to_tensor=True, show_progress_bar=False)
+    definitions = model.encode(
+        [definition for _, definition in rows], convert_to_tensor=True, show_progress_bar=False
+    )
     print(f"{len(rows):,} definitions read in {time.perf_counter() - started:.0f} s\n")
     model.encode(["warm-up"])
     times = []
@@ -116,7 +133,12 @@ def search(folder, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="where the converted folder goes")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "runs" / "demo",
+        help="where the converted folder goes",
+    )
     folder = parser.parse_args().output
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -132,7 +154,10 @@ def main():
     fill_masks(folder)
     hidden_states(folder)
     search(ROOT / "examples" / "sentence-encoder", ROOT / "examples" / "definitions.tsv")
-    print(f"\nDone in {time.time() - started:.0f} s. The folder is ready for the Hub: {os.path.relpath(folder)}")
+    print(
+        f"\nDone in {time.time() - started:.0f} s. The folder is ready for the Hub: "
+        f"{os.path.relpath(folder)}"
+    )
 
 
 if __name__ == "__main__":

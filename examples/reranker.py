@@ -1,6 +1,8 @@
-"""A reranker with sentence-transformers' CrossEncoder: python examples/reranker.py --model MODEL --data FOLDER
+"""A reranker with sentence-transformers' CrossEncoder: python examples/reranker.py --model MODEL
+--data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer", "negative": "another text"}.
+FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
+"negative": "another text"}.
 `python examples/make_pairs.py` makes such a folder.
 """
 
@@ -14,27 +16,45 @@ from transformers import set_seed
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="chandar-lab/NeoBERT")
     parser.add_argument("--data", required=True)
-    for name, default in (("--output", "runs/reranker"), ("--epochs", 3.0), ("--learning-rate", 2e-5), ("--batch", 32)):
+    for name, default in (
+        ("--output", "runs/reranker"),
+        ("--epochs", 3.0),
+        ("--learning-rate", 2e-5),
+        ("--batch", 32),
+    ):
         parser.add_argument(name, default=default, type=type(default))
     args = parser.parse_args(argv)
 
     set_seed(0)
-    data = load_dataset("json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")})
+    data = load_dataset(
+        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
+    )
     pairs = [
         {"query": row["anchor"], "document": row[side], "label": float(side == "positive")}
         for row in data["train"]
         for side in ("positive", "negative")
     ]
     # The new head reads the mean over the tokens, as sentence encoders do.
-    kwargs = {"model_kwargs": {"dtype": torch.float32}, "config_kwargs": {"classifier_pooling": "mean"}}
+    kwargs = {
+        "model_kwargs": {"dtype": torch.float32},
+        "config_kwargs": {"classifier_pooling": "mean"},
+    }
     model = CrossEncoder(args.model, num_labels=1, trust_remote_code=True, **kwargs)
-    schedule = {"num_train_epochs": args.epochs, "learning_rate": args.learning_rate, "per_device_train_batch_size": args.batch}
+    schedule = {
+        "num_train_epochs": args.epochs,
+        "learning_rate": args.learning_rate,
+        "per_device_train_batch_size": args.batch,
+    }
     trainer = CrossEncoderTrainer(
         model=model,
-        args=CrossEncoderTrainingArguments(args.output, save_strategy="no", report_to="none", warmup_steps=0.1, **schedule),
+        args=CrossEncoderTrainingArguments(
+            args.output, save_strategy="no", report_to="none", warmup_steps=0.1, **schedule
+        ),
         train_dataset=Dataset.from_list(pairs),
         loss=BinaryCrossEntropyLoss(model),
     )
@@ -43,11 +63,21 @@ def main(argv=None):
 
     again = CrossEncoder(args.output, trust_remote_code=True)
     test = data["test"]
-    scores = again.predict([(row["anchor"], row[side]) for row in test for side in ("positive", "negative")]).reshape(-1, 2)
+    scores = again.predict(
+        [(row["anchor"], row[side]) for row in test for side in ("positive", "negative")]
+    ).reshape(-1, 2)
     accuracy = float((scores[:, 0] > scores[:, 1]).mean())
     best = again.rank(test[0]["anchor"], test["positive"][:20], top_k=3)
-    print(f"the answer scores above the other text in {accuracy:.3f} of {len(test)} rows; saved to {args.output}")
-    print(f"{test[0]['anchor']!r}: " + ", ".join(f"{test[int(found['corpus_id'])]['positive']!r} {found['score']:.2f}" for found in best))
+    print(
+        f"the answer scores above the other text in {accuracy:.3f} of {len(test)} rows; saved to "
+        f"{args.output}"
+    )
+    print(
+        f"{test[0]['anchor']!r}: "
+        + ", ".join(
+            f"{test[int(found['corpus_id'])]['positive']!r} {found['score']:.2f}" for found in best
+        )
+    )
     return {"accuracy": accuracy}
 
 

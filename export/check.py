@@ -1,4 +1,5 @@
-"""The proof of an export: its outputs on texts of many lengths are those of torch in float32, or it is not kept."""
+"""The proof of an export: its outputs on texts of many lengths are those of torch in float32, or it
+is not kept."""
 
 from dataclasses import dataclass
 
@@ -22,16 +23,20 @@ SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "What a dreadful film; I would not watch it again if you paid me.",
     "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
-    "Dr. Alvarez's results (see Table 3) were confirmed by two independent laboratories in Kyoto and São Paulo.",
+    "Dr. Alvarez's results (see Table 3) were confirmed by two independent laboratories in Kyoto "
+    "and São Paulo.",
     "Interest rates rose by a quarter of a percentage point, which surprised most economists.",
-    "Boil the potatoes for 20 minutes, drain them, and mash them with butter, milk and a pinch of salt.",
+    "Boil the potatoes for 20 minutes, drain them, and mash them with butter, milk and a pinch of "
+    "salt.",
     "He had never seen the sea before, and he stood there for a long time without saying a word.",
     "Error 404: the page that you asked for does not exist on this server.",
 )
-# Tokens of the texts that are compared, special tokens apart: 1 and 2, around a power of two, and long ones.
+# Tokens of the texts that are compared, special tokens apart: 1 and 2, around a power of two, and
+# long ones.
 _LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 62, 90, 127, 200)
 _LONG = 510
-# Outputs with fewer numbers a token have too few values for a cosine per token: one flattened vector per text is compared.
+# Outputs with fewer numbers a token have too few values for a cosine per token: one flattened
+# vector per text is compared.
 _FEW = 16
 
 
@@ -40,8 +45,10 @@ class Agreement:
     """How near an engine is to torch.
 
     Attributes:
-        token: worst cosine between the vectors (hidden states or masked-LM logits) of a real token; None where tokens have none.
-        pooled: worst cosine between the vectors of a text: pooled as the folder says, else the mean of its real tokens; for heads, its logits.
+        token: worst cosine between the vectors (hidden states or masked-LM logits) of a real token;
+        None where tokens have none.
+        pooled: worst cosine between the vectors of a text: pooled as the folder says, else the mean
+        of its real tokens; for heads, its logits.
     """
 
     token: float | None
@@ -55,7 +62,10 @@ class Agreement:
         """Raises UserError if a cosine is below its bound, or not a number."""
         for name, value, bound in (("token", self.token, token), ("pooled", self.pooled, pooled)):
             if value is not None and not value >= bound:
-                raise UserError(f"{what}: the worst {name} cosine to torch is {value:.6f}, below {bound}, so it was not kept")
+                raise UserError(
+                    f"{what}: the worst {name} cosine to torch is {value:.6f}, below {bound}, so "
+                    "it was not kept"
+                )
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,8 @@ class Precision:
 
 
 class Reference:
-    """What torch answers, in float32, to texts of 3 to 512 tokens (or as many as the model takes), alone and in right-padded batches.
+    """What torch answers, in float32, to texts of 3 to 512 tokens (or as many as the model takes),
+    alone and in right-padded batches.
 
     Attributes:
         batches: list of (input_ids, attention_mask), int64 tensors (B, L).
@@ -102,19 +113,25 @@ class Reference:
         self.batches = list(_batches(source))
         with torch.inference_mode():
             outputs = [self._source.model(ids, attention_mask=mask) for ids, mask in self.batches]
-        self._expected = [{k: v.float() for k, v in found.items() if torch.is_tensor(v)} for found in outputs]
+        self._expected = [
+            {k: v.float() for k, v in found.items() if torch.is_tensor(v)} for found in outputs
+        ]
 
     def agreement(self, run, what="comparing"):
         """Compares an engine with torch.
 
         Args:
-            run: function of (input_ids, attention_mask), int64 tensors (B, L), that returns a mapping of output names to arrays or
-                tensors: "last_hidden_state" (B, L, D) or "logits" or "start_logits" and "end_logits" as torch has them, and also
-                "sentence_embedding" (B, D) where the engine pools itself.
+            run: function of (input_ids, attention_mask), int64 tensors (B, L), that returns a
+            mapping of output names to arrays or
+                tensors: "last_hidden_state" (B, L, D) or "logits" or "start_logits" and
+                "end_logits" as torch has them, and also "sentence_embedding" (B, D) where the
+                engine pools itself.
             what: for the progress bar.
         """
         tokens, pooled, rows = [], [], []
-        for (ids, mask), expected in zip(tqdm(self.batches, desc=what, leave=False, disable=None), self._expected):
+        for (ids, mask), expected in zip(
+            tqdm(self.batches, desc=what, leave=False, disable=None), self._expected
+        ):
             given = {name: torch.as_tensor(value).float() for name, value in run(ids, mask).items()}
             for name, values in expected.items():
                 _check_shape(what, name, given.get(name), values)
@@ -127,13 +144,17 @@ class Reference:
                 if name == "last_hidden_state":
                     pooled += self._pooled(given, values, mask)
                 else:
-                    pooled += [_cosine(a[m].flatten(), b[m].flatten()) for a, b, m in zip(given[name], values, real)]
+                    pooled += [
+                        _cosine(a[m].flatten(), b[m].flatten())
+                        for a, b, m in zip(given[name], values, real)
+                    ]
         if rows:  # few numbers a text: all texts are one vector
             pooled.append(_cosine(*(torch.cat(side).flatten() for side in zip(*rows))))
         return Agreement(_worst(tokens) if tokens else None, _worst(pooled))
 
     def _pooled(self, given, hidden, mask):
-        """Cosines of the pooled vectors: that of the engine itself if it has one, and the one that readers make of its hidden states."""
+        """Cosines of the pooled vectors: that of the engine itself if it has one, and the one that
+        readers make of its hidden states."""
         pooling = self._source.pooling or Pooling()
         expected = pooling(hidden, mask)
         found = [_cosine(pooling(given["last_hidden_state"], mask), expected)]
@@ -145,7 +166,10 @@ class Reference:
 def _check_shape(what, name, given, expected):
     if given is None or given.shape != expected.shape:
         shape = "nothing" if given is None else f"{tuple(given.shape)}"
-        raise UserError(f"{what}: the output {name} should be {tuple(expected.shape)}, but is {shape}, so it was not kept")
+        raise UserError(
+            f"{what}: the output {name} should be {tuple(expected.shape)}, but is {shape}, so it "
+            "was not kept"
+        )
 
 
 def _cosine(a, b):
@@ -154,11 +178,15 @@ def _cosine(a, b):
 
 def _worst(cosines):
     """The smallest of all, as a number; NaN if there is one."""
-    return min(torch.cat([cosine.flatten() for cosine in cosines]).tolist(), key=lambda value: -2 if value != value else value)
+    return min(
+        torch.cat([cosine.flatten() for cosine in cosines]).tolist(),
+        key=lambda value: -2 if value != value else value,
+    )
 
 
 def make_texts(source, lengths, first=0):
-    """Token ids, with special tokens, of one text for each length (special tokens apart): sentences one after another, cut there.
+    """Token ids, with special tokens, of one text for each length (special tokens apart): sentences
+    one after another, cut there.
 
     Args:
         source: Source.
@@ -170,7 +198,9 @@ def make_texts(source, lengths, first=0):
         if length + extra <= source.max_length:
             start = (first + place) % len(SENTENCES)
             # Every sentence has a token or more.
-            text = " ".join((SENTENCES[start:] + SENTENCES[:start]) * (length // len(SENTENCES) + 1))
+            text = " ".join(
+                (SENTENCES[start:] + SENTENCES[:start]) * (length // len(SENTENCES) + 1)
+            )
             yield source.tokenizer(text, truncation=True, max_length=length + extra)["input_ids"]
 
 
@@ -184,7 +214,8 @@ def padded(texts, padding):
 
 
 def _batches(source):
-    """The batches of `Reference`: lengths mixed, so that every batch has padding; then the longest text alone."""
+    """The batches of `Reference`: lengths mixed, so that every batch has padding; then the longest
+    text alone."""
     longest = min(_LONG, source.max_length - source.tokenizer.num_special_tokens_to_add())
     texts = list(make_texts(source, _LENGTHS))
     padding = source.config.pad_token_id or 0

@@ -1,4 +1,5 @@
-"""`neobert export TARGET FOLDER OUTPUT`: a Hub folder, or a raw checkpoint, in the form of another engine.
+"""`neobert export TARGET FOLDER OUTPUT`: a Hub folder, or a raw checkpoint, in the form of another
+engine.
 
 What is written is compared with torch before it is kept, and is complete or absent.
 """
@@ -13,7 +14,8 @@ from .source import open_source
 
 
 # target: (module, (extra of setup.cfg, modules that it brings)).
-# A module has `check_output(arguments)`, which refuses an output before any work, and `export(source, reference, arguments)`, which writes it.
+# A module has `check_output(arguments)`, which refuses an output before any work, and
+# `export(source, reference, arguments)`, which writes it.
 # Both raise UserError.
 TARGETS = {
     "gguf": ("gguf", ("gguf", "gguf")),

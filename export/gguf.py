@@ -12,23 +12,30 @@ from .check import SENTENCES, Reference
 from .source import Pooling
 
 
-# Least cosine to torch, (token, pooled), of the numbers in a file of each dtype. The engine itself adds up to 1e-3: its attention is in float16.
+# Least cosine to torch, (token, pooled), of the numbers in a file of each dtype. The engine itself
+# adds up to 1e-3: its attention is in float16.
 BOUNDS = {"f32": (0.99999, 0.99999), "f16": (0.999, 0.999), "q8_0": (0.98, 0.99)}
 # What a file of ours says of itself, so that --force replaces no other one.
 MARK = ("neobert.command", "export gguf")
 
 
 def check_output(arguments):
-    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote; with --check any GGUF file."""
+    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote;
+    with --check any GGUF file."""
     output = Path(arguments.output)
     if arguments.check:
         check_file(output)
         with output.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise UserError(f"{output} is not a GGUF file that can be read: it does not begin with the word GGUF")
+                raise UserError(
+                    f"{output} is not a GGUF file that can be read: it does not begin with the "
+                    "word GGUF"
+                )
         return
     if output.suffix != ".gguf":
-        raise UserError(f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given")
+        raise UserError(
+            f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given"
+        )
     check_apart(output, arguments.folder)
     check_folder(output.parent, "OUTPUT")
     if not output.exists() and not output.is_symlink():
@@ -37,7 +44,10 @@ def check_output(arguments):
     from .gguf_engine import read_mark
 
     if read_mark(output, MARK[0]) != MARK[1]:
-        raise UserError(f"{output} was not written by neobert {MARK[1]}, so it is not replaced; remove it yourself")
+        raise UserError(
+            f"{output} was not written by neobert {MARK[1]}, so it is not replaced; remove it "
+            "yourself"
+        )
     if not arguments.force:
         raise UserError(f"{output} exists; choose another name, or replace it with --force")
 
@@ -65,12 +75,26 @@ def export(source, reference, arguments):
     pooling = source.pooling or Pooling()
     check_model(source.model, pooling.mode)
     if len(pooling.dense):
-        raise UserError("llama.cpp has no Dense layer after pooling for NeoBERT; neobert export onnx and openvino carry it")
+        raise UserError(
+            "llama.cpp has no Dense layer after pooling for NeoBERT; neobert export onnx and "
+            "openvino carry it"
+        )
     if not pooling.include_prompt and any(source.prompts.values()):
-        raise UserError("llama.cpp pools over prompts too, and this folder leaves them out; neobert export onnx and openvino carry it")
+        raise UserError(
+            "llama.cpp pools over prompts too, and this folder leaves them out; neobert export "
+            "onnx and openvino carry it"
+        )
     remove_left_overs(output.parent, output.name)
     with new_path(output) as path:
-        write(path, source.model, source.tokenizer, pooling.mode, arguments.dtype, source.name, dict([MARK]) | _known(source))
+        write(
+            path,
+            source.model,
+            source.tokenizer,
+            pooling.mode,
+            arguments.dtype,
+            source.name,
+            dict([MARK]) | _known(source),
+        )
         agreement = _compare(path, source, reference, BOUNDS[arguments.dtype])
         check_output(arguments)
         size = path.stat().st_size
@@ -79,9 +103,15 @@ def export(source, reference, arguments):
 
 def _known(source):
     """Licence and base model, as GGUF names them."""
-    keys = {f"general.{key.replace('_', '.')}": text for key, text in source.known.items() if key.startswith("license")}
+    keys = {
+        f"general.{key.replace('_', '.')}": text
+        for key, text in source.known.items()
+        if key.startswith("license")
+    }
     if "base_model" in source.known:
-        keys["general.base_model.0.repo_url"] = f"https://huggingface.co/{source.known['base_model']}"
+        keys["general.base_model.0.repo_url"] = (
+            f"https://huggingface.co/{source.known['base_model']}"
+        )
     return keys
 
 
@@ -97,7 +127,8 @@ def _compare(path, source, reference, bounds):
 
 
 def _check_other(path, source, reference):
-    """Prints the cosine similarity of a file to the model; UserError if it is below the bounds of the lowest precision."""
+    """Prints the cosine similarity of a file to the model; UserError if it is below the bounds of
+    the lowest precision."""
     from .gguf_engine import Engine
 
     engine = Engine(path)
@@ -113,4 +144,7 @@ def _check_tokens(engine, tokenizer):
     """Raises UserError unless the words in the file give the tokenizer's ids."""
     wrong = [text for text in SENTENCES if engine.tokenize(text) != tokenizer(text)["input_ids"]]
     if wrong:
-        raise UserError(f"llama.cpp would cut these texts into other tokens than the model's: {listed(wrong, 2)}")
+        raise UserError(
+            "llama.cpp would cut these texts into other tokens than the model's: "
+            f"{listed(wrong, 2)}"
+        )

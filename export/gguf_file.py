@@ -1,7 +1,8 @@
 """A GGUF file for llama.cpp: the layout that its architecture "neo-bert" reads, by PyPI `gguf`.
 
-llama.cpp takes queries, keys and values as three blocks of D rows, where NeoBERT's rows are interleaved per head: (H, 3, K) -> (3, H, K). Rows in
-NeoBERT's order load there without complaint and give vectors that have nothing to do with the model's.
+llama.cpp takes queries, keys and values as three blocks of D rows, where NeoBERT's rows are
+interleaved per head: (H, 3, K) -> (3, H, K). Rows in NeoBERT's order load there without complaint
+and give vectors that have nothing to do with the model's.
 """
 
 import contextlib
@@ -21,12 +22,21 @@ from ..modeling_neobert import NeoBERTForSequenceClassification, NeoBERTModel, r
 
 
 ARCHITECTURE = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.NEO_BERT]
-_FILE_TYPES = {"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
+_FILE_TYPES = {
+    "f32": gguf.LlamaFileType.ALL_F32,
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+}
 DTYPES = tuple(_FILE_TYPES)
-POOLING = {"mean": gguf.PoolingType.MEAN, "cls": gguf.PoolingType.CLS, "lasttoken": gguf.PoolingType.LAST}
+POOLING = {
+    "mean": gguf.PoolingType.MEAN,
+    "cls": gguf.PoolingType.CLS,
+    "lasttoken": gguf.PoolingType.LAST,
+}
 _BLOCK = 32  # numbers that share one scale in q8_0
 _LARGEST_F16 = 65504.0
-# What the engine takes for granted in YaRN: for this architecture it reads the factors and the trained length only.
+# What the engine takes for granted in YaRN: for this architecture it reads the factors and the
+# trained length only.
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ELSEWHERE = "neobert export onnx and openvino carry it"
 
@@ -46,7 +56,8 @@ class Tensor:
     read: Callable[[], torch.Tensor]
 
     def type_in(self, dtype):
-        """How its numbers are stored in a file of `dtype`: vectors stay float32, and rows that q8_0 cannot cut into blocks float16."""
+        """How its numbers are stored in a file of `dtype`: vectors stay float32, and rows that q8_0
+        cannot cut into blocks float16."""
         if dtype == "f32" or len(self.shape) == 1:
             return gguf.GGMLQuantizationType.F32
         if dtype == "q8_0" and self.shape[-1] % _BLOCK == 0:
@@ -54,7 +65,8 @@ class Tensor:
         return gguf.GGMLQuantizationType.F16
 
 
-# ------------------------------------------------------------------------------------------------------- what cannot be carried
+# ------------------------------------------------------------------------------------------------
+# what cannot be carried
 
 
 def check_model(model, pooling):
@@ -72,35 +84,56 @@ def check_model(model, pooling):
         ("hidden_act", config.hidden_act, "swiglu"),
     ):
         if value != only:
-            raise UserError(f"llama.cpp runs NeoBERT with {name} {only!r} only, and this model has {value!r}; {_ELSEWHERE}")
-    lost = [f"{name}={rope[name]}" for name, only in _YARN.items() if rope["rope_type"] == "yarn" and rope.get(name) not in (None, only)]
+            raise UserError(
+                f"llama.cpp runs NeoBERT with {name} {only!r} only, and this model has {value!r}; "
+                f"{_ELSEWHERE}"
+            )
+    lost = [
+        f"{name}={rope[name]}"
+        for name, only in _YARN.items()
+        if rope["rope_type"] == "yarn" and rope.get(name) not in (None, only)
+    ]
     if rope["rope_type"] == "dynamic" or lost:
         kind = f"YaRN with {', '.join(lost)}" if lost else "rope_type 'dynamic'"
         raise UserError(f"llama.cpp has no form for {kind}; {_ELSEWHERE}")
     if _has_classifier(model) and config.classifier_pooling != "cls":
-        raise UserError(f"llama.cpp classifies by the first token, and this model by the {config.classifier_pooling} of all; {_ELSEWHERE}")
+        raise UserError(
+            "llama.cpp classifies by the first token, and this model by the "
+            f"{config.classifier_pooling} of all; {_ELSEWHERE}"
+        )
     if not _has_classifier(model) and not isinstance(model, NeoBERTModel):
-        raise UserError(f"llama.cpp has no form for {type(model).__name__}; --head base exports its backbone, and {_ELSEWHERE}")
+        raise UserError(
+            f"llama.cpp has no form for {type(model).__name__}; --head base exports its backbone, "
+            f"and {_ELSEWHERE}"
+        )
     if not _has_classifier(model) and pooling not in POOLING:
-        raise UserError(f"llama.cpp pools by {', '.join(POOLING)}, and this folder by {pooling}; {_ELSEWHERE}")
+        raise UserError(
+            f"llama.cpp pools by {', '.join(POOLING)}, and this folder by {pooling}; {_ELSEWHERE}"
+        )
 
 
 def _has_classifier(model):
     return isinstance(model, NeoBERTForSequenceClassification)
 
 
-# -------------------------------------------------------------------------------------------------------------------- tensors
+# ------------------------------------------------------------------------------------------------
+# tensors
 
 
 def tensors_of(model):
-    """Every `Tensor` of the file. What llama.cpp has no use for, the masked-LM decoder, is left out."""
+    """Every `Tensor` of the file. What llama.cpp has no use for, the masked-LM decoder, is left
+    out."""
     config, backbone = model.config, model.base_model
     width, head_dim = config.hidden_size, config.head_dim
     kinds = gguf.MODEL_TENSOR
 
     def tensor(kind, parameter, block=None, suffix="weight", change=None):
         name = f"{gguf.TENSOR_NAMES[kind].format(bid=block)}.{suffix}"
-        return Tensor(name, tuple(parameter.shape), lambda: _numbers(parameter if change is None else change(parameter)))
+        return Tensor(
+            name,
+            tuple(parameter.shape),
+            lambda: _numbers(parameter if change is None else change(parameter)),
+        )
 
     def three_blocks(weight):  # (H, 3, K, D) -> (3, H, K, D)
         return weight.reshape(-1, 3, head_dim, width).transpose(0, 1).reshape(3 * width, width)
@@ -133,13 +166,18 @@ def _encoded(tensor, kind):
     numbers = tensor.read().numpy()
     largest = float(np.abs(numbers).max())
     if not np.isfinite(largest):
-        raise UserError(f"{tensor.name} holds numbers that are not finite; is the checkpoint damaged?")
+        raise UserError(
+            f"{tensor.name} holds numbers that are not finite; is the checkpoint damaged?"
+        )
     if kind == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
-        raise UserError(f"{tensor.name} holds {largest:.3g}, which float16 does not reach; give --dtype f32")
+        raise UserError(
+            f"{tensor.name} holds {largest:.3g}, which float16 does not reach; give --dtype f32"
+        )
     return gguf.quantize(numbers, kind)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- keys
+# ------------------------------------------------------------------------------------------------
+# keys
 
 
 def describe_model(writer, model, pooling, dtype):
@@ -168,25 +206,36 @@ def describe_model(writer, model, pooling, dtype):
     writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"] if scaled else "none"))
     if scaled:
         writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
     if rope["rope_type"] == "yarn":
-        # At position 0 the cosine is the attention factor; the engine multiplies 1 + ln(factor) / 10 in by itself.
-        factor = rotary_embeddings(config, torch.zeros(1, 1, dtype=torch.int64), 1)[0].real.flatten()[0].item()
+        # At position 0 the cosine is the attention factor; the engine multiplies 1 + ln(factor) /
+        # 10 in by itself.
+        factor = (
+            rotary_embeddings(config, torch.zeros(1, 1, dtype=torch.int64), 1)[0]
+            .real.flatten()[0]
+            .item()
+        )
         writer.add_rope_scaling_attn_factors(factor / (1.0 + 0.1 * np.log(rope["factor"])))
     if _has_classifier(model):
         writer.add_pooling_type(gguf.PoolingType.RANK)
-        writer.add_classifier_output_labels([str(config.id2label[i]) for i in range(config.num_labels)])
+        writer.add_classifier_output_labels(
+            [str(config.id2label[i]) for i in range(config.num_labels)]
+        )
     else:
         writer.add_pooling_type(POOLING[pooling])
 
 
 def describe_tokenizer(writer, tokenizer, rows):
-    """The keys of llama.cpp's WordPiece tokenizer, "bert": words begin with U+2581 there, and their continuations have no mark.
+    """The keys of llama.cpp's WordPiece tokenizer, "bert": words begin with U+2581 there, and their
+    continuations have no mark.
 
     Args:
         writer: `gguf.GGUFWriter`.
         tokenizer: a fast tokenizer of transformers.
-        rows: of the embedding; those beyond the vocabulary are named [PAD<id>] and marked as unused.
+        rows: of the embedding; those beyond the vocabulary are named [PAD<id>] and marked as
+        unused.
     Raises:
         UserError: another kind of tokenizer.
     """
@@ -196,7 +245,10 @@ def describe_tokenizer(writer, tokenizer, rows):
     for word, i in tokenizer.get_vocab().items():
         words[i], kinds[i] = _marked(word), gguf.TokenType.NORMAL
         if i in special or i in added:
-            words[i], kinds[i] = word, gguf.TokenType.CONTROL if i in special else gguf.TokenType.USER_DEFINED
+            words[i], kinds[i] = (
+                word,
+                gguf.TokenType.CONTROL if i in special else gguf.TokenType.USER_DEFINED,
+            )
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
@@ -215,7 +267,9 @@ def describe_tokenizer(writer, tokenizer, rows):
     writer.add_uint32("tokenizer.ggml.cls_token_id", tokenizer.cls_token_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
-    writer.add_add_sep_token(False)  # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
+    writer.add_add_sep_token(
+        False
+    )  # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
     writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowercase)
     writer.add_bool("tokenizer.ggml.normalizer.strip_accents", strip_accents)
 
@@ -223,28 +277,48 @@ def describe_tokenizer(writer, tokenizer, rows):
 def _marked(word):
     if word.startswith("##") and len(word) > 2:
         return word[2:]
-    return word if word.startswith("[") and word.endswith("]") and len(word) > 2 else f"\u2581{word}"
+    return (
+        word if word.startswith("[") and word.endswith("]") and len(word) > 2 else f"\u2581{word}"
+    )
 
 
 def _bert_normalizer(tokenizer):
     """(lowercase, strip_accents) of a tokenizer that works as BERT's; UserError for all others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = {} if backend is None else json.loads(backend.to_str())
-    kinds = {part: (content.get(part) or {}).get("type") for part in ("model", "normalizer", "pre_tokenizer")}
+    kinds = {
+        part: (content.get(part) or {}).get("type")
+        for part in ("model", "normalizer", "pre_tokenizer")
+    }
     normalizer, model = content.get("normalizer") or {}, content.get("model") or {}
     if (
-        kinds != {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
+        kinds
+        != {
+            "model": "WordPiece",
+            "normalizer": "BertNormalizer",
+            "pre_tokenizer": "BertPreTokenizer",
+        }
         or model["continuing_subword_prefix"] != "##"
         or not (normalizer["clean_text"] and normalizer["handle_chinese_chars"])
         or None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id)
     ):
-        found = ", ".join(f"{part} {kind}" for part, kind in kinds.items()) if content else type(tokenizer).__name__
-        raise UserError(f"GGUF is written with BERT's WordPiece tokenizer only, and this folder has another one ({found})")
+        found = (
+            ", ".join(f"{part} {kind}" for part, kind in kinds.items())
+            if content
+            else type(tokenizer).__name__
+        )
+        raise UserError(
+            "GGUF is written with BERT's WordPiece tokenizer only, and this folder has another "
+            f"one ({found})"
+        )
     lowercase = normalizer["lowercase"]
-    return lowercase, lowercase if normalizer["strip_accents"] is None else normalizer["strip_accents"]
+    return lowercase, lowercase if normalizer["strip_accents"] is None else normalizer[
+        "strip_accents"
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ file
+# ------------------------------------------------------------------------------------------------
+# file
 
 
 def write(path, model, tokenizer, pooling, dtype, name, mark):
@@ -273,7 +347,10 @@ def write(path, model, tokenizer, pooling, dtype, name, mark):
     tensors = list(tensors_of(model))
     for tensor in tensors:
         kind = tensor.type_in(dtype)
-        shape, number = tensor.shape, np.dtype(np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
+        shape, number = (
+            tensor.shape,
+            np.dtype(np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32),
+        )
         if kind == gguf.GGMLQuantizationType.Q8_0:
             shape, number = gguf.quant_shape_to_byte_shape(shape, kind), np.dtype(np.uint8)
         writer.add_tensor_info(tensor.name, shape, number, math.prod(shape) * number.itemsize, kind)

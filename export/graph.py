@@ -1,4 +1,5 @@
-"""What every engine with graphs is given: one function of (input_ids, attention_mask), traced once, with a dynamic batch and length."""
+"""What every engine with graphs is given: one function of (input_ids, attention_mask), traced once,
+with a dynamic batch and length."""
 
 import contextlib
 import copy
@@ -16,14 +17,19 @@ class Graph(nn.Module):
     """The outputs of a model as a tuple of float32 tensors, in the order of `outputs`.
 
     Attributes:
-        outputs: names: "last_hidden_state", and "sentence_embedding" for a sentence encoder; "logits"; "start_logits" and "end_logits".
+        outputs: names: "last_hidden_state", and "sentence_embedding" for a sentence encoder;
+        "logits"; "start_logits" and "end_logits".
     """
 
     def __init__(self, source, dtype=torch.float32):
         super().__init__()
-        self.model = source.model if dtype == torch.float32 else copy.deepcopy(source.model).to(dtype)
+        self.model = (
+            source.model if dtype == torch.float32 else copy.deepcopy(source.model).to(dtype)
+        )
         # A graph does not know which tokens are a prompt's; readers pool by 1_Pooling then.
-        counts_all = source.pooling is not None and (source.pooling.include_prompt or not any(source.prompts.values()))
+        counts_all = source.pooling is not None and (
+            source.pooling.include_prompt or not any(source.prompts.values())
+        )
         self.pooling = source.pooling if counts_all else None
         self.outputs = [*source.head.outputs, *(["sentence_embedding"] if counts_all else [])]
 

@@ -1,7 +1,9 @@
-"""ONNX graphs of a NeoBERT with a dynamic batch and length, in a folder as transformers.js lays it out.
+"""ONNX graphs of a NeoBERT with a dynamic batch and length, in a folder as transformers.js lays it
+out.
 
-OUTPUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of sentence-transformers. Every graph is run by
-ONNX Runtime and compared with torch before the folder is kept.
+OUTPUT is complete for transformers.js, text-embeddings-inference, fastembed and the ONNX backend of
+sentence-transformers. Every graph is run by ONNX Runtime and compared with torch before the folder
+is kept.
 """
 
 import torch
@@ -15,7 +17,8 @@ from .graph import INPUTS, Graph, example, quiet_tracing
 
 check_output = folder.check_output
 
-# The first one that has all operations of the graph; ONNX Runtime, its builds for browsers, and text-embeddings-inference read it.
+# The first one that has all operations of the graph; ONNX Runtime, its builds for browsers, and
+# text-embeddings-inference read it.
 OPSET = 18
 # A file of protobuf ends at 2 GiB: beyond this the weights lie in a file of their own.
 LARGEST_FILE = 2**31 - 2**24
@@ -42,7 +45,9 @@ def export(source, reference, arguments):
     graphs = _Graphs(source)
     with folder.new_export(source, arguments, "onnx") as (place, said):
         said["opset"], files = OPSET, said.setdefault("files", {})
-        for name in tqdm(list(dict.fromkeys(arguments.precisions)), desc="graphs", unit="graph", disable=None):
+        for name in tqdm(
+            list(dict.fromkeys(arguments.precisions)), desc="graphs", unit="graph", disable=None
+        ):
             precision = PRECISIONS[name]
             path = place / precision.file
             external = _write(graphs.make(name), path)
@@ -80,9 +85,16 @@ def _trace(graph):
     try:
         with quiet_tracing():
             program = torch.onnx.export(
-                graph.eval(), (), kwargs=inputs, dynamic_shapes=axes, input_names=list(INPUTS), output_names=graph.outputs,
-                opset_version=OPSET, dynamo=True, verbose=False,
-            )  # fmt: skip
+                graph.eval(),
+                (),
+                kwargs=inputs,
+                dynamic_shapes=axes,
+                input_names=list(INPUTS),
+                output_names=graph.outputs,
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
         return program.model_proto
     except Exception as error:  # the exporter's own, of many kinds
         raise UserError(f"torch cannot trace this model for ONNX ({one_line(error)})") from error
@@ -93,7 +105,15 @@ def _write(graph, path):
     import onnx
 
     external = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
-    options = {"save_as_external_data": True, "all_tensors_to_one_file": True, "location": f"{path.name}_data"} if external else {}
+    options = (
+        {
+            "save_as_external_data": True,
+            "all_tensors_to_one_file": True,
+            "location": f"{path.name}_data",
+        }
+        if external
+        else {}
+    )
     onnx.save_model(graph, path, **options)
     return external
 
@@ -109,8 +129,14 @@ def _runner(path):
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
     except Exception as error:
-        raise UserError(f"ONNX Runtime does not load {path.name} ({one_line(error)}), so it was not kept") from error
+        raise UserError(
+            f"ONNX Runtime does not load {path.name} ({one_line(error)}), so it was not kept"
+        ) from error
     names = [output.name for output in session.get_outputs()]
-    return lambda ids, mask: dict(zip(names, session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})))
+    return lambda ids, mask: dict(
+        zip(names, session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}))
+    )

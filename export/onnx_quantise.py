@@ -1,9 +1,10 @@
 """Smaller weights for an ONNX graph: int8 with integer products, and blocks of 4 bits.
 
-int8: the weights of a linear layer have one scale for each output, its inputs one scale for each token (in place of one for a complete batch,
-as `onnxruntime.quantization.quantize_dynamic` has it). A token with large values then takes no precision from the others, and a text's vector
-does not depend on the texts beside it. Weights use 7 of the 8 bits: sums of two products stay within 16 bits, which processors without VNNI
-instructions would cut off.
+int8: the weights of a linear layer have one scale for each output, its inputs one scale for each
+token (in place of one for a complete batch, as `onnxruntime.quantization.quantize_dynamic` has it).
+A token with large values then takes no precision from the others, and a text's vector does not
+depend on the texts beside it. Weights use 7 of the 8 bits: sums of two products stay within 16
+bits, which processors without VNNI instructions would cut off.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import numpy as np
 
 # Weights are -63 to 63, inputs 1 to 255 around 128: 2 * 255 * 63 < 2^15.
 _WEIGHT_STEPS, _INPUT_STEPS, _INPUT_ZERO = 63, 127, 128
-# Matrices with fewer outputs stay in float: the last layer of a classifier, which is small, and reads a few vectors.
+# Matrices with fewer outputs stay in float: the last layer of a classifier, which is small, and
+# reads a few vectors.
 _LEAST_OUTPUTS = 64
 _BLOCK = 32
 _SMALLEST = 1e-12
@@ -26,11 +28,14 @@ def int8(graph):
 
 
 def q4(graph):
-    """A copy of an ONNX model with linear layers in blocks of 32 weights of 4 bits, and int8 embeddings."""
+    """A copy of an ONNX model with linear layers in blocks of 32 weights of 4 bits, and int8
+    embeddings."""
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     copied = _rewritten(graph, linear=None)
-    excluded = [node.name for node, weight in _linear_layers(copied) if weight.shape[1] < _LEAST_OUTPUTS]
+    excluded = [
+        node.name for node, weight in _linear_layers(copied) if weight.shape[1] < _LEAST_OUTPUTS
+    ]
     with _quiet_logging():
         quantiser = MatMulNBitsQuantizer(
             copied,
@@ -60,18 +65,27 @@ def _arrays(graph):
     """{name: 2-D float32 array} of the graph's constant matrices."""
     from onnx import TensorProto, numpy_helper
 
-    found = (tensor for tensor in graph.graph.initializer if len(tensor.dims) == 2 and tensor.data_type == TensorProto.FLOAT)
+    found = (
+        tensor
+        for tensor in graph.graph.initializer
+        if len(tensor.dims) == 2 and tensor.data_type == TensorProto.FLOAT
+    )
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in found}
 
 
 def _linear_layers(graph):
     """(node, (K, N) array) of every product with a constant matrix."""
     arrays = _arrays(graph)
-    return [(node, arrays[node.input[1]]) for node in graph.graph.node if node.op_type == "MatMul" and node.input[1] in arrays]
+    return [
+        (node, arrays[node.input[1]])
+        for node in graph.graph.node
+        if node.op_type == "MatMul" and node.input[1] in arrays
+    ]
 
 
 def _rewritten(graph, linear):
-    """A copy with int8 embeddings, and `linear(x, weight, output)`, a list of (nodes, tensors), in the place of every linear layer."""
+    """A copy with int8 embeddings, and `linear(x, weight, output)`, a list of (nodes, tensors), in
+    the place of every linear layer."""
     from onnx import helper
 
     copied = type(graph)()
@@ -82,7 +96,12 @@ def _rewritten(graph, linear):
         made = None
         if node.op_type == "Gather" and node.input[0] in arrays:
             made = _int8_rows(node, arrays[node.input[0]])
-        elif linear and node.op_type == "MatMul" and node.input[1] in arrays and arrays[node.input[1]].shape[1] >= _LEAST_OUTPUTS:
+        elif (
+            linear
+            and node.op_type == "MatMul"
+            and node.input[1] in arrays
+            and arrays[node.input[1]].shape[1] >= _LEAST_OUTPUTS
+        ):
             made = linear(node, arrays[node.input[1]])
         new_nodes, new_tensors = made or ([node], {})
         nodes += new_nodes
@@ -93,8 +112,15 @@ def _rewritten(graph, linear):
     copied.graph.initializer.extend(_tensor(name, value) for name, value in tensors.items())
     used = {name for node in copied.graph.node for name in node.input}
     initializers = [tensor for tensor in copied.graph.initializer if tensor.name in used]
-    values = [value for value in copied.graph.value_info if value.name in {name for node in kept for name in (*node.input, *node.output)}]
-    for field, left in ((copied.graph.initializer, initializers), (copied.graph.value_info, values)):
+    values = [
+        value
+        for value in copied.graph.value_info
+        if value.name in {name for node in kept for name in (*node.input, *node.output)}
+    ]
+    for field, left in (
+        (copied.graph.initializer, initializers),
+        (copied.graph.value_info, values),
+    ):
         left = [type(item).FromString(item.SerializeToString()) for item in left]
         del field[:]
         field.extend(left)
@@ -125,14 +151,19 @@ def _int8_rows(node, table):
     nodes = [
         helper.make_node("Gather", [f"{name}_rows", ids], [f"{name}_row"], name=f"{name}_row"),
         helper.make_node("Cast", [f"{name}_row"], [f"{name}_float"], name=f"{name}_float", to=1),
-        helper.make_node("Gather", [f"{name}_scales", ids], [f"{name}_scale"], name=f"{name}_scale"),
-        helper.make_node("Mul", [f"{name}_float", f"{name}_scale"], [output], name=f"{name}_scaled"),
+        helper.make_node(
+            "Gather", [f"{name}_scales", ids], [f"{name}_scale"], name=f"{name}_scale"
+        ),
+        helper.make_node(
+            "Mul", [f"{name}_float", f"{name}_scale"], [output], name=f"{name}_scaled"
+        ),
     ]
     return nodes, {f"{name}_rows": rows, f"{name}_scales": scales[:, None]}
 
 
 def _int8_linear(node, weight):
-    """x @ weight: x / s in steps of 1 / 127 with s the largest value of the token, the product in integers, times s and the weights' scales."""
+    """x @ weight: x / s in steps of 1 / 127 with s the largest value of the token, the product in
+    integers, times s and the weights' scales."""
     from onnx import helper
 
     name, x, output = node.name, node.input[0], node.output[0]

@@ -1,8 +1,10 @@
-"""OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of sentence-transformers reads them.
+"""OpenVINO models of a NeoBERT with a dynamic batch and length, laid out as the OpenVINO backend of
+sentence-transformers reads them.
 
-What a model computes in is not part of its file: without an option the runtime chooses the precision that is fastest on the processor, which is bfloat16 on
-newer server CPUs. So `openvino/ov_config.json` beside the models says float32. Each model is run with it and compared with torch before the
-folder is kept.
+What a model computes in is not part of its file: without an option the runtime chooses the
+precision that is fastest on the processor, which is bfloat16 on newer server CPUs. So
+`openvino/ov_config.json` beside the models says float32. Each model is run with it and compared
+with torch before the folder is kept.
 """
 
 import numpy as np
@@ -45,14 +47,21 @@ def export(source, reference, arguments):
     with folder.new_export(source, arguments, "openvino") as (place, said):
         files = said.setdefault("files", {})
         write_json(place / OPTIONS_FILE, OPTIONS)
-        for name in tqdm(sorted(set(arguments.precisions), key=list(PRECISIONS).index), desc="models", unit="model", disable=None):
+        for name in tqdm(
+            sorted(set(arguments.precisions), key=list(PRECISIONS).index),
+            desc="models",
+            unit="model",
+            disable=None,
+        ):
             precision = PRECISIONS[name]
             path = place / precision.file
             if name == "int8":
                 _compress(model)  # the last one
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
             written = f"{path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB"
-            files[path.stem] = precision.prove(f"{name} in OpenVINO", reference, _runner(path), written)
+            files[path.stem] = precision.prove(
+                f"{name} in OpenVINO", reference, _runner(path), written
+            )
 
 
 def _trace(graph):
@@ -73,7 +82,8 @@ def _trace(graph):
 
 
 def _compress(model):
-    """Gives the constant matrices of a model int8 weights with one scale a row: of each output of a linear layer, of each token of the embedding."""
+    """Gives the constant matrices of a model int8 weights with one scale a row: of each output of a
+    linear layer, of each token of the embedding."""
     import openvino
     from openvino import opset13 as ops
 
@@ -84,7 +94,11 @@ def _compress(model):
         place = 1 if kind == "MatMul" else 0
         source = node.input(place).get_source_output()
         constant = source.get_node()
-        if constant.get_type_name() != "Constant" or len(constant.shape) != 2 or not constant.get_element_type().is_real():
+        if (
+            constant.get_type_name() != "Constant"
+            or len(constant.shape) != 2
+            or not constant.get_element_type().is_real()
+        ):
             continue
         matrix = constant.data
         # Rows of the embedding; outputs of the product, whichever axis they are.

@@ -1,4 +1,5 @@
-"""Options of `neobert export gguf`, `onnx` and `openvino`. Imports neither torch nor transformers."""
+"""Options of `neobert export gguf`, `onnx` and `openvino`. Imports neither torch nor
+transformers."""
 
 from dataclasses import dataclass
 
@@ -12,12 +13,22 @@ from ..conversion.heads import HEADS
 class ExportArguments(Arguments):
     """What is exported to what."""
 
-    folder: str = option(help="Hub folder (config.json and safetensors), or a raw checkpoint, which is converted first", positional=True)
+    folder: str = option(
+        help=(
+            "Hub folder (config.json and safetensors), or a raw checkpoint, which is "
+            "converted first"
+        ),
+        positional=True,
+    )
     output: str = option(help="what to write", positional=True)
     head: str | None = option(
-        None, "by default base for a folder of sentence-transformers, and otherwise what the weights are", choices=tuple(HEADS)
+        None,
+        "by default base for a folder of sentence-transformers, and otherwise what the weights are",
+        choices=tuple(HEADS),
     )
-    tokenizer: str | None = option(None, "folder; by default the model's own, then the BERT uncased tokenizer")
+    tokenizer: str | None = option(
+        None, "folder; by default the model's own, then the BERT uncased tokenizer"
+    )
     license: str | None = option(None, LICENSE_HELP)
     base_model: str | None = option(None, BASE_MODEL_HELP)
     force: bool = option(False, "replace what this command wrote")
@@ -28,7 +39,9 @@ class GgufArguments(ExportArguments):
     """Options of GGUF."""
 
     dtype: str = option("f16", "of the matrices", choices=("f32", "f16", "q8_0"))
-    check: bool = option(False, "write nothing, but compare the file OUTPUT, whoever made it, with the model")
+    check: bool = option(
+        False, "write nothing, but compare the file OUTPUT, whoever made it, with the model"
+    )
 
 
 @dataclass(kw_only=True)
@@ -61,7 +74,12 @@ class Targets(dict):
             if target in argv:
                 return self[target].help()
         lines = [f"  {name:<9} {options.about}" for name, options in self.items()]
-        usage = ["usage: neobert export TARGET FOLDER OUTPUT [--option value ...]", "       neobert export TARGET --help", "", "targets:"]
+        usage = [
+            "usage: neobert export TARGET FOLDER OUTPUT [--option value ...]",
+            "       neobert export TARGET --help",
+            "",
+            "targets:",
+        ]
         return "\n".join([*usage, *lines, "", "example:", f"  {self['gguf'].example}"])
 
     def read(self, argv):

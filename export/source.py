@@ -1,4 +1,5 @@
-"""What is exported: a Hub folder read once, with its model, its tokenizer, and how a sentence-transformers folder pools."""
+"""What is exported: a Hub folder read once, with its model, its tokenizer, and how a
+sentence-transformers folder pools."""
 
 import contextlib
 import tempfile
@@ -24,7 +25,14 @@ from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU": nn.GELU, "SiLU": nn.SiLU, "Sigmoid": nn.Sigmoid}
+_ACTIVATIONS = {
+    "Identity": nn.Identity,
+    "Tanh": nn.Tanh,
+    "ReLU": nn.ReLU,
+    "GELU": nn.GELU,
+    "SiLU": nn.SiLU,
+    "Sigmoid": nn.Sigmoid,
+}
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,21 @@ class Pooling:
         if self.mode == "cls":
             vectors = hidden[:, 0]
         elif self.mode == "lasttoken":
-            last = (mask.squeeze(-1) * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)).argmax(dim=1)
-            vectors = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+            last = (
+                mask.squeeze(-1) * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+            ).argmax(dim=1)
+            vectors = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(
+                1
+            )
         elif self.mode == "max":
             vectors = hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).amax(dim=1)
         else:
             if self.mode == "weightedmean":
                 mask = mask * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[:, None]
             count = mask.sum(dim=1).clamp(min=1)
-            vectors = (hidden * mask).sum(dim=1) / (count.sqrt() if self.mode == "mean_sqrt_len_tokens" else count)
+            vectors = (hidden * mask).sum(dim=1) / (
+                count.sqrt() if self.mode == "mean_sqrt_len_tokens" else count
+            )
         vectors = self.dense(vectors)
         return F.normalize(vectors, dim=-1) if self.normalize else vectors
 
@@ -72,7 +86,8 @@ class Source:
         head: which kind of model; `head.model_class` and `head.architectures` name its class.
         model: in float32, on the CPU, in eval mode, without the packing of padded batches.
         tokenizer: loaded from `tokenizer_folder`.
-        tokenizer_folder: a clean copy of the tokenizer: tokenizer.json, tokenizer_config.json, special_tokens_map.json, and BERT's vocab.txt.
+        tokenizer_folder: a clean copy of the tokenizer: tokenizer.json, tokenizer_config.json,
+        special_tokens_map.json, and BERT's vocab.txt.
         pooling: of a folder of sentence-transformers; None for any other model.
         max_length: tokens of a text that are read.
         prompts: of a folder of sentence-transformers, {name: text}.
@@ -96,14 +111,23 @@ class Source:
 
     def describe(self):
         """One line for the user."""
-        pooled = f", {self.pooling.mode} pooling" + (", Dense" if len(self.pooling.dense) else "") if self.pooling else ""
+        pooled = (
+            f", {self.pooling.mode} pooling" + (", Dense" if len(self.pooling.dense) else "")
+            if self.pooling
+            else ""
+        )
         pooled += ", length 1" if self.pooling and self.pooling.normalize else ""
         layers, width = self.config.num_hidden_layers, self.config.hidden_size
-        return f"{self.name}: {self.head.class_name}, {layers} layers of {width}{pooled}, texts of up to {self.max_length:,} tokens"
+        return (
+            f"{self.name}: {self.head.class_name}, {layers} layers of {width}{pooled}, texts "
+            f"of up to {self.max_length:,} tokens"
+        )
 
 
 def _is_hub_folder(folder):
-    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (_WEIGHTS, _INDEX))
+    return (folder / "config.json").is_file() and any(
+        (folder / name).is_file() for name in (_WEIGHTS, _INDEX)
+    )
 
 
 @contextlib.contextmanager
@@ -117,7 +141,10 @@ def open_source(arguments):
     """
     given = Path(arguments.folder)
     if not given.exists():
-        raise UserError(f"there is no {given}; a model of the Hub is fetched first: hf download USER/NAME --local-dir FOLDER")
+        raise UserError(
+            f"there is no {given}; a model of the Hub is fetched first: hf download USER/NAME "
+            "--local-dir FOLDER"
+        )
     with tempfile.TemporaryDirectory(prefix="neobert-export-") as scratch:
         scratch = Path(scratch)
         modules = _read_modules(given)
@@ -125,7 +152,8 @@ def open_source(arguments):
         if not _is_hub_folder(folder):
             if modules or (given / "adapter_config.json").is_file():
                 raise UserError(
-                    f"{folder} has no config.json with {_WEIGHTS}; an adapter is merged into its model first (merge_and_unload)"
+                    f"{folder} has no config.json with {_WEIGHTS}; an adapter is merged into its "
+                    "model first (merge_and_unload)"
                 )
             folder = _converted(arguments, scratch / "converted")
         yield _read(arguments, given, folder, modules, scratch)
@@ -133,7 +161,11 @@ def open_source(arguments):
 
 def _converted(arguments, folder):
     tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
-    converter.convert(ConvertArguments(checkpoint=arguments.folder, output=str(folder), head=arguments.head, **tokenizer))
+    converter.convert(
+        ConvertArguments(
+            checkpoint=arguments.folder, output=str(folder), head=arguments.head, **tokenizer
+        )
+    )
     return folder
 
 
@@ -143,13 +175,23 @@ def _read_modules(folder):
         return []
     modules = read_json(folder / "modules.json")
     try:
-        found = [{"path": str(module["path"]), "kind": str(module["type"]).rpartition(".")[2]} for module in modules]
+        found = [
+            {"path": str(module["path"]), "kind": str(module["type"]).rpartition(".")[2]}
+            for module in modules
+        ]
     except (TypeError, KeyError):
-        raise UserError(f"{folder / 'modules.json'} is not a list of modules with path and type") from None
+        raise UserError(
+            f"{folder / 'modules.json'} is not a list of modules with path and type"
+        ) from None
     kinds = [module["kind"] for module in found]
     if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= {"Dense", "Normalize"}:
-        raise UserError(f"{folder} has the modules {', '.join(kinds)}; exported are Transformer, Pooling, then Dense and Normalize")
-    if any(Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts for module in found):
+        raise UserError(
+            f"{folder} has the modules {', '.join(kinds)}; exported are Transformer, Pooling, then "
+            "Dense and Normalize"
+        )
+    if any(
+        Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts for module in found
+    ):
         raise UserError(f"{folder / 'modules.json'} names a folder outside of it")
     return found
 
@@ -165,10 +207,17 @@ def _read_pooling(folder, modules, width):
     for module in modules[2:]:
         if module["kind"] == "Dense":
             dense += _read_dense(folder / module["path"])
-    pooling = Pooling(pooling_mode(config), config.get("include_prompt", True), nn.Sequential(*dense), "Normalize" in kinds)
+    pooling = Pooling(
+        pooling_mode(config),
+        config.get("include_prompt", True),
+        nn.Sequential(*dense),
+        "Normalize" in kinds,
+    )
     widths = [width, *(layer.out_features for layer in dense if isinstance(layer, nn.Linear))]
     if widths[:-1] != [layer.in_features for layer in dense if isinstance(layer, nn.Linear)]:
-        raise UserError(f"the Dense modules of {folder} do not fit the vectors of {width} numbers before them")
+        raise UserError(
+            f"the Dense modules of {folder} do not fit the vectors of {width} numbers before them"
+        )
     return pooling
 
 
@@ -176,11 +225,19 @@ def _read_dense(folder):
     """[linear layer, activation] of a Dense module."""
     config, path = read_json(folder / "config.json"), folder / "model.safetensors"
     if not path.is_file():
-        raise UserError(f"{folder} has no model.safetensors; save the model again with a newer sentence-transformers")
-    state = {name.removeprefix("linear."): tensor.float() for name, tensor in load_file(path).items()}
+        raise UserError(
+            f"{folder} has no model.safetensors; save the model again with a newer "
+            "sentence-transformers"
+        )
+    state = {
+        name.removeprefix("linear."): tensor.float() for name, tensor in load_file(path).items()
+    }
     activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
-        raise UserError(f"the activation function of {folder} must be one of {', '.join(_ACTIVATIONS)}, but {activation} was given")
+        raise UserError(
+            f"the activation function of {folder} must be one of {', '.join(_ACTIVATIONS)}, but "
+            f"{activation} was given"
+        )
     layer = nn.Linear(*reversed(state["weight"].shape), bias="bias" in state)
     layer.load_state_dict(state)
     return [layer.requires_grad_(False), _ACTIVATIONS[activation]()]
@@ -200,11 +257,21 @@ def _read(arguments, given, folder, modules, scratch):
         if fields.get("model_type") != "neobert":
             raise UserError(f"{folder} holds a {fields.get('model_type')} model, not a NeoBERT")
         config = NeoBERTConfig.from_pretrained(folder)
-        head, _ = choose_head(_tensor_names(folder), arguments.head or ("base" if modules else None), config.architectures or ())
+        head, _ = choose_head(
+            _tensor_names(folder),
+            arguments.head or ("base" if modules else None),
+            config.architectures or (),
+        )
         if head.has_choices:
-            raise UserError("multiple-choice models are not exported; the engines have no form for them")
+            raise UserError(
+                "multiple-choice models are not exported; the engines have no form for them"
+            )
         model, report = head.model_class.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, attn_implementation="sdpa", output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
         )
         lacking = sorted(str(name) for name in report["missing_keys"])
         if lacking:
@@ -222,7 +289,10 @@ def _read(arguments, given, folder, modules, scratch):
     tokenizer_folder.mkdir()
     found = find_tokenizer(arguments.tokenizer, [folder])
     if found is None:
-        raise UserError("an export holds its tokenizer and is proven on texts: --tokenizer takes a folder here, not none")
+        raise UserError(
+            "an export holds its tokenizer and is proven on texts: --tokenizer takes a folder "
+            "here, not none"
+        )
     write_tokenizer(found, tokenizer_folder, config.vocab_size, longest)
     tokenizer = load_tokenizer(tokenizer_folder)
     further = given / "config_sentence_transformers.json"
@@ -238,5 +308,6 @@ def _read(arguments, given, folder, modules, scratch):
         pooling,
         min(longest, tokenizer.model_max_length),
         prompts,
-        licence(arguments.license, read_card(given)) | base_model(arguments.base_model, relation="quantized"),
+        licence(arguments.license, read_card(given))
+        | base_model(arguments.base_model, relation="quantized"),
     )

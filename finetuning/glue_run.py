@@ -1,4 +1,5 @@
-"""One fine-tuning run of the GLUE protocol (paper, section 4.2): model, rows, Trainer, best weights, result."""
+"""One fine-tuning run of the GLUE protocol (paper, section 4.2): model, rows, Trainer, best
+weights, result."""
 
 import json
 import math
@@ -33,23 +34,27 @@ from .glue_tasks import TASKS, scores
 
 
 def process_state():
-    """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's processes would not find each other."""
+    """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's
+    processes would not find each other."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
-    """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (the paper's appendix on GLUE)."""
+    """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (the paper's
+    appendix on GLUE)."""
     return max(1, min(at_most, batches_per_epoch // per_epoch))
 
 
 def split_heldout(rows, fraction, at_most):
-    """Indices (kept, held out) of `rows` training rows; the same for every seed, so that seeds differ in training alone."""
+    """Indices (kept, held out) of `rows` training rows; the same for every seed, so that seeds
+    differ in training alone."""
     count = min(at_most, int(rows * fraction))
     order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
 
 
-# -------------------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------------
+# model
 
 
 def load_config(name, trust_remote_code=False):
@@ -57,18 +62,28 @@ def load_config(name, trust_remote_code=False):
     path = Path(name)
     if (path / "modules.json").is_file() and not (path / "config.json").is_file():
         inner = [
-            entry["path"] for entry in json.loads((path / "modules.json").read_text()) if (path / entry["path"] / "config.json").is_file()
+            entry["path"]
+            for entry in json.loads((path / "modules.json").read_text())
+            if (path / entry["path"] / "config.json").is_file()
         ]
-        raise UserError(f"{name} is a sentence encoder whose model is in a folder of its own; give {path / (inner or ['?'])[0]}")
+        raise UserError(
+            f"{name} is a sentence encoder whose model is in a folder of its own; give "
+            f"{path / (inner or ['?'])[0]}"
+        )
     check_model(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            raise UserError(f"{name} brings its own Python code; add --trust-remote-code if you trust it") from error
+            raise UserError(
+                f"{name} brings its own Python code; add --trust-remote-code if you trust it"
+            ) from error
         raise UserError(f"the model {name} was not loaded: {one_line(error)}") from error
     except OSError as error:
-        raise UserError(f"{name!r} is neither a model folder nor a model that can be reached on the Hub: {one_line(error)}") from error
+        raise UserError(
+            f"{name!r} is neither a model folder nor a model that can be reached on the Hub: "
+            f"{one_line(error)}"
+        ) from error
 
 
 def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
@@ -78,7 +93,8 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
         pooling: "cls" or "mean" for models that can choose; None for what the configuration says.
 
     Returns:
-        model, names of the head's parameters that the checkpoint did not have (random), as a sorted list.
+        model, names of the head's parameters that the checkpoint did not have (random), as a sorted
+        list.
     Raises:
         UserError: the checkpoint lacks backbone weights, or is not an encoder that can classify.
     """
@@ -93,7 +109,10 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             setattr(config, field, head_dropout)
     if pooling is not None:
         if not hasattr(config, "classifier_pooling") or pooling not in ("cls", "mean"):
-            raise UserError(f"classifier_pooling must be cls or mean, for a model that can choose, but {pooling!r} was given for {name}")
+            raise UserError(
+                "classifier_pooling must be cls or mean, for a model that can choose, but "
+                f"{pooling!r} was given for {name}"
+            )
         config.classifier_pooling = pooling
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -105,15 +124,25 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}") from error
+        raise UserError(
+            f"{name} cannot be loaded as a sequence classifier: {one_line(error)}"
+        ) from error
     new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
-    backbone = [key for key in new if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"]
+    backbone = [
+        key
+        for key in new
+        if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"
+    ]
     if backbone:
-        raise UserError(f"{name} lacks {len(backbone)} weights of the encoder, {sorted(backbone)[0]} for example; is it this architecture?")
+        raise UserError(
+            f"{name} lacks {len(backbone)} weights of the encoder, {sorted(backbone)[0]} for "
+            "example; is it this architecture?"
+        )
     return model, sorted(new)
 
 
-# --------------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------
+# data
 
 
 class Rows(torch.utils.data.Dataset):
@@ -122,25 +151,39 @@ class Rows(torch.utils.data.Dataset):
     def __init__(self, tokenizer, task, columns, max_length):
         texts = [columns[name] for name in task.texts]
         self.labels = columns["label"]
-        self.encoded = tokenizer(*texts, truncation=True, max_length=max_length) if self.labels else {}
+        self.encoded = (
+            tokenizer(*texts, truncation=True, max_length=max_length) if self.labels else {}
+        )
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, i):
-        return {**{name: values[i] for name, values in self.encoded.items()}, "labels": self.labels[i]}
+        return {
+            **{name: values[i] for name, values in self.encoded.items()},
+            "labels": self.labels[i],
+        }
 
 
 def check_sizes(task, rows, batch_sizes, arguments):
-    """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few of `rows` training rows are there."""
+    """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few
+    of `rows` training rows are there."""
     processes = process_state().num_processes
     for batch_size in batch_sizes:
         if batch_size % processes:
-            raise UserError(f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} processes")
+            raise UserError(
+                f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} "
+                "processes"
+            )
     rows = min(rows, arguments.max_train_samples or rows)
-    if arguments.selection == "heldout" and not all(split_heldout(rows, arguments.heldout_fraction, arguments.heldout_rows)):
+    if arguments.selection == "heldout" and not all(
+        split_heldout(rows, arguments.heldout_fraction, arguments.heldout_rows)
+    ):
         fraction = f"{arguments.heldout_fraction:g}"
-        raise UserError(f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use --selection dev")
+        raise UserError(
+            f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use "
+            "--selection dev"
+        )
 
 
 def _take(columns, indices):
@@ -154,7 +197,8 @@ def prepare(task, splits, tokenizer, settings, model_limit):
         splits: from `glue_tasks.load_task`.
         model_limit: longest text in tokens that the model takes, or None.
     Returns:
-        train Rows, evaluation Rows, {part: slice}; the parts are "heldout" (unless selection is "dev") and the dev splits.
+        train Rows, evaluation Rows, {part: slice}; the parts are "heldout" (unless selection is
+        "dev") and the dev splits.
     """
     max_length = min(settings.max_length, model_limit or settings.max_length)
     train = splits["train"]
@@ -163,17 +207,25 @@ def prepare(task, splits, tokenizer, settings, model_limit):
         train = _take(train, order[: settings.max_train_samples].tolist())
     parts = {}
     if settings.selection == "heldout":
-        kept, held_out = split_heldout(len(train["label"]), settings.heldout_fraction, settings.heldout_rows)
+        kept, held_out = split_heldout(
+            len(train["label"]), settings.heldout_fraction, settings.heldout_rows
+        )
         parts["heldout"] = _take(train, held_out)
         train = _take(train, kept)
     for split in task.validation:
-        parts[split] = _take(splits[split], range(len(splits[split]["label"]))[: settings.max_eval_samples])
+        parts[split] = _take(
+            splits[split], range(len(splits[split]["label"]))[: settings.max_eval_samples]
+        )
     joined = {name: [x for part in parts.values() for x in part[name]] for name in train}
     slices, start = {}, 0
     for name, part in parts.items():
         slices[name] = slice(start, start + len(part["label"]))
         start += len(part["label"])
-    return Rows(tokenizer, task, train, max_length), Rows(tokenizer, task, joined, max_length), slices
+    return (
+        Rows(tokenizer, task, train, max_length),
+        Rows(tokenizer, task, joined, max_length),
+        slices,
+    )
 
 
 def evaluation_metrics(task, logits, labels, slices, metric="mean"):
@@ -182,34 +234,50 @@ def evaluation_metrics(task, logits, labels, slices, metric="mean"):
     Args:
         metric: what stops and selects, "mean" of the task's metrics or one of them.
     Returns:
-        "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there are several dev splits, and "score":
+        "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there
+        are several dev splits, and "score":
         what stops and selects, of the held-out rows if there are some, else of dev.
     """
-    dev = {split: scores(task, logits[slices[split]], labels[slices[split]]) for split in task.validation}
-    metrics = {f"dev_{name}": float(np.mean([part[name] for part in dev.values()])) for name in (*task.metrics, "score")}
+    dev = {
+        split: scores(task, logits[slices[split]], labels[slices[split]])
+        for split in task.validation
+    }
+    metrics = {
+        f"dev_{name}": float(np.mean([part[name] for part in dev.values()]))
+        for name in (*task.metrics, "score")
+    }
     if len(dev) > 1:
-        metrics |= {f"{split}_{name}": part[name] for split, part in dev.items() for name in task.metrics}
+        metrics |= {
+            f"{split}_{name}": part[name] for split, part in dev.items() for name in task.metrics
+        }
     part = slices.get("heldout")
     key = "score" if metric == "mean" else metric
-    metrics["score"] = metrics[f"dev_{key}"] if part is None else scores(task, logits[part], labels[part])[key]
+    metrics["score"] = (
+        metrics[f"dev_{key}"] if part is None else scores(task, logits[part], labels[part])[key]
+    )
     return metrics
 
 
-# ------------------------------------------------------------------------------------------------------------------ trainer
+# ------------------------------------------------------------------------------------------------
+# trainer
 
 
 class GlueTrainer(Trainer):
-    """Weight decay on matrices alone: norms and biases, which are vectors in every encoder, have none."""
+    """Weight decay on matrices alone: norms and biases, which are vectors in every encoder, have
+    none."""
 
     def get_decay_parameter_names(self, model):
         return decay_parameter_names(model)
 
     def _determine_best_metric(self, metrics, trial):
-        """transformers 4 and 5.0 note the best step for the strategies "steps" and "epoch" alone."""
+        """transformers 4 and 5.0 note the best step for the strategies "steps" and "epoch"
+        alone."""
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best:
             self.state.best_global_step = self.state.global_step
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            self.state.best_model_checkpoint = str(
+                Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            )
         return is_best
 
 
@@ -233,10 +301,15 @@ def trainer_arguments(settings, given, folder, rows):
     check_trainer_options(given)
     batches = math.ceil(rows / settings.batch_size)
     steps = math.ceil(batches * given["num_train_epochs"])
-    interval = evaluation_interval(batches, settings.max_eval_interval, settings.evaluations_per_epoch)
+    interval = evaluation_interval(
+        batches, settings.max_eval_interval, settings.evaluations_per_epoch
+    )
     processes = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
     if settings.batch_size % processes:
-        raise UserError(f"the batch size {settings.batch_size} cannot be shared by processes x gradient_accumulation_steps = {processes}")
+        raise UserError(
+            f"the batch size {settings.batch_size} cannot be shared by processes x "
+            f"gradient_accumulation_steps = {processes}"
+        )
     fixed = {
         "per_device_train_batch_size": settings.batch_size // processes,
         "learning_rate": settings.learning_rate,
@@ -255,7 +328,11 @@ def trainer_arguments(settings, given, folder, rows):
         "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": True,  # how long the early stopping has waited
     }
-    usual = {"save_total_limit": 1, "logging_steps": interval, "dataloader_pin_memory": torch.cuda.is_available()}
+    usual = {
+        "save_total_limit": 1,
+        "logging_steps": interval,
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
     return training_arguments(folder, usual | given, fixed), steps
 
 
@@ -265,9 +342,11 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
     Args:
         settings: RunSettings.
         splits: from `glue_tasks.load_task`.
-        model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is used).
+        model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is
+        used).
         tokenizer: the model's.
-        folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA, adapter/; glue.json names the files.
+        folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA,
+        adapter/; glue.json names the files.
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
     Returns:
@@ -278,7 +357,13 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
     task = TASKS[settings.task]
     folder = Path(folder)
     set_seed(settings.seed)
-    model, new_head = load_classifier(model_name, task, settings.head_dropout, options.trust_remote_code, settings.classifier_pooling)
+    model, new_head = load_classifier(
+        model_name,
+        task,
+        settings.head_dropout,
+        options.trust_remote_code,
+        settings.classifier_pooling,
+    )
     check_vocabulary(tokenizer, model, model_name)
     limit = text_limit(model, tokenizer)
     if settings.lora:
@@ -288,7 +373,9 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
     arguments, steps = trainer_arguments(settings, given, folder / "checkpoints", len(train))
 
     def compute_metrics(output):
-        logits = output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        logits = (
+            output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
+        )
         return evaluation_metrics(task, logits, output.label_ids, slices, settings.metric)
 
     run = Run(folder, "glue", asdict(settings))
@@ -311,7 +398,9 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             **_outcome(trainer, task, slices, steps),
             "parameters": parameters,
             "seconds": spent["train_runtime"],
-            "seconds_per_step": round(spent["train_runtime"] / max(1, trainer.state.global_step), 4),
+            "seconds_per_step": round(
+                spent["train_runtime"] / max(1, trainer.state.global_step), 4
+            ),
             "cpu_seconds": spent["cpu_seconds"],
             "resumed": resumed,
             "peak_memory_mib": peak,
@@ -319,9 +408,19 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         }
         if trainer.is_world_process_zero():
             scratch = run.scratch()
-            result["reload_difference"] = _save(trainer, tokenizer, evaluation, scratch, settings, options)
-            dtype = "bfloat16 autocast" if arguments.bf16 else "float16 autocast" if arguments.fp16 else "float32"
-            result["environment"] = environment(dtype=dtype, processes=process_state().num_processes)
+            result["reload_difference"] = _save(
+                trainer, tokenizer, evaluation, scratch, settings, options
+            )
+            dtype = (
+                "bfloat16 autocast"
+                if arguments.bf16
+                else "float16 autocast"
+                if arguments.fp16
+                else "float32"
+            )
+            result["environment"] = environment(
+                dtype=dtype, processes=process_state().num_processes
+            )
             write_json(scratch / "result.json", result)
             run.finish(run.move_in(scratch, "result.json"))
             checkpoints.remove(folder / "checkpoints")
@@ -350,16 +449,24 @@ def _identity(settings, options, task, new_head):
 
 
 def _outcome(trainer, task, slices, steps):
-    """What a result says of a finished run: scores of the weights that were chosen, and how they came about."""
+    """What a result says of a finished run: scores of the weights that were chosen, and how they
+    came about."""
     history = _history(trainer.state.log_history)
     best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
     return {
         "score": best["dev_score"],
         "metrics": _only_dev(task, best),
-        "selected": {"by": "held-out training rows" if "heldout" in slices else "dev", "score": best["score"], "step": best["step"]},
+        "selected": {
+            "by": "held-out training rows" if "heldout" in slices else "dev",
+            "score": best["score"],
+            "step": best["step"],
+        },
         "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
         "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-        "rows": {"train": len(trainer.train_dataset), **{name: part.stop - part.start for name, part in slices.items()}},
+        "rows": {
+            "train": len(trainer.train_dataset),
+            **{name: part.stop - part.start for name, part in slices.items()},
+        },
         "evaluation_interval": trainer.args.eval_steps,
         "planned_steps": steps,
         "stopped_early": trainer.state.global_step < steps,
@@ -368,13 +475,16 @@ def _outcome(trainer, task, slices, steps):
 
 
 def _history(log):
-    """[{"step", "epoch", metrics without "eval_"}] of every evaluation, in order, each step once."""
+    """[{"step", "epoch", metrics without "eval_"}] of every evaluation, in order, each step
+    once."""
     entries = {}
     for entry in log:
         if "eval_score" in entry:
             values = {name.removeprefix("eval_"): value for name, value in entry.items()}
             dropped = ("runtime", "samples_per_second", "steps_per_second", "loss")
-            entries[entry["step"]] = {name: value for name, value in values.items() if name not in dropped}
+            entries[entry["step"]] = {
+                name: value for name, value in values.items() if name not in dropped
+            }
     return [entries[step] for step in sorted(entries)]
 
 
@@ -384,7 +494,8 @@ def _only_dev(task, entry):
 
 
 def _save(trainer, tokenizer, evaluation, folder, settings, options):
-    """Writes the chosen weights, merged if LoRA, loads them again and returns the largest difference of the logits."""
+    """Writes the chosen weights, merged if LoRA, loads them again and returns the largest
+    difference of the logits."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows = [evaluation[i] for i in range(min(8, len(evaluation)))]
     batch = DataCollatorWithPadding(tokenizer)(rows)

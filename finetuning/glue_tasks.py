@@ -22,7 +22,8 @@ class Task:
         texts: columns with the text, or the pair of texts.
         labels: label names in the order of their numbers; empty for regression.
         metrics: names of the metrics; the task's score is their mean.
-        validation: dev splits; the metrics of several splits are averaged (MNLI: matched and mismatched).
+        validation: dev splits; the metrics of several splits are averaged (MNLI: matched and
+        mismatched).
         from_mnli: fine-tuned from the best MNLI checkpoint (the protocol of the paper).
         low, high: range of a regression label.
     """
@@ -48,7 +49,8 @@ class Task:
 
 _NLI = ("entailment", "not_entailment")
 
-# In the order of Table 3. MNLI comes first, so that "all" has its checkpoint for the tasks that start from it.
+# In the order of Table 3. MNLI comes first, so that "all" has its checkpoint for the tasks that
+# start from it.
 TASKS = {
     task.name: task
     for task in (
@@ -61,12 +63,27 @@ TASKS = {
             ("validation_matched", "validation_mismatched"),
         ),
         Task("qnli", "QNLI", ("question", "sentence"), _NLI, ("accuracy",), from_mnli=True),
-        Task("qqp", "QQP", ("question1", "question2"), ("not_duplicate", "duplicate"), ("accuracy", "f1")),
+        Task(
+            "qqp",
+            "QQP",
+            ("question1", "question2"),
+            ("not_duplicate", "duplicate"),
+            ("accuracy", "f1"),
+        ),
         Task("rte", "RTE", ("sentence1", "sentence2"), _NLI, ("accuracy",), from_mnli=True),
         Task("sst2", "SST", ("sentence",), ("negative", "positive"), ("accuracy",)),
-        Task("mrpc", "MRPC", ("sentence1", "sentence2"), ("not_equivalent", "equivalent"), ("accuracy", "f1"), from_mnli=True),
+        Task(
+            "mrpc",
+            "MRPC",
+            ("sentence1", "sentence2"),
+            ("not_equivalent", "equivalent"),
+            ("accuracy", "f1"),
+            from_mnli=True,
+        ),
         Task("cola", "CoLA", ("sentence",), ("unacceptable", "acceptable"), ("matthews",)),
-        Task("stsb", "STS", ("sentence1", "sentence2"), (), ("pearson", "spearman"), from_mnli=True),
+        Task(
+            "stsb", "STS", ("sentence1", "sentence2"), (), ("pearson", "spearman"), from_mnli=True
+        ),
     )
 }
 _ALIASES = {"sst": "sst2", "sst-2": "sst2", "sts": "stsb", "sts-b": "stsb"}
@@ -88,13 +105,16 @@ def parse_tasks(names):
         if name == "wnli":
             raise UserError("wnli is left out, as in the paper; the tasks are " + ", ".join(TASKS))
         if name not in TASKS:
-            raise UserError(f"there is no GLUE task {name!r}; choose all, or from {', '.join(TASKS)}")
+            raise UserError(
+                f"there is no GLUE task {name!r}; choose all, or from {', '.join(TASKS)}"
+            )
     if not wanted:
         raise UserError(f"no task was given; choose all, or from {', '.join(TASKS)}")
     return [task for name, task in TASKS.items() if name in wanted]
 
 
-# ------------------------------------------------------------------------------------------------------------------ metrics
+# ------------------------------------------------------------------------------------------------
+# metrics
 
 
 def _correlation(function):
@@ -137,27 +157,36 @@ def scores(task, logits, labels):
         labels: (N,) array.
     """
     predictions = logits[:, 0] if task.regression else logits.argmax(axis=-1)
-    values = {name: float(metric_function(name)(labels.tolist(), predictions.tolist())) for name in task.metrics}
+    values = {
+        name: float(metric_function(name)(labels.tolist(), predictions.tolist()))
+        for name in task.metrics
+    }
     return {**values, "score": sum(values.values()) / len(values)}
 
 
-# --------------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------
+# data
 
 
 def load_task(task, source):
     """Train and dev splits as lists of columns, every row checked.
 
     Args:
-        source: a local folder with `<task>/<split>.jsonl` (or .json, .csv, .tsv, .parquet, also sharded as `<split>-00000-of-00001.parquet`),
+        source: a local folder with `<task>/<split>.jsonl` (or .json, .csv, .tsv, .parquet, also
+        sharded as `<split>-00000-of-00001.parquet`),
             with nyu-mll/glue's columns; else the name of such a data set on the Hub.
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
-        UserError: no such folder or data set, a split without rows or in two files that are not shards, a column that is missing, a broken
+        UserError: no such folder or data set, a split without rows or in two files that are not
+        shards, a column that is missing, a broken
             row, a label out of range.
     """
     rows = _local_rows if Path(source).is_dir() else _hub_rows
-    return {split: _checked(task, rows(source, task.name, split)) for split in ("train", *task.validation)}
+    return {
+        split: _checked(task, rows(source, task.name, split))
+        for split in ("train", *task.validation)
+    }
 
 
 def rows_digest(splits):
@@ -173,15 +202,25 @@ def _local_rows(source, task, split):
     """(place, row) of one split of a local folder."""
     folder = Path(source) / task
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; a local GLUE folder holds <task>/<split>.jsonl, .csv, .tsv or .parquet")
+        raise UserError(
+            f"there is no folder {folder}; a local GLUE folder holds <task>/<split>.jsonl, .csv, "
+            ".tsv or .parquet"
+        )
     files = [
-        path for path in sorted(folder.iterdir()) if row_format(path) in _FORMATS and path.name.partition(".")[0].split("-0")[0] == split
+        path
+        for path in sorted(folder.iterdir())
+        if row_format(path) in _FORMATS and path.name.partition(".")[0].split("-0")[0] == split
     ]
     if not files:
-        raise UserError(f"{folder} has no split {split!r}; expected {split}.jsonl, .csv, .tsv or .parquet")
+        raise UserError(
+            f"{folder} has no split {split!r}; expected {split}.jsonl, .csv, .tsv or .parquet"
+        )
     if len({(path.suffix, path.stem == split) for path in files}) > 1:
         names = ", ".join(path.name for path in files)
-        raise UserError(f"{folder} has the split {split!r} more than once ({names}); leave one file, or shards of one format")
+        raise UserError(
+            f"{folder} has the split {split!r} more than once ({names}); leave one file, or shards "
+            "of one format"
+        )
     for path in files:
         yield from read_rows(path)
 
@@ -192,9 +231,12 @@ def _hub_rows(name, task, split):
 
     try:
         data = load_dataset(name, task, split=split)
-    except Exception as error:  # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
+    # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
+    except Exception as error:
         reason = one_line(error)
-        raise UserError(f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: {reason}") from error
+        raise UserError(
+            f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: {reason}"
+        ) from error
     for number, row in enumerate(data, 1):
         yield f"{name}/{task}/{split}, row {number:,}", row
 
@@ -205,7 +247,9 @@ def _checked(task, rows):
     for place, row in rows:
         for name in columns:
             if row.get(name) is None:
-                raise UserError(f"{place} has no {name!r}; {task.name} needs the columns {', '.join(columns)}")
+                raise UserError(
+                    f"{place} has no {name!r}; {task.name} needs the columns {', '.join(columns)}"
+                )
         for name in task.texts:
             if not isinstance(row[name], str):
                 raise UserError(f"{place}: {name!r} must be text, but {short(row[name])} was given")
@@ -223,6 +267,12 @@ def _checked_label(task, place, label):
     except (TypeError, ValueError):
         number = math.nan
     if not low <= number <= high or not (task.regression or number.is_integer()):
-        allowed = f"a number from {low:g} to {high:g}" if task.regression else f"a whole number from 0 to {high} ({', '.join(task.labels)})"
-        raise UserError(f"{place}: label {short(label)} is out of range; {task.name} takes {allowed}")
+        allowed = (
+            f"a number from {low:g} to {high:g}"
+            if task.regression
+            else f"a whole number from 0 to {high} ({', '.join(task.labels)})"
+        )
+        raise UserError(
+            f"{place}: label {short(label)} is out of range; {task.name} takes {allowed}"
+        )
     return number if task.regression else int(number)

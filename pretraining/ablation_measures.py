@@ -1,4 +1,5 @@
-"""How every rung of the small ladder is measured: a linear probe on sentence sentiment, and masked-LM quality on held-out text."""
+"""How every rung of the small ladder is measured: a linear probe on sentence sentiment, and
+masked-LM quality on held-out text."""
 
 import math
 
@@ -17,14 +18,24 @@ def features(model, tokenizer, texts, length, batch_size=64):
     """Mean-pooled last hidden states, (texts, D) numpy; special tokens included."""
     special, output = SpecialTokens.of(tokenizer), []
     for start in range(0, len(texts), batch_size):
-        ids = tokenizer(texts[start : start + batch_size], truncation=True, max_length=length - 2, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(
+            texts[start : start + batch_size],
+            truncation=True,
+            max_length=length - 2,
+            add_special_tokens=False,
+        )["input_ids"]
         packed = pack([special.around(row) for row in ids])
-        output.append(mean_of_sequences(model.model(**packed).last_hidden_state, packed["cu_seq_lens_q"]).numpy())
+        output.append(
+            mean_of_sequences(
+                model.model(**packed).last_hidden_state, packed["cu_seq_lens_q"]
+            ).numpy()
+        )
     return np.concatenate(output)
 
 
 def probe_accuracy(x, labels):
-    """Test accuracy of a logistic regression on standardised features: fitted on three quarters, measured on the last."""
+    """Test accuracy of a logistic regression on standardised features: fitted on three quarters,
+    measured on the last."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -41,10 +52,12 @@ def majority(labels):
 
 
 def measure(model, tokenizer, heldout, probe, length):
-    """The measurements of a rung: masking of the held-out text is 20 % always [MASK], whatever the rung was trained with.
+    """The measurements of a rung: masking of the held-out text is 20 % always [MASK], whatever the
+    rung was trained with.
 
     Returns:
-        dict: probe_accuracy, masked_accuracy, masked_loss (nats a token), masked_bits_per_character (of the hidden text, so that tokenizers compare).
+        dict: probe_accuracy, masked_accuracy, masked_loss (nats a token), masked_bits_per_character
+        (of the hidden text, so that tokenizers compare).
     """
     model.eval()
     spec = BatchSpec(tokens=4096, length=length, seed=1234)
@@ -52,11 +65,17 @@ def measure(model, tokenizer, heldout, probe, length):
     batches = MicroBatches(windows, TokenMasking(tokenizer), spec)
     masked = evaluate_batches(model, batches)
     labels = torch.cat([batches[i]["labels"].flatten() for i in range(len(batches))])
-    characters = sum(len(token.lstrip("#Ġ")) for token in tokenizer.convert_ids_to_tokens(labels[labels != -100].tolist()))
+    characters = sum(
+        len(token.lstrip("#Ġ"))
+        for token in tokenizer.convert_ids_to_tokens(labels[labels != -100].tolist())
+    )
     x = features(model, tokenizer, [row["text"] for row in probe], length)
     return {
         "probe_accuracy": probe_accuracy(x, np.array([row["label"] for row in probe])),
         "masked_accuracy": masked["masked_accuracy"],
         "masked_loss": masked["loss"],
-        "masked_bits_per_character": masked["loss"] * masked["masked_tokens"] / math.log(2) / characters,
+        "masked_bits_per_character": masked["loss"]
+        * masked["masked_tokens"]
+        / math.log(2)
+        / characters,
     }

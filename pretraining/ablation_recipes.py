@@ -1,6 +1,7 @@
 """The recipes of the ablation ladder (Table 2 of the paper), and how they are made small.
 
-A rung is a file of recipes/ablations: m0 to m9, and m9 with one optional method of ours each (m9_wsd, ...).
+A rung is a file of recipes/ablations: m0 to m9, and m9 with one optional method of ours each
+(m9_wsd, ...).
 """
 
 import math
@@ -12,9 +13,13 @@ from ..common.yaml_files import read_yaml
 
 
 CONFIGS = RECIPES / "ablations"
-# {rung: (change, published GLUE dev, kept)}; the last rung of the table is a search of hyper-parameters, not a training.
+# {rung: (change, published GLUE dev, kept)}; the last rung of the table is a search of
+# hyper-parameters, not a training.
 PUBLISHED = {name.lower(): rest for name, *rest in ABLATIONS if name != "M10"}
-METHODS = {"m9_mask_schedule": "M9 + masking falls from 30 to 15 %", "m9_wsd": "M9 + warm-up, stable, decay"}
+METHODS = {
+    "m9_mask_schedule": "M9 + masking falls from 30 to 15 %",
+    "m9_wsd": "M9 + warm-up, stable, decay",
+}
 RUNGS = (*PUBLISHED, *METHODS)
 
 
@@ -46,13 +51,30 @@ class Scale:
 
 SCALES = {
     "small": Scale(
-        hidden=64, layers=2, heads=2, length=64, texts=16, steps=1500, vocabulary=2048, corpus_texts=40_000, learning_rate=1.5e-3,
+        hidden=64,
+        layers=2,
+        heads=2,
+        length=64,
+        texts=16,
+        steps=1500,
+        vocabulary=2048,
+        corpus_texts=40_000,
+        learning_rate=1.5e-3,
         probe_texts=8000,
     ),
     "tiny": Scale(
-        hidden=24, layers=2, heads=2, length=16, texts=8, steps=3, vocabulary=200, corpus_texts=150, learning_rate=3e-3, probe_texts=40,
+        hidden=24,
+        layers=2,
+        heads=2,
+        length=16,
+        texts=8,
+        steps=3,
+        vocabulary=200,
+        corpus_texts=150,
+        learning_rate=3e-3,
+        probe_texts=40,
     ),
-}  # fmt: skip
+}
 
 
 def rung_recipe(name):
@@ -61,9 +83,11 @@ def rung_recipe(name):
 
 
 def shrink(recipe, scale):
-    """A rung's recipe at a reduced scale. One scaling rule for all rungs, so that differences between rungs are kept.
+    """A rung's recipe at a reduced scale. One scaling rule for all rungs, so that differences
+    between rungs are kept.
 
-    The bound of the uniform initialisation grows with 1 / sqrt(width), from 0.02 at 768, so that narrow models start with activations as large.
+    The bound of the uniform initialisation grows with 1 / sqrt(width), from 0.02 at 768, so that
+    narrow models start with activations as large.
     """
     model = dict(recipe["model_config"])
     heads = scale.heads
@@ -78,29 +102,59 @@ def shrink(recipe, scale):
         decoder_init_range=round(0.02 * math.sqrt(768 / scale.hidden), 4),
     )
     model.pop("vocab_size", None)
-    small = {key: value for key, value in recipe.items() if key not in ("keep_every", "output", "dataset", "tokenizer", "trainer")}
-    small |= {"model_config": model, "max_length": length, "column": "text", "trainer": _small_trainer(recipe["trainer"], scale)}
+    small = {
+        key: value
+        for key, value in recipe.items()
+        if key not in ("keep_every", "output", "dataset", "tokenizer", "trainer")
+    }
+    small |= {
+        "model_config": model,
+        "max_length": length,
+        "column": "text",
+        "trainer": _small_trainer(recipe["trainer"], scale),
+    }
     if "texts_per_step" in recipe:
-        small["texts_per_step"] = small["texts_per_batch"] = recipe["texts_per_step"] * scale.texts // 256
+        small["texts_per_step"] = small["texts_per_batch"] = (
+            recipe["texts_per_step"] * scale.texts // 256
+        )
     else:
-        small["tokens_per_step"] = small["tokens_per_batch"] = recipe["tokens_per_step"] // 512 * scale.texts // 256 * length
+        small["tokens_per_step"] = small["tokens_per_batch"] = (
+            recipe["tokens_per_step"] // 512 * scale.texts // 256 * length
+        )
     return small
 
 
 def _small_trainer(trainer, scale):
-    """Trainer's options of a recipe at a reduced scale: what counts steps shrinks with them, after a warm-up of a tenth."""
+    """Trainer's options of a recipe at a reduced scale: what counts steps shrinks with them, after
+    a warm-up of a tenth."""
     warmup, share = scale.steps // 10, scale.steps / trainer["max_steps"]
-    small = {key: value for key, value in trainer.items() if key not in ("bf16", "dataloader_num_workers")}
+    small = {
+        key: value
+        for key, value in trainer.items()
+        if key not in ("bf16", "dataloader_num_workers")
+    }
     if "lr_scheduler_kwargs" in small:
         kwargs = dict(small["lr_scheduler_kwargs"])
-        end = kwargs["num_decay_steps"] + (trainer["warmup_steps"] if kwargs.get("num_stable_steps") == 0 else 0)
-        kwargs["num_decay_steps"] = round(end * share) - (warmup if kwargs.get("num_stable_steps") == 0 else 0)
+        end = kwargs["num_decay_steps"] + (
+            trainer["warmup_steps"] if kwargs.get("num_stable_steps") == 0 else 0
+        )
+        kwargs["num_decay_steps"] = round(end * share) - (
+            warmup if kwargs.get("num_stable_steps") == 0 else 0
+        )
         small["lr_scheduler_kwargs"] = kwargs
     every = max(1, scale.steps // 10)
     return {
-        **small, "learning_rate": scale.learning_rate, "max_steps": scale.steps, "warmup_steps": warmup, "logging_steps": every,
-        "save_steps": max(1, scale.steps // 2), "save_total_limit": 1, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
+        **small,
+        "learning_rate": scale.learning_rate,
+        "max_steps": scale.steps,
+        "warmup_steps": warmup,
+        "logging_steps": every,
+        "save_steps": max(1, scale.steps // 2),
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
 
 
 def rung_values(name, scale, paths, out, seed):
@@ -116,6 +170,10 @@ def rung_values(name, scale, paths, out, seed):
     data = "diverse" if "refinedweb" in str(recipe["dataset"]) else "curated"
     trainer = {**values["trainer"], "seed": seed}
     return {
-        **values, "dataset": str(paths[data]), "tokenizer": str(paths[kind]), "prepared": str(out.parent / f"prepared_{data}_{kind}"),
-        "output": str(out), "trainer": trainer,
-    }  # fmt: skip
+        **values,
+        "dataset": str(paths[data]),
+        "tokenizer": str(paths[kind]),
+        "prepared": str(out.parent / f"prepared_{data}_{kind}"),
+        "output": str(out),
+        "trainer": trainer,
+    }

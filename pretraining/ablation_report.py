@@ -1,4 +1,5 @@
-"""The small ladder's table and chart: published numbers beside ours, which are marked as small-scale."""
+"""The small ladder's table and chart: published numbers beside ours, which are marked as
+small-scale."""
 
 import statistics
 
@@ -14,9 +15,11 @@ _MEASURED = {
     "bits per masked character": ("masked_bits_per_character", 1, ".3f"),
 }
 _COSTS = {
-    "parameters": ("parameters", 1e-6, ".2f"), "steps": ("steps", 1, ",.0f"), "tokens": ("tokens_seen", 1e-6, ".2f"),
+    "parameters": ("parameters", 1e-6, ".2f"),
+    "steps": ("steps", 1, ",.0f"),
+    "tokens": ("tokens_seen", 1e-6, ".2f"),
     "CPU seconds": ("cpu_seconds", 1, ",.0f"),
-}  # fmt: skip
+}
 
 
 def values_of(rows, rung, column):
@@ -26,15 +29,33 @@ def values_of(rows, rung, column):
 
 
 def table(rows):
-    """Every measured rung in the ladder's order, mean ± standard deviation over its seeds, as a markdown table."""
+    """Every measured rung in the ladder's order, mean ± standard deviation over its seeds, as a
+    markdown table."""
     lines = []
     for rung in _measured_rungs(rows):
         change, glue, kept = PUBLISHED.get(rung, (METHODS.get(rung), None, None))
-        cells = [mean_and_deviation(values_of(rows, rung, name), form) for name, (_, _, form) in _MEASURED.items()]
-        costs = [f"{statistics.mean(values_of(rows, rung, name)):{form}}" for name, (_, _, form) in _COSTS.items()]
-        lines.append([rung.upper() if rung in PUBLISHED else "ours", change, kept or "-", glue, *cells, *costs])
+        cells = [
+            mean_and_deviation(values_of(rows, rung, name), form)
+            for name, (_, _, form) in _MEASURED.items()
+        ]
+        costs = [
+            f"{statistics.mean(values_of(rows, rung, name)):{form}}"
+            for name, (_, _, form) in _COSTS.items()
+        ]
+        lines.append(
+            [
+                rung.upper() if rung in PUBLISHED else "ours",
+                change,
+                kept or "-",
+                glue,
+                *cells,
+                *costs,
+            ]
+        )
     units = ["M parameters", "steps", "M tokens", "CPU seconds"]
-    return markdown_table(["model", "change", "kept", "GLUE dev (published)", *_MEASURED, *units], lines)
+    return markdown_table(
+        ["model", "change", "kept", "GLUE dev (published)", *_MEASURED, *units], lines
+    )
 
 
 def _measured_rungs(rows):
@@ -65,14 +86,17 @@ held-out text. M3's other tokenizer predicts other pieces, so compare it by bits
 training, one process. In place of {", of ".join(f"{name}: {what}" for name, what in stand_ins.items())}. Tokenizers: a WordPiece and a
 byte-level BPE of {scale["vocabulary"]:,} pieces and 5 % more, learnt from that text.
 
-{table(rows)}"""
-    page = write_result(output, "The ablation ladder at a small scale", env, {**ladder, "runs": rows}, text)
+{table(rows)}"""  # noqa: E501
+    page = write_result(
+        output, "The ablation ladder at a small scale", env, {**ladder, "runs": rows}, text
+    )
     draw(rows, output.with_name(f"{output.name}.png"), env)
     return page
 
 
 def draw(rows, path, env):
-    """Figure 1's chart: published GLUE by rung on top, our two measurements below; rungs that were not kept are pale."""
+    """Figure 1's chart: published GLUE by rung on top, our two measurements below; rungs that were
+    not kept are pale."""
     rungs = _measured_rungs(rows)
     published = [PUBLISHED.get(rung, (None, None, None)) for rung in rungs]
     colours = [figures.PALE if kept == "no" else figures.OWN for *_, kept in published]
@@ -80,7 +104,9 @@ def draw(rows, path, env):
     figure, panels = figures.subplots(title, rows=3, size=(1.0 + 0.75 * len(rungs), 8), sharex=True)
     figures.bars(panels[0], rungs, [glue for _, glue, _ in published], colours=colours)
     panels[0].set_ylabel("GLUE dev, published")
-    for panel, column, digits in zip(panels[1:], ("probe accuracy", "bits per masked character"), (1, 2)):
+    for panel, column, digits in zip(
+        panels[1:], ("probe accuracy", "bits per masked character"), (1, 2)
+    ):
         seeds = [values_of(rows, rung, column) for rung in rungs]
         spreads = [statistics.stdev(values) if len(values) > 1 else 0 for values in seeds]
         figures.bars(panel, rungs, list(map(statistics.mean, seeds)), spreads, digits, colours)

@@ -1,6 +1,8 @@
-"""Batches for masked-LM training: micro-batch i of a run is a pure function of the data, the seed and i.
+"""Batches for masked-LM training: micro-batch i of a run is a pure function of the data, the seed
+and i.
 
-So a resumed run, another number of loader workers or another number of processes sees the same batches with the same masks.
+So a resumed run, another number of loader workers or another number of processes sees the same
+batches with the same masks.
 Shapes: T tokens of a packed batch, N texts in it, B rows, L row length.
 """
 
@@ -20,12 +22,15 @@ class BatchSpec:
     """What a micro-batch is made of; checked when it is made.
 
     Args:
-        layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a mask;
-            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which attend to each other.
+        layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a
+        mask;
+            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which
+            attend to each other.
         tokens: of a packed micro-batch at most; rows x length of one without boundaries.
         texts: of a padded or packed micro-batch, in place of `tokens`.
         length: tokens of a text at most, special tokens included.
-        mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of these parts. A mapping will do.
+        mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of
+        these parts. A mapping will do.
         long_texts: "truncate", or "split" into windows of `length`.
         seed: of order, mixture and masks.
     Raises:
@@ -43,11 +48,19 @@ class BatchSpec:
     def __post_init__(self):
         object.__setattr__(self, "mixture", _parts(self.mixture))
         if self.layout not in LAYOUTS:
-            raise UserError(f"layout must be one of {', '.join(LAYOUTS)}, but {self.layout!r} was given")
+            raise UserError(
+                f"layout must be one of {', '.join(LAYOUTS)}, but {self.layout!r} was given"
+            )
         if self.long_texts not in LONG_TEXTS:
-            raise UserError(f"long_texts must be one of {', '.join(LONG_TEXTS)}, but {self.long_texts!r} was given")
+            raise UserError(
+                f"long_texts must be one of {', '.join(LONG_TEXTS)}, but {self.long_texts!r} was "
+                "given"
+            )
         if self.length < 3:
-            raise UserError(f"max_length must be at least 3 (a token between [CLS] and [SEP]), but {self.length} was given")
+            raise UserError(
+                "max_length must be at least 3 (a token between [CLS] and [SEP]), but "
+                f"{self.length} was given"
+            )
         if (self.tokens is None) == (self.texts is None):
             raise UserError("give either tokens_per_batch or texts_per_batch")
         unit = {"padded": "texts", "packed_without_boundaries": "tokens"}.get(self.layout)
@@ -57,10 +70,14 @@ class BatchSpec:
             raise UserError(f"texts_per_batch must be at least 1, but {self.texts} was given")
         if self.tokens is not None and self.tokens < self.length:
             raise UserError(
-                f"tokens_per_batch {self.tokens} is less than one text of max_length {self.length}; raise it or lower max_length"
+                f"tokens_per_batch {self.tokens} is less than one text of max_length "
+                f"{self.length}; raise it or lower max_length"
             )
         if self.layout == "packed_without_boundaries" and self.tokens % self.length:
-            raise UserError(f"tokens_per_batch {self.tokens} must be a multiple of max_length {self.length} for layout {self.layout}")
+            raise UserError(
+                f"tokens_per_batch {self.tokens} must be a multiple of max_length {self.length} "
+                f"for layout {self.layout}"
+            )
 
     @property
     def size(self):
@@ -79,10 +96,15 @@ def _parts(mixture):
         shares = {int(least): float(share) for least, share in pairs}
     except (TypeError, ValueError, OverflowError):
         raise UserError(
-            f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: 0.4}}, but {mixture!r} was given"
+            f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: "
+            f"0.4}}, but {mixture!r} was given"
         ) from None
-    if not (min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6):  # NaN is neither
-        raise UserError(f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given")
+    if not (
+        min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6
+    ):  # NaN is neither
+        raise UserError(
+            f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given"
+        )
     return tuple(shares.items())
 
 
@@ -101,7 +123,10 @@ class SpecialTokens:
         first = tokenizer.bos_token_id if first is None else first
         last = tokenizer.eos_token_id if last is None else last
         if first is None or last is None:
-            raise UserError(f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a text ([CLS], [SEP])")
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a "
+                "text ([CLS], [SEP])"
+            )
         return cls(first, last, tokenizer.pad_token_id)
 
     def around(self, body):
@@ -110,7 +135,8 @@ class SpecialTokens:
 
 
 class Windows:
-    """The training texts of a tokenised set: each text cut to `spec.length` tokens, or split into windows of it.
+    """The training texts of a tokenised set: each text cut to `spec.length` tokens, or split into
+    windows of it.
 
     Args:
         texts: `TokenisedTexts`.
@@ -119,11 +145,18 @@ class Windows:
     """
 
     def __init__(self, texts, special, spec):
-        self.texts, self.special, self.length, self.body = texts, special, spec.length, spec.length - 2
+        self.texts, self.special, self.length, self.body = (
+            texts,
+            special,
+            spec.length,
+            spec.length - 2,
+        )
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends = None  # with "split": windows up to each text's end
         if spec.long_texts == "split":
-            self.ends = np.cumsum(np.maximum(1, -(-(texts.lengths - 2) // self.body)), dtype=np.int64)
+            self.ends = np.cumsum(
+                np.maximum(1, -(-(texts.lengths - 2) // self.body)), dtype=np.int64
+            )
 
     def __len__(self):
         return len(self.texts.lengths) if self.ends is None else int(self.ends[-1])
@@ -154,12 +187,16 @@ class Windows:
         """The windows as int64 arrays, special tokens included."""
         text, starts = self._place(ids)
         rows = self.rows[text]["input_ids"]
-        return [self.special.around(row[start : start + self.body]) for row, start in zip(rows, starts)]
+        return [
+            self.special.around(row[start : start + self.body]) for row, start in zip(rows, starts)
+        ]
 
 
 def generator_for(seed, i):
     """The random numbers of micro-batch i."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0] >> 1))
+    return torch.Generator().manual_seed(
+        int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0] >> 1)
+    )
 
 
 class MicroBatches(torch.utils.data.Dataset):
@@ -179,7 +216,8 @@ class MicroBatches(torch.utils.data.Dataset):
         self.plans = [self._plan(number, least) for number, (least, _) in enumerate(spec.mixture)]
         if count is None:
             self.count = self.plans[0].planned(0)[-1]
-        # The part of each batch, and how many batches of that part came before; of a single part there is nothing to keep.
+        # The part of each batch, and how many batches of that part came before; of a single part
+        # there is nothing to keep.
         self.source = self.rank = None
         if len(self.plans) > 1:
             choices = np.random.default_rng([spec.seed, 20, 40, 40]).random(self.count)
@@ -195,18 +233,33 @@ class MicroBatches(torch.utils.data.Dataset):
         if spec.layout != "packed_without_boundaries":
             unit, size = spec.size
             return {"tokens": ByTokens, "texts": ByTexts}[unit](self.windows, least, seed, size)
-        plan = ByRows(self.windows, least, seed, spec.length, spec.tokens // spec.length, remainder=self.count is None)
+        plan = ByRows(
+            self.windows,
+            least,
+            seed,
+            spec.length,
+            spec.tokens // spec.length,
+            remainder=self.count is None,
+        )
         if self.count is not None and not plan.planned(0)[-1]:
-            raise UserError(f"a batch takes {spec.tokens} tokens, but the data has {plan.planned(0)[1][-1]}; lower tokens_per_batch")
+            raise UserError(
+                f"a batch takes {spec.tokens} tokens, but the data has {plan.planned(0)[1][-1]}; "
+                "lower tokens_per_batch"
+            )
         return plan
 
     def __len__(self):
         return self.count
 
     def passes(self, i):
-        """How often the data has been read before micro-batch i, by the number of texts: 1.5 is once and a half."""
-        counts = [i] if self.source is None else np.bincount(self.source[:i], minlength=len(self.plans))
-        return sum(plan.texts_before(int(k)) for plan, k in zip(self.plans, counts)) / len(self.windows)
+        """How often the data has been read before micro-batch i, by the number of texts: 1.5 is
+        once and a half."""
+        counts = (
+            [i] if self.source is None else np.bincount(self.source[:i], minlength=len(self.plans))
+        )
+        return sum(plan.texts_before(int(k)) for plan, k in zip(self.plans, counts)) / len(
+            self.windows
+        )
 
     def __getitem__(self, i):
         if not 0 <= i < self.count:
@@ -216,7 +269,9 @@ class MicroBatches(torch.utils.data.Dataset):
         texts = self.windows.read(ids)
         if tokens is not None:
             texts = [np.concatenate(texts)[skip : skip + tokens]]
-        return masked_batch(texts, self.spec, self.windows.special, self.masking, int(i), i / self.count)
+        return masked_batch(
+            texts, self.spec, self.windows.special, self.masking, int(i), i / self.count
+        )
 
 
 def masked_batch(texts, spec, special, masking, number, progress):
@@ -234,7 +289,9 @@ def masked_batch(texts, spec, special, masking, number, progress):
         batch = pad(texts, special.pad)
     else:
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.length))}
-    batch["input_ids"], batch["labels"] = masking(batch["input_ids"], generator_for(spec.seed, number), progress)
+    batch["input_ids"], batch["labels"] = masking(
+        batch["input_ids"], generator_for(spec.seed, number), progress
+    )
     return batch
 
 
@@ -253,11 +310,16 @@ def batch_counts(batch):
     """What a batch costs, as integers or 0-dimensional tensors: nothing waits for a GPU.
 
     Returns:
-        dict: tokens (without padding), squares (sum over texts of length^2), masked (tokens with a label).
+        dict: tokens (without padding), squares (sum over texts of length^2), masked (tokens with a
+        label).
     """
     masked = (batch["labels"] != -100).sum()
     if "cu_seq_lens_q" in batch:
-        return {"tokens": batch["input_ids"].numel(), "squares": batch["cu_seq_lens_q"].diff().long().square().sum(), "masked": masked}
+        return {
+            "tokens": batch["input_ids"].numel(),
+            "squares": batch["cu_seq_lens_q"].diff().long().square().sum(),
+            "masked": masked,
+        }
     if "attention_mask" in batch:
         lengths = batch["attention_mask"].sum(dim=-1)
         return {"tokens": lengths.sum(), "squares": lengths.square().sum(), "masked": masked}

@@ -21,13 +21,22 @@ logger = logging.get_logger(__name__)
 
 # What weights are made for.
 _SHAPE = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "hidden_act", "norm_type"),
+    *(
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "hidden_act",
+        "norm_type",
+    ),
     *("position_embedding_type", "tie_word_embeddings"),
 )
 
 
 def choose_tokenizer(given, start):
-    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it; else the given or the bundled one.
+    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it;
+    else the given or the bundled one.
 
     Args:
         given: folder or Hub name, or None.
@@ -44,8 +53,13 @@ def choose_tokenizer(given, start):
         if given is None:
             raise
         return load_tokenizer(given, padding=False)  # weights alone
-    if given is not None and tokenizer_fingerprint(load_tokenizer(given, padding=False)) != tokenizer_fingerprint(tokenizer):
-        raise UserError(f"tokenizer {given} is another one than that of init_from {start}, which the weights belong to; leave it out")
+    if given is not None and tokenizer_fingerprint(
+        load_tokenizer(given, padding=False)
+    ) != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"tokenizer {given} is another one than that of init_from {start}, which the weights "
+            "belong to; leave it out"
+        )
     return tokenizer
 
 
@@ -54,11 +68,13 @@ def make_model(model_config, init_from, tokenizer, seed):
 
     Args:
         model_config: {field of NeoBERTConfig: value}, or None.
-        init_from: where its weights come from (see `weights_folder`), or None for a fresh initialisation.
+        init_from: where its weights come from (see `weights_folder`), or None for a fresh
+        initialisation.
         tokenizer: whose vocabulary it has.
         seed: of the initialisation.
     Raises:
-        UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's, weights of another architecture.
+        UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's,
+        weights of another architecture.
     """
     given = dict(model_config or {})
     check_model_fields(given, "model_config")
@@ -78,27 +94,45 @@ def _load(source, name, given, tokenizer):
     _override(config, given, name)
     _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     try:
-        model, info = NeoBERTForMaskedLM.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
-    except Exception as error:  # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
-        raise UserError(f"init_from {name}: its weights cannot be loaded ({one_line(error)})") from error
+        model, info = NeoBERTForMaskedLM.from_pretrained(
+            source, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
+    except Exception as error:
+        raise UserError(
+            f"init_from {name}: its weights cannot be loaded ({one_line(error)})"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise UserError(f"init_from {name} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint is needed")
+        raise UserError(
+            f"init_from {name} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint "
+            "is needed"
+        )
     return model
 
 
 def _config_of(source, name):
     try:
-        values = read_json(Path(source) / "config.json") if Path(source).is_dir() else NeoBERTConfig.get_config_dict(source)[0]
+        values = (
+            read_json(Path(source) / "config.json")
+            if Path(source).is_dir()
+            else NeoBERTConfig.get_config_dict(source)[0]
+        )
         model_type = values["model_type"]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"init_from {name} holds no model (config.json with model_type): {one_line(error)}") from error
+        raise UserError(
+            f"init_from {name} holds no model (config.json with model_type): {one_line(error)}"
+        ) from error
     if model_type != "neobert":
-        raise UserError(f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed")
+        raise UserError(
+            f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed"
+        )
     try:
         return NeoBERTConfig.from_pretrained(source)
     except Exception as error:  # the library has no one kind for values that it cannot read
-        raise UserError(f"init_from {name}: its config.json cannot be loaded ({one_line(error)})") from error
+        raise UserError(
+            f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
+        ) from error
 
 
 def _checked_config(values):
@@ -109,34 +143,59 @@ def _checked_config(values):
 
 
 def _override(config, given, source):
-    """Sets the fields of `config` that `given` names, under whichever name; UserError for one that the weights of `source` fix."""
+    """Sets the fields of `config` that `given` names, under whichever name; UserError for one that
+    the weights of `source` fix."""
     named = {target for name in given for target in ALIASES.get(name, (name,))}
-    kept = {name: getattr(config, name) for name in (*_SHAPE, "max_position_embeddings") if name not in named}
+    kept = {
+        name: getattr(config, name)
+        for name in (*_SHAPE, "max_position_embeddings")
+        if name not in named
+    }
     wanted = _checked_config({**kept, **given})
-    # RoPE first: YaRN takes the length that the weights were trained at from the configuration as it is.
+    # RoPE first: YaRN takes the length that the weights were trained at from the configuration as
+    # it is.
     for name in sorted(given, key=lambda name: not name.startswith("rope_")):
         for target in ALIASES.get(name, (name,)):
-            value = given[name] if target.startswith("rope_") else getattr(wanted, target, given[name])
+            value = (
+                given[name] if target.startswith("rope_") else getattr(wanted, target, given[name])
+            )
             if target in _SHAPE and getattr(config, target) != value:
-                raise UserError(f"init_from {source} has {target}={getattr(config, target)!r}, but model_config asks for {value!r}")
+                raise UserError(
+                    f"init_from {source} has {target}={getattr(config, target)!r}, but "
+                    f"model_config asks for {value!r}"
+                )
             setattr(config, target, value)
 
 
 def _check_vocabulary(rows, tokenizer, where):
-    """Some padding rows (to a multiple of 128, say) are fine; fewer rows than tokens, or far more, are another vocabulary."""
+    """Some padding rows (to a multiple of 128, say) are fine; fewer rows than tokens, or far more,
+    are another vocabulary."""
     if not len(tokenizer) <= rows < len(tokenizer) + 128:
-        raise UserError(f"{where} has a vocabulary of {rows}, but the tokenizer has {len(tokenizer)} tokens; they must belong together")
+        raise UserError(
+            f"{where} has a vocabulary of {rows}, but the tokenizer has {len(tokenizer)} tokens; "
+            "they must belong together"
+        )
 
 
 def weights_folder(init_from):
-    """Where the weights of `init_from` are: itself, or, of a run's output folder without a final model, its newest complete checkpoint."""
+    """Where the weights of `init_from` are: itself, or, of a run's output folder without a final
+    model, its newest complete checkpoint."""
     folder = Path(init_from)
     check_there(init_from)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return init_from
     checkpoint = newest_complete(folder)
     if checkpoint is None:
-        raw = "; convert it first with neobert convert" if (folder / "model_checkpoints").is_dir() else ""
-        raise UserError(f"init_from {init_from} has neither a model (config.json) nor a complete checkpoint{raw}")
-    logger.warning("init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name)
+        raw = (
+            "; convert it first with neobert convert"
+            if (folder / "model_checkpoints").is_dir()
+            else ""
+        )
+        raise UserError(
+            f"init_from {init_from} has neither a model (config.json) nor a complete "
+            f"checkpoint{raw}"
+        )
+    logger.warning(
+        "init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name
+    )
     return str(checkpoint)

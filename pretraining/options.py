@@ -1,4 +1,5 @@
-"""Options of `neobert pretrain`, `ablations` and `pseudo-perplexity`, with the paper's values as defaults. Imports neither torch nor transformers."""
+"""Options of `neobert pretrain`, `ablations` and `pseudo-perplexity`, with the paper's values as
+defaults. Imports neither torch nor transformers."""
 
 import dataclasses
 import math
@@ -17,17 +18,29 @@ from .ablation_recipes import PUBLISHED, RUNGS, SCALES
 class ModelArguments(Arguments):
     """What is trained."""
 
-    model_config: dict | None = option(None, "fields of NeoBERTConfig that differ from the published model, as a mapping")
-    tokenizer: str | None = option(None, "folder or Hub name; default: that of init_from, or the bundled one", free=True)
-    init_from: str | None = option(
-        None, "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub name", free=True
+    model_config: dict | None = option(
+        None, "fields of NeoBERTConfig that differ from the published model, as a mapping"
     )
-    init_optimizer: bool = option(False, "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)")
+    tokenizer: str | None = option(
+        None, "folder or Hub name; default: that of init_from, or the bundled one", free=True
+    )
+    init_from: str | None = option(
+        None,
+        "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub "
+        "name",
+        free=True,
+    )
+    init_optimizer: bool = option(
+        False,
+        "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)",
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.init_optimizer and self.init_from is None:
-            raise UserError("init_optimizer needs init_from: a checkpoint, whose optimizer is continued with")
+            raise UserError(
+                "init_optimizer needs init_from: a checkpoint, whose optimizer is continued with"
+            )
 
 
 @dataclass
@@ -35,28 +48,43 @@ class DataArguments(Arguments):
     """What it is trained on."""
 
     dataset: str | list = option(
-        help="Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, parquet, a saved set; several as a list",
+        help=(
+            "Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, "
+            "parquet, a saved set; several as a list"
+        ),
         free=True,  # known by its digest
     )
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     column: str = option("text", "column with the text")
-    heldout: str | list | None = option(None, "held-out text, as dataset; evaluated every eval_steps and at the end", free=True)
-    streaming: bool | None = option(
-        None, "read and tokenise while training, prepared set or not; default: yes for one Hub name without a prepared set"
+    heldout: str | list | None = option(
+        None, "held-out text, as dataset; evaluated every eval_steps and at the end", free=True
     )
-    prepared: str | None = option(None, "where the tokenised set is kept; default OUTPUT/prepared", free=True)
+    streaming: bool | None = option(
+        None,
+        "read and tokenise while training, prepared set or not; default: yes for one Hub name "
+        "without a prepared set",
+    )
+    prepared: str | None = option(
+        None, "where the tokenised set is kept; default OUTPUT/prepared", free=True
+    )
     prepare: bool = option(False, "tokenise the data and stop", free=True)
     num_proc: int = option(1, "processes that tokenise a set which is prepared", free=True, least=1)
 
     def __post_init__(self):
         super().__post_init__()
         if self.prepare and self.streaming:
-            raise UserError("a run with streaming true would not read what prepare makes; leave streaming out")
+            raise UserError(
+                "a run with streaming true would not read what prepare makes; leave streaming out"
+            )
         from .sources import parse_sources
 
         self.sources = parse_sources(self.dataset, self.subset, self.split, self.column)
-        self.heldout_sources = parse_sources(self.heldout, self.subset, self.split, self.column) if self.heldout is not None else None
+        self.heldout_sources = (
+            parse_sources(self.heldout, self.subset, self.split, self.column)
+            if self.heldout is not None
+            else None
+        )
 
 
 @dataclass
@@ -64,20 +92,45 @@ class BatchArguments(Arguments):
     """In which batches, with which masks."""
 
     max_length: int = option(1024, "tokens of a text with [CLS] and [SEP]", least=3)
-    long_texts: str = option("truncate", "what happens to longer ones: truncate, or split into windows of max_length", choices=LONG_TEXTS)
-    layout: str = option("packed", "packed: nothing padded; packed_without_boundaries is ablation M6", choices=LAYOUTS)
-    texts_per_batch: int | None = option(None, "texts of a micro-batch on each device, packed or padded", least=1)
+    long_texts: str = option(
+        "truncate",
+        "what happens to longer ones: truncate, or split into windows of max_length",
+        choices=LONG_TEXTS,
+    )
+    layout: str = option(
+        "packed",
+        "packed: nothing padded; packed_without_boundaries is ablation M6",
+        choices=LAYOUTS,
+    )
+    texts_per_batch: int | None = option(
+        None, "texts of a micro-batch on each device, packed or padded", least=1
+    )
     tokens_per_batch: int | None = option(None, "or its tokens, at most, without padding", least=3)
     texts_per_step: int | None = option(
-        None, "texts of an optimizer step over all devices; gradient_accumulation_steps then follows from the number of processes", least=1
+        None,
+        "texts of an optimizer step over all devices; gradient_accumulation_steps then follows "
+        "from the number of processes",
+        least=1,
     )
     tokens_per_step: int | None = option(None, "or its tokens, at most", least=3)
-    mixture: dict | None = option(None, "{least tokens of a text: probability} that a batch is drawn from such texts (stage 2)")
-    mlm_probability: float = option(0.2, "share of the real tokens that are predicted", above=0, below=1)
-    mask_replace_prob: float = option(1.0, "share of the predicted tokens that [MASK] replaces", least=0, most=1)
-    random_replace_prob: float = option(0.0, "share of the predicted tokens that a random token replaces", least=0, most=1)
+    mixture: dict | None = option(
+        None,
+        "{least tokens of a text: probability} that a batch is drawn from such texts (stage 2)",
+    )
+    mlm_probability: float = option(
+        0.2, "share of the real tokens that are predicted", above=0, below=1
+    )
+    mask_replace_prob: float = option(
+        1.0, "share of the predicted tokens that [MASK] replaces", least=0, most=1
+    )
+    random_replace_prob: float = option(
+        0.0, "share of the predicted tokens that a random token replaces", least=0, most=1
+    )
     mask_schedule: list[float] | None = option(
-        None, "mlm_probability at the beginning and at the end, on a straight line between them", above=0, below=1
+        None,
+        "mlm_probability at the beginning and at the end, on a straight line between them",
+        above=0,
+        below=1,
     )
 
     def __post_init__(self):
@@ -91,24 +144,40 @@ class BatchArguments(Arguments):
         from .batches import BatchSpec
 
         return BatchSpec(
-            self.layout, self.tokens_per_batch, self.texts_per_batch, self.max_length, self.mixture, self.long_texts, seed
-        )  # fmt: skip
+            self.layout,
+            self.tokens_per_batch,
+            self.texts_per_batch,
+            self.max_length,
+            self.mixture,
+            self.long_texts,
+            seed,
+        )
 
     def accumulation(self, processes):
-        """Micro-batches of an optimizer step on each device, or None where the recipe states no size of a step.
+        """Micro-batches of an optimizer step on each device, or None where the recipe states no
+        size of a step.
 
         Raises:
-            UserError: the step is not a multiple of what `processes` devices take at once, or has another unit than the micro-batch.
+            UserError: the step is not a multiple of what `processes` devices take at once, or has
+            another unit than the micro-batch.
         """
         unit, size = self.spec(0).size
-        step, other = (self.texts_per_step, self.tokens_per_step) if unit == "texts" else (self.tokens_per_step, self.texts_per_step)
+        step, other = (
+            (self.texts_per_step, self.tokens_per_step)
+            if unit == "texts"
+            else (self.tokens_per_step, self.texts_per_step)
+        )
         if other is not None:
-            raise UserError(f"a step and a micro-batch have one unit: with {unit}_per_batch give {unit}_per_step")
+            raise UserError(
+                f"a step and a micro-batch have one unit: with {unit}_per_batch give "
+                f"{unit}_per_step"
+            )
         if step is None:
             return None
         if step % (size * processes):
             raise UserError(
-                f"{unit}_per_step {step:,} is not a multiple of {size:,} {unit} x {processes} processes; give another {unit}_per_batch, "
+                f"{unit}_per_step {step:,} is not a multiple of {size:,} {unit} x {processes} "
+                f"processes; give another {unit}_per_batch, "
                 "or another number of processes"
             )
         return step // (size * processes)
@@ -119,8 +188,15 @@ class RunArguments(Arguments):
     """What else a run does."""
 
     output: str = option("runs/pretrain", "checkpoints, logs and the final model", free=True)
-    keep_every: int = option(0, "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none", free=True, least=0)
-    peak_tflops: float | None = option(None, "the device's peak, for mfu; default: a measured matrix product", free=True, above=0)
+    keep_every: int = option(
+        0,
+        "beside the newest save_total_limit checkpoints keep every n-th step's; 0: none",
+        free=True,
+        least=0,
+    )
+    peak_tflops: float | None = option(
+        None, "the device's peak, for mfu; default: a measured matrix product", free=True, above=0
+    )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
     raw_checkpoint: str | None = option(
@@ -134,7 +210,8 @@ class RunArguments(Arguments):
 GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
 
 
-# Options of transformers' Trainer with the paper's values (section 4). Its warm-up of 2,000 steps is 5 % of the steps in a run of fewer
+# Options of transformers' Trainer with the paper's values (section 4). Its warm-up of 2,000 steps
+# is 5 % of the steps in a run of fewer
 # than 40,000.
 TRAINER = {
     "max_steps": 1_000_000,
@@ -156,35 +233,63 @@ TRAINER = {
 class AblationArguments(Arguments):
     """Options of `neobert ablations`."""
 
-    scale: str = option("small", "size; for the paper's run the recipes with neobert pretrain", choices=tuple(SCALES))
+    scale: str = option(
+        "small",
+        "size; for the paper's run the recipes with neobert pretrain",
+        choices=tuple(SCALES),
+    )
     seeds: int = option(3, "runs of each rung", least=1)
     steps: int | None = option(None, "optimizer steps of a run; default: the scale's", least=1)
-    rungs: str = option(",".join(PUBLISHED), f"which rungs, separated by commas, among {', '.join(RUNGS)}")
-    work: str | None = option(None, "models and data; a finished run is not run again; default runs/ablations_SCALE")
+    rungs: str = option(
+        ",".join(PUBLISHED), f"which rungs, separated by commas, among {', '.join(RUNGS)}"
+    )
+    work: str | None = option(
+        None, "models and data; a finished run is not run again; default runs/ablations_SCALE"
+    )
     output: str = option("results", "folder of the table, the chart and the numbers")
-    curated: str | None = option(None, "jsonl with text in place of Wiki + Books (M0, M1); default: WordNet")
-    diverse: str | None = option(None, "jsonl with text in place of RefinedWeb (M2 on); default: WordNet and GCIDE")
-    heldout: str | None = option(None, "jsonl with text that no rung sees; default: held-out part of both")
-    probe: str | None = option(None, "jsonl with text and label (0, 1); default: rated movie-review sentences")
+    curated: str | None = option(
+        None, "jsonl with text in place of Wiki + Books (M0, M1); default: WordNet"
+    )
+    diverse: str | None = option(
+        None, "jsonl with text in place of RefinedWeb (M2 on); default: WordNet and GCIDE"
+    )
+    heldout: str | None = option(
+        None, "jsonl with text that no rung sees; default: held-out part of both"
+    )
+    probe: str | None = option(
+        None, "jsonl with text and label (0, 1); default: rated movie-review sentences"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         from .ablation_data import COLUMNS
 
-        self.sizes = SCALES[self.scale] if self.steps is None else dataclasses.replace(SCALES[self.scale], steps=self.steps)
+        self.sizes = (
+            SCALES[self.scale]
+            if self.steps is None
+            else dataclasses.replace(SCALES[self.scale], steps=self.steps)
+        )
         names = [name.strip() for name in self.rungs.split(",") if name.strip()]
         unknown = sorted(set(names) - set(RUNGS))
         if unknown or not names:
-            raise UserError(f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among {', '.join(RUNGS)}")
+            raise UserError(
+                f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among "
+                f"{', '.join(RUNGS)}"
+            )
         self.rung_names = [name for name in RUNGS if name in names]
         self.work = self.work or f"runs/ablations_{self.scale}"
         for name in ("work", "output"):
             check_folder(getattr(self, name), name)
         for name in COLUMNS:
             if getattr(self, name) is not None:
-                labels = {row.get("label") for _, row in read_rows(getattr(self, name), COLUMNS[name], ["text"])}
+                labels = {
+                    row.get("label")
+                    for _, row in read_rows(getattr(self, name), COLUMNS[name], ["text"])
+                }
         if self.probe is not None and labels != {0, 1}:
-            raise UserError(f"probe {self.probe}: the labels must be 0 and 1, and both must be there")
+            raise UserError(
+                f"probe {self.probe}: the labels must be 0 and 1, and both must be there"
+            )
 
     @property
     def report(self):
@@ -200,7 +305,12 @@ class PseudoPerplexityArguments(Arguments):
     """Options of `neobert pseudo-perplexity`."""
 
     model: str = option(help="folder or Hub name of a masked language model")
-    text: str = option(help=".txt (a text a line), .jsonl, .parquet, .csv, a folder of such files, or a Hub data set")
+    text: str = option(
+        help=(
+            ".txt (a text a line), .jsonl, .parquet, .csv, a folder of such files, or a Hub "
+            "data set"
+        )
+    )
     column: str = option("text", "column with the text")
     subset: str | None = option(None, "subset of the Hub data set")
     split: str = option("train", "split of the Hub data set")
@@ -208,28 +318,51 @@ class PseudoPerplexityArguments(Arguments):
     name: str | None = option(None, "name in the plot; default: last part of --model")
     tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
     lengths: list[int] | None = option(
-        None, f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's context", least=1, most=2**31 - 1
+        None,
+        f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's "
+        "context",
+        least=1,
+        most=2**31 - 1,
     )
     bucketing: str = option(
-        "cut", "cut: every text at each length that it reaches; own: every text once, at its own length, in the next bucket up",
+        "cut",
+        (
+            "cut: every text at each length that it reaches; own: every text once, at its "
+            "own length, in the next bucket up"
+        ),
         choices=("cut", "own"),
-    )  # fmt: skip
-    texts: int = option(100, "so many texts are used: the first that reach the largest length, then the longest", least=1)
+    )
+    texts: int = option(
+        100,
+        "so many texts are used: the first that reach the largest length, then the longest",
+        least=1,
+    )
     max_documents: int = option(20000, "how many rows of the data are looked at", least=1)
     positions: str = option("64", "sampled positions a text, or exact for all of them")
     seed: int = option(0, "of the sampled positions")
-    yarn: list[str] = option(help="off, or factors by which YaRN extends the context: off 2", default_factory=lambda: ["off"])
-    yarn_from: int | None = option(None, "length that YaRN extends from; default: the model's max_position_embeddings", least=1)
-    batch_tokens: int = option(16384, "tokens of a forward: masked copies of a text go through together", least=1)
+    yarn: list[str] = option(
+        help="off, or factors by which YaRN extends the context: off 2",
+        default_factory=lambda: ["off"],
+    )
+    yarn_from: int | None = option(
+        None, "length that YaRN extends from; default: the model's max_position_embeddings", least=1
+    )
+    batch_tokens: int = option(
+        16384, "tokens of a forward: masked copies of a text go through together", least=1
+    )
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     device: str | None = option(None, "default: cuda if there is one, else cpu")
     attn_implementation: str | None = option(None, "of transformers")
-    trust_remote_code: bool = option(False, "run Python code that the model brings (NeoBERT itself needs none)")
+    trust_remote_code: bool = option(
+        False, "run Python code that the model brings (NeoBERT itself needs none)"
+    )
     title: str | None = option(None, "title of the plot")
 
     def __post_init__(self):
         super().__post_init__()
-        self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(",", ";")
+        self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(
+            ",", ";"
+        )
         self.position_count = None if self.positions == "exact" else _count(self.positions)
         self.yarn_factors = [None if part == "off" else _factor(part) for part in self.yarn]
         if self.lengths == [] or not self.yarn_factors:
@@ -242,7 +375,9 @@ def _count(text):
     except ValueError:
         count = 0
     if count < 1:
-        raise UserError(f"positions must be a whole number of at least 1, or exact, but {text!r} was given")
+        raise UserError(
+            f"positions must be a whole number of at least 1, or exact, but {text!r} was given"
+        )
     return count
 
 
@@ -259,14 +394,16 @@ def _factor(text):
 OPTIONS = {
     "pretrain": Options(
         "neobert pretrain",
-        "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again continues from the last complete checkpoint.",
+        "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "
+        "continues from the last complete checkpoint.",
         GROUPS,
         "neobert pretrain recipes/example_small.yaml --dataset texts.txt --output runs/first",
         TRAINER,
     ),
     "ablations": Options(
         "neobert ablations",
-        "The paper's ladder M0 to M9 (Table 2) at a size for one CPU, each rung measured the same way.",
+        "The paper's ladder M0 to M9 (Table 2) at a size for one CPU, each rung measured the same "
+        "way.",
         (AblationArguments,),
         "neobert ablations --scale small",
     ),
@@ -274,6 +411,7 @@ OPTIONS = {
         "neobert pseudo-perplexity",
         "Pseudo-perplexity of masked language models against text length (Figure 2 of the paper).",
         (PseudoPerplexityArguments,),
-        "neobert pseudo-perplexity --model chandar-lab/NeoBERT --text articles.jsonl --positions 64",
+        "neobert pseudo-perplexity --model chandar-lab/NeoBERT --text articles.jsonl --positions "
+        "64",
     ),
 }

@@ -1,6 +1,8 @@
-"""Which texts are in batch k of an endless series of shuffled passes over the data: a function of the seed and k, in 4 bytes a text.
+"""Which texts are in batch k of an endless series of shuffled passes over the data: a function of
+the seed and k, in 4 bytes a text.
 
-The data of the paper has a thousand million texts, so nothing here holds more than the order of the current pass; sums go by chunks.
+The data of the paper has a thousand million texts, so nothing here holds more than the order of the
+current pass; sums go by chunks.
 """
 
 from array import array
@@ -29,7 +31,9 @@ class Plan:
         self.windows, self.least, self.seed = windows, least, seed
         self.count = len(windows.of_texts_from(least)) if least > 0 else len(windows)
         if not self.count:
-            raise UserError(f"the mixture asks for texts of at least {least} tokens, but the data has none")
+            raise UserError(
+                f"the mixture asks for texts of at least {least} tokens, but the data has none"
+            )
         self.ends = [0]  # batches before each pass
         self.current = None
 
@@ -55,11 +59,13 @@ class Plan:
         return self.current[1]
 
     def plan(self, number):
-        """A tuple that begins with the order of pass `number` and ends with its number of batches."""
+        """A tuple that begins with the order of pass `number` and ends with its number of
+        batches."""
         raise NotImplementedError
 
     def batch(self, k):
-        """(ids of the windows of batch k, tokens to leave out at the start, tokens or None for all)."""
+        """(ids of the windows of batch k, tokens to leave out at the start, tokens or None for
+        all)."""
         raise NotImplementedError
 
 
@@ -117,7 +123,8 @@ class ByTexts(Plan):
 class ByRows(Plan):
     """Rows of `length` tokens cut from the windows written one after another.
 
-    What does not fill a batch at a pass's end is left out or, with `remainder`, comes as a batch of fewer rows and one of a shorter row.
+    What does not fill a batch at a pass's end is left out or, with `remainder`, comes as a batch of
+    fewer rows and one of a shorter row.
     """
 
     def __init__(self, windows, least, seed, length, rows, remainder=False):
@@ -126,7 +133,10 @@ class ByRows(Plan):
 
     def plan(self, number):
         order = self.order(number)
-        blocks = (self.windows.lengths(order[start : start + BLOCK]).sum(dtype=np.int64) for start in range(0, len(order), BLOCK))
+        blocks = (
+            self.windows.lengths(order[start : start + BLOCK]).sum(dtype=np.int64)
+            for start in range(0, len(order), BLOCK)
+        )
         before = np.concatenate(([0], np.cumsum(np.fromiter(blocks, dtype=np.int64))))
         total = before[-1]
         bounds = [total // self.size * self.size]
@@ -137,15 +147,22 @@ class ByRows(Plan):
     def batch(self, k):
         (order, before, bounds, _), i, _ = self.locate(k)
         complete = bounds[0] // self.size
-        start, stop = (i * self.size, (i + 1) * self.size) if i < complete else bounds[i - complete : i - complete + 2]
+        start, stop = (
+            (i * self.size, (i + 1) * self.size)
+            if i < complete
+            else bounds[i - complete : i - complete + 2]
+        )
         first, skip = self._text_at(order, before, start)
         last, _ = self._text_at(order, before, stop - 1)
         return order[first : last + 1], skip, int(stop - start)
 
     def _text_at(self, order, before, position):
-        """(the text that token `position` of the pass belongs to, tokens of it that come earlier)."""
+        """(the text that token `position` of the pass belongs to, tokens of it that come
+        earlier)."""
         block = int(np.searchsorted(before, position, side="right")) - 1
-        ends = np.cumsum(self.windows.lengths(order[block * BLOCK : (block + 1) * BLOCK]), dtype=np.int64)
+        ends = np.cumsum(
+            self.windows.lengths(order[block * BLOCK : (block + 1) * BLOCK]), dtype=np.int64
+        )
         within = position - before[block]
         text = int(np.searchsorted(ends, within, side="right"))
         return block * BLOCK + text, int(within - (ends[text - 1] if text else 0))

@@ -1,8 +1,10 @@
-"""Prepared sets: text tokenised once into shards, with the lengths of all texts in one file that is memory-mapped.
+"""Prepared sets: text tokenised once into shards, with the lengths of all texts in one file that is
+memory-mapped.
 
-A prepared set is a folder: `shard-00000-of-00008/` ... (saved `datasets`, column input_ids without special tokens), `lengths.npy` (int32, with the two
-special tokens) and `prepared.json` (source, tokenizer, counts), written last. A run that is stopped while preparing continues with the
-missing shards.
+A prepared set is a folder: `shard-00000-of-00008/` ... (saved `datasets`, column input_ids without
+special tokens), `lengths.npy` (int32, with the two special tokens) and `prepared.json` (source,
+tokenizer, counts), written last. A run that is stopped while preparing continues with the missing
+shards.
 """
 
 import hashlib
@@ -30,14 +32,16 @@ EMPTY, BROKEN = 0, -1
 
 @dataclass(frozen=True)
 class TokenisedTexts:
-    """Tokenised texts: `rows` is a `datasets.Dataset` with input_ids, `lengths` (texts,) int32 counts the two special tokens too."""
+    """Tokenised texts: `rows` is a `datasets.Dataset` with input_ids, `lengths` (texts,) int32
+    counts the two special tokens too."""
 
     rows: Dataset
     lengths: np.ndarray
 
 
 class Tokenise:
-    """Batched `map` function: texts to input_ids (no special tokens, never cut) and length (with the two special tokens).
+    """Batched `map` function: texts to input_ids (no special tokens, never cut) and length (with
+    the two special tokens).
 
     A row that is empty gets length EMPTY, a broken one (None) BROKEN.
 
@@ -58,7 +62,10 @@ class Tokenise:
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
-        lengths = [BROKEN if text is None else len(row) + 2 if row else EMPTY for text, row in zip(texts, ids)]
+        lengths = [
+            BROKEN if text is None else len(row) + 2 if row else EMPTY
+            for text, row in zip(texts, ids)
+        ]
         return {"input_ids": ids, "length": lengths}
 
 
@@ -70,17 +77,26 @@ def tokenizer_fingerprint(tokenizer):
 
 
 def _key(sources, tokenizer):
-    return {**source_key(sources), "tokenizer": tokenizer_fingerprint(tokenizer), "vocab_size": len(tokenizer)}
+    return {
+        **source_key(sources),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "vocab_size": len(tokenizer),
+    }
 
 
 def source_digest(sources, tokenizer):
-    """One line that tells sources apart: names without folders, and a hash of the files' content, subset, split, column and tokenizer."""
+    """One line that tells sources apart: names without folders, and a hash of the files' content,
+    subset, split, column and tokenizer."""
     key = _key(sources, tokenizer)
-    return f"{key['dataset']} ({hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]})"
+    return (
+        f"{key['dataset']} "
+        f"({hashlib.sha1(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]})"
+    )
 
 
 def prepare(sources, out, tokenizer, workers=1, shards=None):
-    """Tokenises sources into a prepared set at `out`, or continues doing so; nothing to do when it is there already.
+    """Tokenises sources into a prepared set at `out`, or continues doing so; nothing to do when it
+    is there already.
 
     Args:
         sources: tuple of `Source`.
@@ -89,7 +105,8 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     Returns:
         the contents of prepared.json.
     Raises:
-        UserError: `out` holds another source's set or other files, another process prepares it, or no row has text.
+        UserError: `out` holds another source's set or other files, another process prepares it, or
+        no row has text.
     """
     out, key = Path(out), redacted(_key(sources, tokenizer))
     check_folder(out, "prepared")
@@ -98,11 +115,17 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
     if begun.exists():
         other = _read_own(begun, _KEY)
         for name in changed_settings({name: other.get(name) for name in key}, key):
-            raise UserError(f"{out} was prepared with another {name} ({other.get(name)}, now {key[name]}); choose another --prepared")
+            raise UserError(
+                f"{out} was prepared with another {name} ({other.get(name)}, now {key[name]}); "
+                "choose another --prepared"
+            )
     elif out.exists():
         others = sorted({path.name for path in out.iterdir()} - {LOCK})
         if others:
-            raise UserError(f"{out} holds {others[0]}, but no set that neobert pretrain prepared (source.json); choose another --prepared")
+            raise UserError(
+                f"{out} holds {others[0]}, but no set that neobert pretrain prepared "
+                "(source.json); choose another --prepared"
+            )
     if (out / "prepared.json").exists():
         return _read_own(out / "prepared.json", _SUMMARY)
     rows = load_rows(sources)
@@ -113,15 +136,29 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
         write_json(begun, key)
         shards = shards or -(-len(rows) // 200_000)
         tokenise = Tokenise(tokenizer)
-        features = Features({"input_ids": Sequence(Value("uint16" if len(tokenizer) <= 2**16 else "int32")), "length": Value("int32")})
+        features = Features(
+            {
+                "input_ids": Sequence(Value("uint16" if len(tokenizer) <= 2**16 else "int32")),
+                "length": Value("int32"),
+            }
+        )
         totals = {"rows": 0, "kept": 0, "empty": 0, "broken": 0, "tokens": 0}
-        for number in tqdm(range(shards), desc=f"tokenising {name}", unit="shard", disable=shards == 1):
+        for number in tqdm(
+            range(shards), desc=f"tokenising {name}", unit="shard", disable=shards == 1
+        ):
             counts = _prepare_shard(
-                rows.shard(num_shards=shards, index=number, contiguous=True), _shard(out, number, shards), tokenise, features, workers
+                rows.shard(num_shards=shards, index=number, contiguous=True),
+                _shard(out, number, shards),
+                tokenise,
+                features,
+                workers,
             )
             totals = {each: totals[each] + counts[each] for each in totals}
         if not totals["kept"]:
-            raise UserError(f"dataset {name}: none of its {totals['rows']} rows has text in column {sources[0].column!r}")
+            raise UserError(
+                f"dataset {name}: none of its {totals['rows']} rows has text in column "
+                f"{sources[0].column!r}"
+            )
         _join_lengths(out, shards, totals["kept"])
         summary = {**key, "shards": shards, **totals}
         write_json(out / "prepared.json", summary)
@@ -152,7 +189,9 @@ def _prepare_shard(shard, folder, tokenise, features, workers):
     for left in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed here
         shutil.rmtree(left, ignore_errors=True)
     workers = min(workers, len(shard))
-    scratch = folder.parent / f".{folder.name}.map"  # the library's cache of the result, which the saved shard replaces
+    scratch = (
+        folder.parent / f".{folder.name}.map"
+    )  # the library's cache of the result, which the saved shard replaces
     scratch.mkdir()
     tokens = shard.map(
         tokenise,
@@ -176,7 +215,9 @@ def _prepare_shard(shard, folder, tokenise, features, workers):
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     disable_progress_bar()
     try:
-        tokens.select(np.flatnonzero(kept)).select_columns(["input_ids"]).save_to_disk(str(temporary))
+        tokens.select(np.flatnonzero(kept)).select_columns(["input_ids"]).save_to_disk(
+            str(temporary)
+        )
     finally:
         enable_progress_bar()
     np.save(temporary / "lengths.npy", lengths[kept])
@@ -188,7 +229,8 @@ def _prepare_shard(shard, folder, tokenise, features, workers):
 
 
 def _column(rows, name):
-    """A column of integers as int32; `datasets` gives it at once for a slice, and row by row without."""
+    """A column of integers as int32; `datasets` gives it at once for a slice, and row by row
+    without."""
     return np.asarray(rows.with_format("numpy")[name][:], dtype=np.int32)
 
 
@@ -214,32 +256,49 @@ def load_prepared(folder, tokenizer):
     """
     folder = Path(folder)
     if not (folder / "prepared.json").is_file():
-        raise UserError(f"{folder} is not a complete prepared set; finish it with: neobert pretrain RECIPE.yaml --prepare")
+        raise UserError(
+            f"{folder} is not a complete prepared set; finish it with: neobert pretrain "
+            "RECIPE.yaml --prepare"
+        )
     summary = _read_own(folder / "prepared.json", _SUMMARY)
     if summary["tokenizer"] != tokenizer_fingerprint(tokenizer):
         raise UserError(
-            f"{folder} was tokenised with another tokenizer ({summary['vocab_size']} tokens; this one has {len(tokenizer)}); prepare it again"
+            f"{folder} was tokenised with another tokenizer ({summary['vocab_size']} tokens; this "
+            f"one has {len(tokenizer)}); prepare it again"
         )
     try:
         shards = [_shard(folder, number, summary["shards"]) for number in range(summary["shards"])]
-        rows = concatenate_datasets([load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()])
+        rows = concatenate_datasets(
+            [load_from_disk(str(shard)) for shard in shards if (shard / "state.json").is_file()]
+        )
         lengths = np.load(folder / "lengths.npy", mmap_mode="r")
         if not len(rows) == len(lengths) == summary["kept"]:
-            raise ValueError(f"it has {len(rows):,} rows and {len(lengths):,} lengths, and was made with {summary['kept']:,}")
+            raise ValueError(
+                f"it has {len(rows):,} rows and {len(lengths):,} lengths, and was made with "
+                f"{summary['kept']:,}"
+            )
         return TokenisedTexts(rows, lengths), summary
     except Exception as error:  # OSError, EOFError, pyarrow's own, ... for one cause
-        raise UserError(f"the prepared set {folder} cannot be read ({one_line(error)}); prepare it again in another folder") from error
+        raise UserError(
+            f"the prepared set {folder} cannot be read ({one_line(error)}); prepare it again in "
+            "another folder"
+        ) from error
 
 
 def tokenise_texts(texts, tokenizer):
-    """`TokenisedTexts` in memory, of a list of texts; empty ones are left out. For evaluation and tests."""
+    """`TokenisedTexts` in memory, of a list of texts; empty ones are left out. For evaluation and
+    tests."""
     rows = Tokenise(tokenizer)({"text": list(texts)})
     kept = [i for i, length in enumerate(rows["length"]) if length > 0]
     lengths = np.array([rows["length"][i] for i in kept], dtype=np.int32)
-    return TokenisedTexts(Dataset.from_dict({"input_ids": [rows["input_ids"][i] for i in kept]}), lengths)
+    return TokenisedTexts(
+        Dataset.from_dict({"input_ids": [rows["input_ids"][i] for i in kept]}), lengths
+    )
 
 
 def describe(summary):
     """One line on what was read, what was skipped among it."""
     skipped = f"{summary['empty']:,} empty and {summary['broken']:,} broken rows skipped"
-    return f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; {skipped}"
+    return (
+        f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; {skipped}"
+    )

@@ -1,6 +1,8 @@
-"""`neobert pretrain RECIPE.yaml [--option value ...]`: masked-LM pre-training as in the paper (sections 3 and 4).
+"""`neobert pretrain RECIPE.yaml [--option value ...]`: masked-LM pre-training as in the paper
+(sections 3 and 4).
 
-`--prepare` only tokenises the data. The same command again continues from the last complete checkpoint.
+`--prepare` only tokenises the data. The same command again continues from the last complete
+checkpoint.
 """
 
 import fnmatch
@@ -28,7 +30,15 @@ from ..common.trainer_options import number_options
 from .batches import MicroBatches, SpecialTokens, Windows
 from .masking import TokenMasking
 from .model import choose_tokenizer, make_model, weights_folder
-from .options import GROUPS, OPTIONS, TRAINER, BatchArguments, DataArguments, ModelArguments, RunArguments
+from .options import (
+    GROUPS,
+    OPTIONS,
+    TRAINER,
+    BatchArguments,
+    DataArguments,
+    ModelArguments,
+    RunArguments,
+)
 from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
@@ -71,20 +81,31 @@ class Given:
     @property
     def spec(self):
         """`BatchSpec` of the training text."""
-        return self.batch.spec(self.training.seed if self.training.data_seed is None else self.training.data_seed)
+        return self.batch.spec(
+            self.training.seed if self.training.data_seed is None else self.training.data_seed
+        )
 
     @property
     def streams(self):
-        """Whether the training data is read while training. Several sources are prepared, so that their texts are shuffled together."""
+        """Whether the training data is read while training. Several sources are prepared, so that
+        their texts are shuffled together."""
         if self.data.streaming is not None:
             return self.data.streaming
         sources = self.data.sources
-        return len(sources) == 1 and sources[0].local is None and not (self.prepared / "train" / "prepared.json").is_file()
+        return (
+            len(sources) == 1
+            and sources[0].local is None
+            and not (self.prepared / "train" / "prepared.json").is_file()
+        )
 
     @property
     def micro_batches(self):
         """Of the run, in all processes."""
-        return self.training.max_steps * self.training.gradient_accumulation_steps * self.training.world_size
+        return (
+            self.training.max_steps
+            * self.training.gradient_accumulation_steps
+            * self.training.world_size
+        )
 
 
 def read_run(argv):
@@ -101,16 +122,21 @@ def make_run(model, data, batch, run, given):
 def run_of(recipe):
     """The `Given` of a recipe as a dict: {option: value}, and under "trainer" Trainer's options."""
     names = [{field.name for field in fields(group)} for group in GROUPS]
-    groups = [group(**{name: recipe[name] for name in known & recipe.keys()}) for group, known in zip(GROUPS, names)]
+    groups = [
+        group(**{name: recipe[name] for name in known & recipe.keys()})
+        for group, known in zip(GROUPS, names)
+    ]
     assert not recipe.keys() - {"trainer"}.union(*names), "a recipe has options that are not known"
     return make_run(*groups, {**TRAINER, **recipe.get("trainer", {})})
 
 
-# ---------------------------------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------------------------------------
+# data
 
 
 def prepared_tokens(run, name, sources, tokenizer):
-    """The tokenised form of `sources`, made first when it is not there, under `name` ("train", "heldout")."""
+    """The tokenised form of `sources`, made first when it is not there, under `name` ("train",
+    "heldout")."""
     folder = run.prepared / name
     local = sources[0].local
     if len(sources) == 1 and local is not None and local[0] == "prepared":
@@ -125,10 +151,14 @@ def prepared_tokens(run, name, sources, tokenizer):
 
 
 def check_text(run):
-    """Opens the text that is not prepared yet, so that what is not there, a column as well, is named before a model is loaded."""
+    """Opens the text that is not prepared yet, so that what is not there, a column as well, is
+    named before a model is loaded."""
     for name, sources in run.sources.items():
         local = sources[0].local
-        if not (local and local[0] == "prepared") and not (run.prepared / name / "prepared.json").is_file():
+        if (
+            not (local and local[0] == "prepared")
+            and not (run.prepared / name / "prepared.json").is_file()
+        ):
             load_rows(sources, streaming=True)
 
 
@@ -136,22 +166,32 @@ def make_stream(run, tokenizer, masking):
     """`StreamedBatches` of this process."""
     training, rows = run.training, load_rows(run.data.sources, streaming=True)
     return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)), masking, run.spec, run.micro_batches,
-        training.process_index, training.world_size, training.dataloader_num_workers,
-    )  # fmt: skip
+        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)),
+        masking,
+        run.spec,
+        run.micro_batches,
+        training.process_index,
+        training.world_size,
+        training.dataloader_num_workers,
+    )
 
 
 def make_batches(tokens, tokenizer, masking, spec, name, count=None):
-    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing to mask."""
+    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
+    to mask."""
     batches = MicroBatches(Windows(tokens, SpecialTokens.of(tokenizer), spec), masking, spec, count)
     looked = len(batches) if count is None else min(count, 100)
     if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
-        raise UserError(f"the text of {name} has no token to mask, only special ones such as [UNK]; is the tokenizer made for it?")
+        raise UserError(
+            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
+            "tokenizer made for it?"
+        )
     return batches
 
 
 def unigram(tokens, tokenizer, sample=2_000_000):
-    """The most frequent ordinary token of a tokenised set, from its first rows: what a model without context would always say."""
+    """The most frequent ordinary token of a tokenised set, from its first rows: what a model
+    without context would always say."""
     counts, seen = np.zeros(len(tokenizer), dtype=np.int64), 0
     for rows in tokens.rows.with_format("numpy").select_columns(["input_ids"]).iter(1000):
         ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows["input_ids"]])
@@ -170,7 +210,8 @@ def unigram_accuracy(batches, token):
     return float((labels == token).float().mean())
 
 
-# -------------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------------
+# checks
 
 
 # Names of what a run writes into its output: a folder without a run has none of them.
@@ -181,9 +222,20 @@ _WRITTEN = (
 
 
 def _inputs(run):
-    """Local paths of the text, of a folder itself, since a later run reads what is in it by then. A prepared set may be in the output."""
-    found = [(source.name, *local) for sources in run.sources.values() for source in sources if (local := source.local)]
-    return [path for name, kind, files in found if kind != "prepared" for path in ([name] if os.path.isdir(name) else files)]
+    """Local paths of the text, of a folder itself, since a later run reads what is in it by then. A
+    prepared set may be in the output."""
+    found = [
+        (source.name, *local)
+        for sources in run.sources.values()
+        for source in sources
+        if (local := source.local)
+    ]
+    return [
+        path
+        for name, kind, files in found
+        if kind != "prepared"
+        for path in ([name] if os.path.isdir(name) else files)
+    ]
 
 
 def _check(run, tokenizer, model):
@@ -191,45 +243,71 @@ def _check(run, tokenizer, model):
     training, batch = run.training, run.batch
     if batch.layout == "padded" and tokenizer.pad_token_id is None:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no padding token, which layout padded needs; add [PAD], or give layout: packed"
+            f"the tokenizer {tokenizer.name_or_path} has no padding token, which layout padded "
+            "needs; add [PAD], or give layout: packed"
         )
     strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
     if run.data.heldout is None and strategy != "no":
         raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
     limit = model.config.context_length
     if batch.max_length > limit:
-        raise UserError(f"max_length {batch.max_length} is more than the {limit} tokens of the model's context")
-    sharded = training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        raise UserError(
+            f"max_length {batch.max_length} is more than the {limit} tokens of the model's context"
+        )
+    sharded = (
+        training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    )
     if sharded and run.model.init_optimizer:
-        raise UserError("init_optimizer needs all of a weight in one process; DeepSpeed and FSDP cut them: use recipes/accelerate/ddp.yaml")
+        raise UserError(
+            "init_optimizer needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
+            "recipes/accelerate/ddp.yaml"
+        )
     if training.deepspeed_plugin is not None and training.deepspeed_plugin.zero_stage == 3:
         config = training.deepspeed_plugin.hf_ds_config
         if not config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save"):
             raise UserError(
-                "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under deepspeed_config, as recipes/accelerate/zero3.yaml does"
+                "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under "
+                "deepspeed_config, as recipes/accelerate/zero3.yaml does"
             )
     output = run.output
     check_folder(output, "output")
-    check_apart(output, *_inputs(run), *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]))
+    check_apart(
+        output,
+        *_inputs(run),
+        *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]),
+    )
 
 
 def _owner(run, tokenizer):
     """The `Run` of the output, known by the numbers of a run."""
     values = run_settings(run.model, run.data, run.batch, run.run)
     # An evaluation only measures here.
-    values |= {name: value for name, value in number_options(run.training.to_dict()).items() if not name.startswith("eval_")}
-    values |= {"streaming": run.streams, "data": source_digest(run.data.sources, tokenizer), "world_size": run.training.world_size}
+    values |= {
+        name: value
+        for name, value in number_options(run.training.to_dict()).items()
+        if not name.startswith("eval_")
+    }
+    values |= {
+        "streaming": run.streams,
+        "data": source_digest(run.data.sources, tokenizer),
+        "world_size": run.training.world_size,
+    }
     values["init_from"] = None if run.start is None else model_digest(run.start)
     if run.streams:  # each worker reads a share of its own
         values["dataloader_num_workers"] = run.training.dataloader_num_workers
     return Run(
-        run.output, "pretrain", values, name="recipe.json", key=None,
+        run.output,
+        "pretrain",
+        values,
+        name="recipe.json",
+        key=None,
         takes=lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _WRITTEN),
-    )  # fmt: skip
+    )
 
 
 def _finished(owner, heldout):
-    """result.json, where the output holds the finished model of this very run, measured on this held-out text (`source_digest`); or None."""
+    """result.json, where the output holds the finished model of this very run, measured on this
+    held-out text (`source_digest`); or None."""
     path = owner.folder / "result.json"
     if owner.inspect(overwrite=None) != "finished" or not path.is_file():
         return None
@@ -243,15 +321,19 @@ def _moments(run):
         return None
     path = Path(run.start) / "optimizer.pt"
     if not path.is_file():
-        raise UserError(f"init_optimizer: {path} is not there; give one of the run's checkpoints as init_from")
+        raise UserError(
+            f"init_optimizer: {path} is not there; give one of the run's checkpoints as init_from"
+        )
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------------- the run
+# ------------------------------------------------------------------------------------------------
+# the run
 
 
 def execute(run):
-    """Trains, or continues; returns the metrics of the final evaluation (an empty dict without held-out text)."""
+    """Trains, or continues; returns the metrics of the final evaluation (an empty dict without
+    held-out text)."""
     batch, training = run.batch, run.training
     tokenizer = choose_tokenizer(run.model.tokenizer, run.start)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
@@ -272,10 +354,17 @@ def execute(run):
     moments = _moments(run)
     _check(run, tokenizer, model)
     owner = _owner(run, tokenizer)
-    heldout_text = redacted(source_digest(run.data.heldout_sources, tokenizer)) if run.data.heldout is not None else None
+    heldout_text = (
+        redacted(source_digest(run.data.heldout_sources, tokenizer))
+        if run.data.heldout is not None
+        else None
+    )
     if (result := _finished(owner, heldout_text)) is not None:
         if training.process_index == 0:
-            print(f"{run.output}: finished already, after {training.max_steps:,} steps", file=sys.stderr)
+            print(
+                f"{run.output}: finished already, after {training.max_steps:,} steps",
+                file=sys.stderr,
+            )
             _write_raw(run, result["steps"])
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
@@ -285,11 +374,15 @@ def execute(run):
         training.ignore_data_skip = True
     else:
         tokens = prepared_tokens(run, "train", run.data.sources, tokenizer)
-        batches = make_batches(tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches)
+        batches = make_batches(
+            tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
+        )
     if run.data.heldout is not None:
         heldout_tokens = prepared_tokens(run, "heldout", run.data.heldout_sources, tokenizer)
         spec = run.spec.of_all_texts(run.spec.seed + 1)
-        heldout = make_batches(heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout)
+        heldout = make_batches(
+            heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout
+        )
     with claim(owner, overwrite=None):
         if training.process_index == 0:
             remove_left_overs(run.output)
@@ -304,16 +397,27 @@ def execute(run):
             run=run.run,
             moments=moments,
         )
-        spent = train(trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None).metrics
-        return _finish(run, owner, trainer, tokens, tokenizer, {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text})
+        spent = train(
+            trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None
+        ).metrics
+        return _finish(
+            run,
+            owner,
+            trainer,
+            tokens,
+            tokenizer,
+            {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text},
+        )
 
 
 def _finish(run, owner, trainer, tokens, tokenizer, more):
-    """Saves the final model and what it reached: the files come in one after another, config.json, which makes it a model, near the end."""
+    """Saves the final model and what it reached: the files come in one after another, config.json,
+    which makes it a model, near the end."""
     training, metrics, heldout = trainer.args, {}, trainer.eval_dataset
     if heldout is not None:
         metrics = trainer.evaluate()
-        # A streamed run has no training tokens at hand to count: the held-out ones give the baseline its best case.
+        # A streamed run has no training tokens at hand to count: the held-out ones give the
+        # baseline its best case.
         frequent = unigram(heldout.windows.texts if tokens is None else tokens, tokenizer)
         metrics["eval_unigram_accuracy"] = unigram_accuracy(heldout, frequent)
     if trainer.is_world_process_zero():
@@ -324,7 +428,10 @@ def _finish(run, owner, trainer, tokens, tokenizer, more):
     trainer.accelerator.wait_for_everyone()
     if trainer.is_world_process_zero():
         if not any(folder.glob("*.safetensors")):
-            raise UserError(f"the final weights of {run.output} were not saved by this kind of training; the last checkpoint has them")
+            raise UserError(
+                f"the final weights of {run.output} were not saved by this kind of training; the "
+                "last checkpoint has them"
+            )
         trainer.write_log()
         result = environment(
             processes=training.world_size,
@@ -333,7 +440,11 @@ def _finish(run, owner, trainer, tokens, tokenizer, more):
             tokens_seen=trainer.state.num_input_tokens_seen,
             parameters=_parameters(folder),
             **more,
-            dtype="bfloat16 autocast" if training.bf16 else "float16 autocast" if training.fp16 else "float32",
+            dtype="bfloat16 autocast"
+            if training.bf16
+            else "float16 autocast"
+            if training.fp16
+            else "float32",
         )
         write_json(folder / "result.json", {**result, **metrics})
         names = owner.move_in(folder, "config.json", "result.json")

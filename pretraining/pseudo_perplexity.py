@@ -1,15 +1,18 @@
-"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length (Figure 2 of the paper).
+"""`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length
+(Figure 2 of the paper).
 
-    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --subset 20231101.en --texts 100
-    neobert pseudo-perplexity --model my_model --text articles.jsonl --lengths 128 512 2048 --positions exact --yarn off 2
+    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --subset
+    20231101.en --texts 100 neobert pseudo-perplexity --model my_model --text articles.jsonl
+    --lengths 128 512 2048 --positions exact --yarn off 2
 
-For a text of n tokens (special tokens not counted), each position is masked on its own, -log p(token | rest) is its
-cross-entropy, and the pseudo-perplexity is exp of their mean. That is n forwards of length n. With `--positions 64` a
-random 64 of the n positions, without replacement, estimate the mean cross-entropy without bias; its standard error is
-s / sqrt(64) * sqrt(1 - 64 / n).
+For a text of n tokens (special tokens not counted), each position is masked on its own, -log
+p(token | rest) is its cross-entropy, and the pseudo-perplexity is exp of their mean. That is n
+forwards of length n. With `--positions 64` a random 64 of the n positions, without replacement,
+estimate the mean cross-entropy without bias; its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
 
-OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again continues it. A row holds
-the settings that it was measured with. The table and the plot show the rows with the settings of this run.
+OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again
+continues it. A row holds the settings that it was measured with. The table and the plot show the
+rows with the settings of this run.
 """
 
 import csv
@@ -30,7 +33,15 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from ..common.errors import UserError, listed, one_line
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
-from ..common.loading import check_model, check_there, check_vocabulary, choose_device, load_tokenizer, position_limit, text_limit
+from ..common.loading import (
+    check_model,
+    check_there,
+    check_vocabulary,
+    choose_device,
+    load_tokenizer,
+    position_limit,
+    text_limit,
+)
 from ..common.outputs import check_folder, check_result_files
 from ..common.runs import locked
 from .options import LENGTHS, OPTIONS
@@ -45,11 +56,13 @@ KEY = ("name", "revision", "yarn", *SETTINGS, "text", "length", "tokens", "posit
 FIELDS = (*KEY, "mean_cross_entropy", "standard_error", "pseudo_perplexity")
 
 
-# --------------------------------------------------------------------------------------------------------------- arithmetic
+# ------------------------------------------------------------------------------------------------
+# arithmetic
 
 
 def sample_positions(length, count, seed, text):
-    """Positions to mask, sorted: all of them, or `count` drawn without replacement by (seed, text)."""
+    """Positions to mask, sorted: all of them, or `count` drawn without replacement by (seed,
+    text)."""
     if count is None or count >= length:
         return np.arange(length)
     digest = hashlib.sha256(f"{seed} {text}".encode()).digest()
@@ -60,14 +73,18 @@ def sample_positions(length, count, seed, text):
 def mean_and_error(values, population):
     """Mean of a sample drawn without replacement from `population` values, and its standard error.
 
-    The error carries the finite-population correction sqrt(1 - n / N): it is 0 when all are there, and nan for a single
-    one of many.
+    The error carries the finite-population correction sqrt(1 - n / N): it is 0 when all are there,
+    and nan for a single one of many.
     """
     values = np.asarray(values, dtype=np.float64)
     n = len(values)
     if n >= population:
         return float(values.mean()), 0.0
-    error = math.nan if n < 2 else float(values.std(ddof=1) / math.sqrt(n) * math.sqrt(1 - n / population))
+    error = (
+        math.nan
+        if n < 2
+        else float(values.std(ddof=1) / math.sqrt(n) * math.sqrt(1 - n / population))
+    )
     return float(values.mean()), error
 
 
@@ -88,9 +105,12 @@ def masked_cross_entropy(model, token_ids, positions, mask_token_id):
     masked[rows, positions] = mask_token_id
 
     def keep(module, inputs):
-        """The decoder gets the masked position of every row, (n, D), so that no (n, L, V) logits are made."""
+        """The decoder gets the masked position of every row, (n, D), so that no (n, L, V) logits
+        are made."""
         hidden = inputs[0]
-        return (hidden[rows, positions],) if hidden.dim() == 3 and len(hidden) == len(rows) else None
+        return (
+            (hidden[rows, positions],) if hidden.dim() == 3 and len(hidden) == len(rows) else None
+        )
 
     decoder = model.get_output_embeddings()
     hook = decoder.register_forward_pre_hook(keep) if isinstance(decoder, torch.nn.Module) else None
@@ -104,11 +124,13 @@ def masked_cross_entropy(model, token_ids, positions, mask_token_id):
     return F.cross_entropy(logits.float(), targets, reduction="none").double().cpu().numpy()
 
 
-# -------------------------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------------------
+# model
 
 
 def load_config(given, factor):
-    """The model's configuration, with YaRN of `factor` if it is not None. UserError: no model, or no rotary positions to extend."""
+    """The model's configuration, with YaRN of `factor` if it is not None. UserError: no model, or
+    no rotary positions to extend."""
     try:
         config = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -116,16 +138,23 @@ def load_config(given, factor):
     if factor is None:
         return config
     parameters = getattr(config, "rope_parameters", None)
-    nested = isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values())
+    nested = isinstance(parameters, dict) and any(
+        isinstance(value, dict) for value in parameters.values()
+    )
     if not _is_rotary(config) or nested or hasattr(config, "global_rope_theta"):
-        raise UserError(f"YaRN needs one set of rotary parameters, which {given.model} ({config.model_type}) does not have; use --yarn off")
+        raise UserError(
+            f"YaRN needs one set of rotary parameters, which {given.model} ({config.model_type}) "
+            "does not have; use --yarn off"
+        )
     original = given.yarn_from or config.max_position_embeddings
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     if isinstance(parameters, dict):  # transformers 5
         config.rope_parameters = {"rope_theta": parameters.get("rope_theta", 10000.0), **scaling}
     else:
         config.rope_scaling = scaling
-    config.max_position_embeddings = max(config.max_position_embeddings, math.ceil(original * factor))
+    config.max_position_embeddings = max(
+        config.max_position_embeddings, math.ceil(original * factor)
+    )
     return config
 
 
@@ -133,22 +162,39 @@ def _is_rotary(config):
     """Whether positions are rotary, so that texts may be longer than in training."""
     if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
         return False
-    return any(getattr(config, name, None) is not None for name in ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta"))
+    return any(
+        getattr(config, name, None) is not None
+        for name in ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta")
+    )
 
 
 def load_model(given, factor):
-    """The masked language model in evaluation mode. UserError: no model, or no masked-LM head in its checkpoint."""
-    options = {"config": load_config(given, factor), "trust_remote_code": given.trust_remote_code, "dtype": getattr(torch, given.dtype)}
+    """The masked language model in evaluation mode. UserError: no model, or no masked-LM head in
+    its checkpoint."""
+    options = {
+        "config": load_config(given, factor),
+        "trust_remote_code": given.trust_remote_code,
+        "dtype": getattr(torch, given.dtype),
+    }
     if given.attn_implementation:
         options["attn_implementation"] = given.attn_implementation
     try:
-        model, info = AutoModelForMaskedLM.from_pretrained(given.model, output_loading_info=True, **options)
+        model, info = AutoModelForMaskedLM.from_pretrained(
+            given.model, output_loading_info=True, **options
+        )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"{given.model} is not a masked language model here: {one_line(error)}") from error
+        raise UserError(
+            f"{given.model} is not a masked language model here: {one_line(error)}"
+        ) from error
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise UserError(f"{given.model} has no trained masked-LM head: {missing} are not in its checkpoint, and would be random")
-    model.config.unpad_inputs = False  # no batch here has padding, and the warning about our own hook would be false
+        raise UserError(
+            f"{given.model} has no trained masked-LM head: {missing} are not in its checkpoint, "
+            "and would be random"
+        )
+    model.config.unpad_inputs = (
+        False  # no batch here has padding, and the warning about our own hook would be false
+    )
     return model.eval().to(choose_device(given.device))
 
 
@@ -158,11 +204,13 @@ def usual_lengths(context):
     return [*(length for length in LENGTHS if length < longest), longest]
 
 
-# -------------------------------------------------------------------------------------------------------------------- texts
+# ------------------------------------------------------------------------------------------------
+# texts
 
 
 class Unit(NamedTuple):
-    """One text at one length: `text` is its digest, `length` its bucket, `ids` its tokens between the special ones."""
+    """One text at one length: `text` is its digest, `length` its bucket, `ids` its tokens between
+    the special ones."""
 
     text: str
     length: int
@@ -170,7 +218,8 @@ class Unit(NamedTuple):
 
 
 def read_texts(given, rows):
-    """Yields the texts of at most `max_documents` rows in their order; those without text are counted, and named at the end."""
+    """Yields the texts of at most `max_documents` rows in their order; those without text are
+    counted, and named at the end."""
     texts = broken = 0
     for row in rows.take(given.max_documents):
         if row["text"] and row["text"].strip():
@@ -181,14 +230,20 @@ def read_texts(given, rows):
     if not texts:
         raise UserError(f"{given.text} has no row with text in the column {given.column!r}")
     if broken:
-        logger.warning("%s: %d of %d rows are broken or empty and were skipped", given.text, broken, texts + broken)
+        logger.warning(
+            "%s: %d of %d rows are broken or empty and were skipped",
+            given.text,
+            broken,
+            texts + broken,
+        )
 
 
 def make_units(given, rows, tokenizer, limit):
     """Texts at the lengths where they are evaluated, shortest first: a list of `Unit`.
 
-    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it reaches. "own": every
-    text in full (cut at the largest length), in the smallest bucket that holds it, as in Figure 2.
+    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it
+    reaches. "own": every text in full (cut at the largest length), in the smallest bucket that
+    holds it, as in Figure 2.
 
     Args:
         rows: with a column "text".
@@ -202,12 +257,15 @@ def make_units(given, rows, tokenizer, limit):
     lengths = [length for length in given.lengths if special < length <= (limit or length)]
     if not lengths:
         raise UserError(
-            f"none of the lengths {listed(given.lengths)} fits {given.name}, which takes at most {limit} tokens, {special} of them special"
+            f"none of the lengths {listed(given.lengths)} fits {given.name}, which takes at most "
+            f"{limit} tokens, {special} of them special"
         )
     longest = lengths[-1] - special
     tokenised = {}
     for text in read_texts(given, rows):
-        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)[
+            "input_ids"
+        ]
         tokenised[hashlib.sha256(text.encode()).hexdigest()[:12]] = tuple(ids)
     # The same texts at every length, as far as they reach: lengths then differ in length alone.
     chosen = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: given.texts]
@@ -215,26 +273,42 @@ def make_units(given, rows, tokenizer, limit):
     for name, ids in chosen:
         size = len(ids) + special
         if given.bucketing == "cut":
-            units += [Unit(name, length, ids[: length - special]) for length in lengths if length <= size]
+            units += [
+                Unit(name, length, ids[: length - special]) for length in lengths if length <= size
+            ]
             short += size < lengths[0]
         elif ids:
             units.append(Unit(name, next(length for length in lengths if size <= length), ids))
     if not units:
-        reach = f"the longest has {len(chosen[0][1]) + special} tokens" if chosen else "there is no text"
+        reach = (
+            f"the longest has {len(chosen[0][1]) + special} tokens"
+            if chosen
+            else "there is no text"
+        )
         raise UserError(f"no text of {given.text} reaches {lengths[0]} tokens: {reach}")
     if short:
-        logger.warning("%s: %d texts are shorter than %d tokens, the shortest length, and are left out", given.text, short, lengths[0])
+        logger.warning(
+            "%s: %d texts are shorter than %d tokens, the shortest length, and are left out",
+            given.text,
+            short,
+            lengths[0],
+        )
     return sorted(units, key=lambda unit: (len(unit.ids), unit.text))
 
 
-# --------------------------------------------------------------------------------------------------------------- evaluation
+# ------------------------------------------------------------------------------------------------
+# evaluation
 
 
 def read_finished(path):
-    """Rows of the CSV, without a last line that a killed run left unfinished. UserError: the file is of another kind."""
+    """Rows of the CSV, without a last line that a killed run left unfinished. UserError: the file
+    is of another kind."""
     text = read_text(path, 256 * TEXT_LIMIT) if path.exists() else ""
     if text and text.splitlines()[0] != ",".join(FIELDS):
-        raise UserError(f"{path} is not a pseudo-perplexity CSV of this version; move it away or choose another --output")
+        raise UserError(
+            f"{path} is not a pseudo-perplexity CSV of this version; move it away or choose "
+            "another --output"
+        )
     return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))
 
 
@@ -247,23 +321,47 @@ def _csv_text(rows):
 def evaluate(given, model, tokenizer, units, factor, revision, path):
     """Appends a row to `path` for every unit that has none yet."""
     prefix, suffix = _special_ids(tokenizer)
-    yarn = "off" if factor is None else f"{factor:g}" + (f" from {given.yarn_from}" if given.yarn_from else "")
+    yarn = (
+        "off"
+        if factor is None
+        else f"{factor:g}" + (f" from {given.yarn_from}" if given.yarn_from else "")
+    )
     known = {"name": given.name, "revision": revision, "yarn": yarn, **settings(given)}
     finished = {tuple(row[name] for name in KEY) for row in read_finished(path)}
     todo = []
     for unit in units:
         positions = sample_positions(len(unit.ids), given.position_count, given.seed, unit.text)
         ids = [*prefix, *unit.ids, *suffix]
-        row = {**known, "text": unit.text, "length": unit.length, "tokens": len(ids), "positions": len(positions)}
+        row = {
+            **known,
+            "text": unit.text,
+            "length": unit.length,
+            "tokens": len(ids),
+            "positions": len(positions),
+        }
         if tuple(str(row[name]) for name in KEY) not in finished:
             todo.append((row, ids, positions))
-    with tqdm(total=sum(len(positions) for *_, positions in todo), desc=f"{given.name}, YaRN {yarn}", unit="position") as progress:
+    with tqdm(
+        total=sum(len(positions) for *_, positions in todo),
+        desc=f"{given.name}, YaRN {yarn}",
+        unit="position",
+    ) as progress:
         for row, ids, positions in todo:
             ids, losses = torch.tensor(ids, device=model.device), []
-            for chosen in torch.from_numpy(positions + len(prefix)).to(model.device).split(max(1, given.batch_tokens // len(ids))):
-                losses.append(masked_cross_entropy(model, ids.expand(len(chosen), -1), chosen, tokenizer.mask_token_id))
+            for chosen in (
+                torch.from_numpy(positions + len(prefix))
+                .to(model.device)
+                .split(max(1, given.batch_tokens // len(ids)))
+            ):
+                losses.append(
+                    masked_cross_entropy(
+                        model, ids.expand(len(chosen), -1), chosen, tokenizer.mask_token_id
+                    )
+                )
                 progress.update(len(chosen))
-            mean, error = mean_and_error(np.concatenate(losses), len(ids) - len(prefix) - len(suffix))
+            mean, error = mean_and_error(
+                np.concatenate(losses), len(ids) - len(prefix) - len(suffix)
+            )
             row |= {"mean_cross_entropy": f"{mean:.8g}", "standard_error": f"{error:.5g}"}
             row["pseudo_perplexity"] = f"{math.exp(min(mean, 700.0)):.8g}"
             with open(path, "a", encoding="utf-8", newline="") as file:
@@ -279,15 +377,25 @@ def _special_ids(tokenizer):
 
 
 def settings(given):
-    """`SETTINGS` as a row of the CSV holds them: rows with equal ones compare. Own lengths depend on all buckets."""
+    """`SETTINGS` as a row of the CSV holds them: rows with equal ones compare. Own lengths depend
+    on all buckets."""
     bucketing = "cut" if given.bucketing == "cut" else " ".join(map(str, ["own", *given.lengths]))
     return dict(zip(SETTINGS, (given.dtype, bucketing, given.positions, str(given.seed))))
 
 
 def rows_to_show(given, units, rows):
-    """Those of `rows` that have the settings of this run, a text and a length of it; models that have none are named in a warning."""
-    asked, texts, lengths = settings(given).items(), {unit.text for unit in units}, set(map(str, given.lengths))
-    shown = [row for row in rows if asked <= row.items() and row["text"] in texts and row["length"] in lengths]
+    """Those of `rows` that have the settings of this run, a text and a length of it; models that
+    have none are named in a warning."""
+    asked, texts, lengths = (
+        settings(given).items(),
+        {unit.text for unit in units},
+        set(map(str, given.lengths)),
+    )
+    shown = [
+        row
+        for row in rows
+        if asked <= row.items() and row["text"] in texts and row["length"] in lengths
+    ]
     if left := sorted({row["name"] for row in rows} - {row["name"] for row in shown}):
         logger.warning("not in this table, because of other texts or settings: %s", ", ".join(left))
     return shown
@@ -299,29 +407,53 @@ def main(argv=None):
     logging.basicConfig(format="%(message)s")
     check_folder(given.output, "output")
     path = Path(given.output) / "pseudo_perplexity.csv"
-    check_result_files(given.output, "pseudo-perplexity", read_finished(path), *(path.stem + end for end in (".json", ".md", ".png")))
+    check_result_files(
+        given.output,
+        "pseudo-perplexity",
+        read_finished(path),
+        *(path.stem + end for end in (".json", ".md", ".png")),
+    )
     check_model(given.model)
     check_there(given.tokenizer or given.model)
-    texts = load_rows(parse_sources(given.text, given.subset, given.split, given.column), streaming=True)
+    texts = load_rows(
+        parse_sources(given.text, given.subset, given.split, given.column), streaming=True
+    )
     model = load_model(given, given.yarn_factors[0])
-    tokenizer = load_tokenizer(given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code)
+    tokenizer = load_tokenizer(
+        given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code
+    )
     if tokenizer.mask_token_id is None:
         raise UserError(f"the tokenizer of {given.tokenizer or given.model} has no mask token")
     check_vocabulary(tokenizer, model, given.model)
-    contexts = [load_config(given, factor).max_position_embeddings for factor in given.yarn_factors if factor is not None]
-    given.lengths = sorted(set(given.lengths or usual_lengths(max([position_limit(model.base_model), *contexts]))))
-    units = make_units(given, texts, tokenizer, None if _is_rotary(model.config) else text_limit(model, tokenizer))
-    revision = model_digest(given.model) + (f" {given.tokenizer}".replace(",", ";") if given.tokenizer else "")
+    contexts = [
+        load_config(given, factor).max_position_embeddings
+        for factor in given.yarn_factors
+        if factor is not None
+    ]
+    given.lengths = sorted(
+        set(given.lengths or usual_lengths(max([position_limit(model.base_model), *contexts])))
+    )
+    units = make_units(
+        given, texts, tokenizer, None if _is_rotary(model.config) else text_limit(model, tokenizer)
+    )
+    revision = model_digest(given.model) + (
+        f" {given.tokenizer}".replace(",", ";") if given.tokenizer else ""
+    )
     with locked(given.output):
         rows = read_finished(path)
         if any(row["name"] == given.name and row["revision"] != revision for row in rows):
             raise UserError(
-                f"{path} holds rows of other weights or another tokenizer under the name {given.name!r}; give this model another --name, "
+                f"{path} holds rows of other weights or another tokenizer under the name "
+                f"{given.name!r}; give this model another --name, "
                 "or choose another --output"
             )
         write_text(path, ",".join(FIELDS) + "\n" + _csv_text(rows))
         for i, factor in enumerate(given.yarn_factors):
             model = model if i == 0 else load_model(given, factor)
             evaluate(given, model, tokenizer, units, factor, revision, path)
-        print(write_summary(given.output, rows_to_show(given, units, read_finished(path)), given.title))
+        print(
+            write_summary(
+                given.output, rows_to_show(given, units, read_finished(path)), given.title
+            )
+        )
     return 0

@@ -12,14 +12,29 @@ from ..configuration_neobert import NeoBERTConfig
 
 
 _FIELDS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
-    *("hidden_act", "norm_type", "norm_eps", "position_embedding_type", "pad_token_id", "tie_word_embeddings"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+    ),
+    *(
+        "hidden_act",
+        "norm_type",
+        "norm_eps",
+        "position_embedding_type",
+        "pad_token_id",
+        "tie_word_embeddings",
+    ),
     "classifier_pooling",
 )
 
 
 def write_raw_checkpoint(state_dict, config, folder, step, dtype=torch.float16):
-    """Writes `config.yaml`, `model_checkpoints/<step>/state_dict.pt` with DistributedDataParallel's `module.`, and `model_checkpoints/latest`.
+    """Writes `config.yaml`, `model_checkpoints/<step>/state_dict.pt` with DistributedDataParallel's
+    `module.`, and `model_checkpoints/latest`.
 
     Tied weights share their storage in the file.
 
@@ -49,7 +64,8 @@ def write_raw_checkpoint(state_dict, config, folder, step, dtype=torch.float16):
 
 
 def raw_from_model(model_folder, folder, step, dtype):
-    """`write_raw_checkpoint` of a saved model, so that it makes no difference how the weights were spread over processes."""
+    """`write_raw_checkpoint` of a saved model, so that it makes no difference how the weights were
+    spread over processes."""
     config = NeoBERTConfig.from_pretrained(model_folder)
     state = {}
     for file in sorted(Path(model_folder).glob("*.safetensors")):

@@ -21,9 +21,15 @@ _FIXED = {
 
 
 def paper_schedule(max_steps, warmup_steps):
-    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at 90 % of the steps, then constant."""
+    """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at
+    90 % of the steps, then constant."""
     decay = max(1, round(0.9 * max_steps) - int(warmup_steps))
-    kwargs = {"num_stable_steps": 0, "num_decay_steps": decay, "decay_type": "cosine", "min_lr_ratio": 0.1}
+    kwargs = {
+        "num_stable_steps": 0,
+        "num_decay_steps": decay,
+        "decay_type": "cosine",
+        "min_lr_ratio": 0.1,
+    }
     return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
 
 
@@ -40,28 +46,40 @@ def make_training_arguments(run, batch, given):
     check_trainer_options(given)
     if given["max_steps"] < 1:
         raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
-    warmup, steps = given.get("warmup_steps", min(2000, given["max_steps"] // 20)), given["max_steps"]
-    given["warmup_steps"] = min(math.ceil(warmup * steps), steps - 1) if 0 < warmup < 1 else warmup  # below 1 a share of the steps
+    warmup, steps = (
+        given.get("warmup_steps", min(2000, given["max_steps"] // 20)),
+        given["max_steps"],
+    )
+    given["warmup_steps"] = (
+        min(math.ceil(warmup * steps), steps - 1) if 0 < warmup < 1 else warmup
+    )  # below 1 a share of the steps
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
         given |= paper_schedule(given["max_steps"], given["warmup_steps"])
     accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))
     if accumulation is not None:
         if given.get("gradient_accumulation_steps", accumulation) != accumulation:
             raise UserError(
-                f"gradient_accumulation_steps {given['gradient_accumulation_steps']} was given, but the size of a step asks for {accumulation}; "
+                f"gradient_accumulation_steps {given['gradient_accumulation_steps']} was given, "
+                f"but the size of a step asks for {accumulation}; "
                 "leave it out"
             )
         given["gradient_accumulation_steps"] = accumulation
     accelerated = torch.accelerator.is_available()
     if given.get("bf16") and not (given.get("use_cpu") or accelerated):
         raise UserError(
-            "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in it; leave it out, or give use_cpu"
+            "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in "
+            "it; leave it out, or give use_cpu"
         )
     given.setdefault("dataloader_pin_memory", accelerated)
     training = training_arguments(run.output, given, _FIXED)
     if training.n_gpu > 1:
-        raise UserError(f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch or torchrun")
+        raise UserError(
+            f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch "
+            "or torchrun"
+        )
     warmup = training.get_warmup_steps(training.max_steps)
     if not 0 <= warmup < training.max_steps:
-        raise UserError(f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}")
+        raise UserError(
+            f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}"
+        )
     return training

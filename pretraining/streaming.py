@@ -1,8 +1,11 @@
-"""Micro-batches straight from a streamed data set: tokenised while training, by several workers, and resumed exactly.
+"""Micro-batches straight from a streamed data set: tokenised while training, by several workers,
+and resumed exactly.
 
-The readers of a run are the loader workers of all its processes. Shards (files) are divided among them. If there are fewer shards than
-readers, the rows of a shard are divided too: one reader tokenises each row. A reader takes down where it is every `SNAPSHOT_EVERY` micro-batches, which
-travels with the batch; a checkpoint keeps the last ones, and a resumed run goes on from there and passes over the few batches after it.
+The readers of a run are the loader workers of all its processes. Shards (files) are divided among
+them. If there are fewer shards than readers, the rows of a shard are divided too: one reader
+tokenises each row. A reader takes down where it is every `SNAPSHOT_EVERY` micro-batches, which
+travels with the batch; a checkpoint keeps the last ones, and a resumed run goes on from there and
+passes over the few batches after it.
 """
 
 import json
@@ -39,19 +42,26 @@ class TokenStream:
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
-    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the numbers of processes and workers, and i alone.
+    """Endless micro-batches of one process; micro-batch i depends on the data, the seed, the
+    numbers of processes and workers, and i alone.
 
     Args:
         source: `TokenStream`.
         masking, spec: `TokenMasking`, `BatchSpec`.
         count: micro-batches of the run in all processes, for a mask schedule.
-        rank, world_size: of this process. Masks and mixture of its i-th batch are those of the run's (i * world_size + rank)-th.
+        rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
+        run's (i * world_size + rank)-th.
         workers: of the DataLoader; 0: it reads in the process itself.
     """
 
     def __init__(self, source, masking, spec, count, rank=0, world_size=1, workers=0):
         self.source, self.masking, self.spec, self.count = source, masking, spec, count
-        self.rank, self.world_size, self.workers, self.in_workers = rank, world_size, max(1, workers), workers > 0
+        self.rank, self.world_size, self.workers, self.in_workers = (
+            rank,
+            world_size,
+            max(1, workers),
+            workers > 0,
+        )
         self.shares = np.cumsum([share for _, share in spec.mixture])[:-1]
         self.start, self.saved = 0, {}
 
@@ -64,7 +74,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.start, self.saved = consumed, {int(worker): state for worker, state in states.items()}
 
     def readers(self, worker):
-        """The part of the mixture -> `Reader` of one worker; each part reads its share of the stream on its own."""
+        """The part of the mixture -> `Reader` of one worker; each part reads its share of the
+        stream on its own."""
         reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
         return [
             Reader(self.source, self.spec, least, (self.spec.seed, number), reader, readers)
@@ -72,7 +83,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         ]
 
     def __iter__(self):
-        """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in which a DataLoader asks its workers."""
+        """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in
+        which a DataLoader asks its workers."""
         info = torch.utils.data.get_worker_info()
         # The DataLoader begins with its first worker, whichever the first batch belongs to.
         return self.batches_of((self.start + (info.id if info else 0)) % self.workers)
@@ -88,11 +100,20 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         while True:
             state = None
             if i >= self.start and (since is None or since == SNAPSHOT_EVERY):
-                state, since = {"worker": worker, "batch": i, "readers": [reader.state() for reader in readers]}, 0
+                state, since = (
+                    {
+                        "worker": worker,
+                        "batch": i,
+                        "readers": [reader.state() for reader in readers],
+                    },
+                    0,
+                )
             number = i * self.world_size + self.rank
             texts = self._texts(readers[self._part(number)])
             if i >= self.start:
-                batch = masked_batch(texts, self.spec, self.source.special, self.masking, number, number / self.count)
+                batch = masked_batch(
+                    texts, self.spec, self.source.special, self.masking, number, number / self.count
+                )
                 batch[COUNTS] = (worker, self._counts(readers))
                 if state is not None:
                     batch[STATE] = json.dumps(state)
@@ -106,7 +127,9 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     def _counts(self, readers):
         """Rows that one worker skipped, and its passes over its share of the data."""
-        counts = {name: sum(reader.skipped[name] for reader in readers) for name in ("empty", "broken")}
+        counts = {
+            name: sum(reader.skipped[name] for reader in readers) for name in ("empty", "broken")
+        }
         return {**counts, "passes": sum(reader.passes for reader in readers)}
 
     def _texts(self, reader):
@@ -130,9 +153,11 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
 
 class Reader:
-    """Endless texts of at least `least` tokens from a share of a stream, with what was put back and a state that JSON holds.
+    """Endless texts of at least `least` tokens from a share of a stream, with what was put back and
+    a state that JSON holds.
 
-    Shards come one after another, in another order every pass. There is no shuffle buffer: its contents cannot be saved in a checkpoint.
+    Shards come one after another, in another order every pass. There is no shuffle buffer: its
+    contents cannot be saved in a checkpoint.
 
     Args:
         source, spec: the `TokenStream` and `BatchSpec`.
@@ -144,7 +169,8 @@ class Reader:
     def __init__(self, source, spec, least, seed, reader, readers):
         self.source, self.least, self.seed = source, least, seed
         self.body, self.split = spec.length - 2, spec.long_texts == "split"
-        # Groups of readers share the shards evenly; the readers of one group deal out the rows of each of its shards.
+        # Groups of readers share the shards evenly; the readers of one group deal out the rows of
+        # each of its shards.
         shards = source.rows.num_shards
         groups = readers if shards >= readers else shards if readers % shards == 0 else 1
         self.first, self.step = reader % groups, groups
@@ -163,14 +189,19 @@ class Reader:
 
     def _order(self):
         """This reader's shards in this pass's order."""
-        order = np.random.default_rng([*self.seed, self.number]).permutation(self.source.rows.num_shards)
+        order = np.random.default_rng([*self.seed, self.number]).permutation(
+            self.source.rows.num_shards
+        )
         return order[self.first :: self.step]
 
     def _open(self, state=None):
-        self.stream = self.source.rows.shard(num_shards=self.source.rows.num_shards, index=int(self._order()[self.shard]))
+        self.stream = self.source.rows.shard(
+            num_shards=self.source.rows.num_shards, index=int(self._order()[self.shard])
+        )
         if state is not None:
             self.stream.load_state_dict(state)
-        # Read in groups: row by row, `datasets` would deal the shards out to the workers of a DataLoader by a rule of its own.
+        # Read in groups: row by row, `datasets` would deal the shards out to the workers of a
+        # DataLoader by a rule of its own.
         self.groups = self.stream.iter(batch_size=ROWS_AT_ONCE * self.sharers)
         self._read_group(state)
 
@@ -178,7 +209,8 @@ class Reader:
         """Reads the next rows of the shard and tokenises this reader's.
 
         Args:
-            before: the stream's state, where it was loaded; until its first row `datasets` says that of the shard's start.
+            before: the stream's state, where it was loaded; until its first row `datasets` says
+            that of the shard's start.
         """
         self.before, self.row = self.stream.state_dict() if before is None else before, 0
         texts = next(self.groups, {"text": []})["text"]
@@ -190,7 +222,8 @@ class Reader:
     def _next_shard(self):
         self.shard += 1
         self.barren += 1
-        # As much as all of the data 20 times: a single such text anywhere would have come to this reader with probability 1 - exp(-20).
+        # As much as all of the data 20 times: a single such text anywhere would have come to this
+        # reader with probability 1 - exp(-20).
         if self.barren > 20 * self.source.rows.num_shards * self.sharers:
             raise UserError(f"the data has no text of at least {max(self.least, 1)} tokens")
         if self.shard == len(self._order()):
@@ -212,7 +245,9 @@ class Reader:
             elif length >= self.least:
                 self.barren = 0
                 starts = range(0, len(ids), self.body) if self.split else (0,)
-                self.pending = [self.source.special.around(ids[start : start + self.body]) for start in starts]
+                self.pending = [
+                    self.source.special.around(ids[start : start + self.body]) for start in starts
+                ]
         return self.pending.pop(0)
 
     def put_back(self, text):
@@ -235,7 +270,12 @@ class Reader:
 
     def load_state(self, saved):
         """Goes on from a `state`."""
-        self.number, self.shard, self.barren, self.skipped = saved["number"], saved["shard"], saved["barren"], dict(saved["skipped"])
+        self.number, self.shard, self.barren, self.skipped = (
+            saved["number"],
+            saved["shard"],
+            saved["barren"],
+            dict(saved["skipped"]),
+        )
         self.pending = [np.array(text, dtype=np.int64) for text in saved["pending"]]
         self._open(saved["stream"])
         self.row = saved["row"]

@@ -1,4 +1,5 @@
-"""transformers' Trainer with what the paper's recipe adds: its warm-up, its metrics, data that are complete micro-batches."""
+"""transformers' Trainer with what the paper's recipe adds: its warm-up, its metrics, data that are
+complete micro-batches."""
 
 import json
 import math
@@ -24,10 +25,12 @@ def stream_file(checkpoint, rank):
 
 
 def flops_per_batch(config, tokens, squares, predicted):
-    """Floating-point operations of forward and backward over a batch: 6 a weight and token, 12 D a layer and pair of tokens.
+    """Floating-point operations of forward and backward over a batch: 6 a weight and token, 12 D a
+    layer and pair of tokens.
 
     Args:
-        tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder computes.
+        tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder
+        computes.
     """
     hidden, inner = config.hidden_size, config.ffn_inner_size
     per_layer = 4 * hidden * hidden + (3 if config.hidden_act == "swiglu" else 2) * hidden * inner
@@ -36,12 +39,15 @@ def flops_per_batch(config, tokens, squares, predicted):
 
 
 def matrix_product_rate(device, dtype, seconds=0.3):
-    """Floating-point operations a second of a large square matrix product: what MFU is measured against.
+    """Floating-point operations a second of a large square matrix product: what MFU is measured
+    against.
 
     The run's random numbers stay as they are.
     """
     size, generator = (8192 if device.type == "cuda" else 1024), torch.Generator(device)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
+    )
     a @ b
     best, stop = 0.0, time.perf_counter() + seconds
     while time.perf_counter() < stop:
@@ -56,18 +62,21 @@ def matrix_product_rate(device, dtype, seconds=0.3):
 
 
 class _Records(TrainerCallback):
-    """The last step and every step that is saved are logged, so that the log and tokens_seen of a continued run miss nothing."""
+    """The last step and every step that is saved are logged, so that the log and tokens_seen of a
+    continued run miss nothing."""
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
 
 
 class PretrainingTrainer(Trainer):
-    """Trainer over `MicroBatches` or `StreamedBatches`, one item of which is a complete micro-batch.
+    """Trainer over `MicroBatches` or `StreamedBatches`, one item of which is a complete
+    micro-batch.
 
-    Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean over masked tokens), masked_accuracy, learning_rate,
-    grad_norm, tokens_per_second, mfu, tokens_seen, and as epoch the passes over the data.
-    UserError for a loss, or weights to be saved, that are not finite.
+    Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
+    over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, mfu,
+    tokens_seen, and as epoch the passes over the data. UserError for a loss, or weights to be
+    saved, that are not finite.
 
     Args:
         run: RunArguments.
@@ -84,14 +93,20 @@ class PretrainingTrainer(Trainer):
         self._peak = None
         self._stream = {"states": {}, "counts": {}}  # by loader worker
 
-    # --------------------------------------------------------------------------------------------------------------------- data
+    # ------------------------------------------------------------------------------------------
+    # data
 
     def get_train_dataloader(self):
         data, args = self.train_dataset, self.args
         if not isinstance(data, IterableDataset):
             return super().get_train_dataloader()
         # Each process streams its own share, so accelerate must not share it out again.
-        return DataLoader(data, batch_size=None, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
+        return DataLoader(
+            data,
+            batch_size=None,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+        )
 
     def get_batch_samples(self, *args, **kwargs):
         samples, count = super().get_batch_samples(*args, **kwargs)
@@ -107,7 +122,8 @@ class PretrainingTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
-    # ------------------------------------------------------------------------------------------------------------- optimisation
+    # ------------------------------------------------------------------------------------------
+    # optimisation
 
     def get_decay_parameter_names(self, model):
         return optimisation.decay_parameter_names(model)
@@ -117,7 +133,9 @@ class PretrainingTrainer(Trainer):
             super().create_optimizer(*(() if model is None else (model,)))
             if self.moments is not None:
                 moments = torch.load(self.moments, map_location="cpu", weights_only=True)
-                self.optimizer.load_state_dict(optimisation.with_moments(self.optimizer.state_dict(), moments))
+                self.optimizer.load_state_dict(
+                    optimisation.with_moments(self.optimizer.state_dict(), moments)
+                )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
@@ -125,12 +143,17 @@ class PretrainingTrainer(Trainer):
             args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
             warmup = args.get_warmup_steps(num_training_steps)
             self.lr_scheduler = optimisation.make_schedule(
-                args.lr_scheduler_type, optimizer, warmup, num_training_steps, args.lr_scheduler_kwargs
+                args.lr_scheduler_type,
+                optimizer,
+                warmup,
+                num_training_steps,
+                args.lr_scheduler_kwargs,
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # ------------------------------------------------------------------------------------------------------------------ metrics
+    # ------------------------------------------------------------------------------------------
+    # metrics
 
     def training_step(self, model, inputs, *args, **kwargs):
         if self._window_start is None:
@@ -140,7 +163,9 @@ class PretrainingTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        loss, outputs = super().compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
         self._add({"correct": masked_correct(outputs.logits, labels)[0]})
         return (loss, outputs) if return_outputs else loss
 
@@ -160,7 +185,13 @@ class PretrainingTrainer(Trainer):
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
-            logs.update({name: int(value) for name, value in counts.items() if name.startswith("rows_skipped_")})
+            logs.update(
+                {
+                    name: int(value)
+                    for name, value in counts.items()
+                    if name.startswith("rows_skipped_")
+                }
+            )
             if seconds > 0:
                 logs["tokens_per_second"] = counts["tokens"] / seconds
                 config = self.model.config
@@ -171,15 +202,21 @@ class PretrainingTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _reduced_counts(self):
-        """What was counted since the last call, and how far the data has been read, summed over processes; passes are a mean."""
+        """What was counted since the last call, and how far the data has been read, summed over
+        processes; passes are a mean."""
         args, counts = self.args, {name: float(value) for name, value in self._counts.items()}
         self._counts = dict.fromkeys(counts, 0)
         if isinstance(self.train_dataset, IterableDataset):
             workers = self._stream["counts"].values()
-            counts |= {f"rows_skipped_{name}": sum(worker[name] for worker in workers) for name in ("empty", "broken")}
+            counts |= {
+                f"rows_skipped_{name}": sum(worker[name] for worker in workers)
+                for name in ("empty", "broken")
+            }
             passes = sum(worker["passes"] for worker in workers) / max(1, len(workers))
         else:
-            passes = self.train_dataset.passes(self.state.global_step * args.gradient_accumulation_steps * args.world_size)
+            passes = self.train_dataset.passes(
+                self.state.global_step * args.gradient_accumulation_steps * args.world_size
+            )
         counts["passes"] = passes / args.world_size
         if args.world_size > 1:
             values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
@@ -195,20 +232,32 @@ class PretrainingTrainer(Trainer):
         return self._peak
 
     def write_log(self):
-        """`log.jsonl` in the output folder: every logged record of the run, resumed parts included."""
+        """`log.jsonl` in the output folder: every logged record of the run, resumed parts
+        included."""
         lines = [json.dumps(record) for record in self.state.log_history]
         write_text(Path(self.args.output_dir) / "log.jsonl", "\n".join(lines) + "\n")
 
-    # ------------------------------------------------------------------------------------------------------------------- saving
+    # ------------------------------------------------------------------------------------------
+    # saving
 
     def _diverged(self, what):
         newest = max(complete(self.args.output_dir).items(), default=None)
-        start = "from the beginning (there is no checkpoint)" if newest is None else f"init_from {newest[1]} (the last checkpoint)"
-        return UserError(f"the run has diverged: {what}; start again {start} with a lower learning_rate and another output")
+        start = (
+            "from the beginning (there is no checkpoint)"
+            if newest is None
+            else f"init_from {newest[1]} (the last checkpoint)"
+        )
+        return UserError(
+            f"the run has diverged: {what}; start again {start} with a lower learning_rate and "
+            "another output"
+        )
 
     def save_model(self, output_dir=None, _internal_call=False):
         # A process of FSDP or ZeRO-3 looks at its own part of the weights.
-        weights = (getattr(parameter, "to_local", parameter.detach)() for parameter in self.model.parameters())
+        weights = (
+            getattr(parameter, "to_local", parameter.detach)()
+            for parameter in self.model.parameters()
+        )
         if not all(torch.isfinite(weight).all() for weight in weights):
             raise self._diverged(f"the weights after step {self.state.global_step} are not finite")
         super().save_model(output_dir, _internal_call)
@@ -220,25 +269,39 @@ class PretrainingTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if isinstance(self.train_dataset, IterableDataset):
             consumed = self.state.global_step * self.args.gradient_accumulation_steps
-            write_json(stream_file(folder, self.args.process_index), {"consumed": consumed, **self._stream})
+            write_json(
+                stream_file(folder, self.args.process_index), {"consumed": consumed, **self._stream}
+            )
         if self.args.should_save:
             self.write_log()
 
     def load_stream(self, checkpoint):
         """Lets the stream go on from a checkpoint."""
         saved = json.loads(stream_file(checkpoint, self.args.process_index).read_text())
-        self._stream = {name: {int(worker): value for worker, value in saved[name].items()} for name in ("states", "counts")}
+        self._stream = {
+            name: {int(worker): value for worker, value in saved[name].items()}
+            for name in ("states", "counts")
+        }
         self.train_dataset.load_state(self._stream["states"], saved["consumed"])
 
-    # --------------------------------------------------------------------------------------------------------------- evaluation
+    # ------------------------------------------------------------------------------------------
+    # evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Masked loss and accuracy over every batch of `eval_dataset`, shared between the processes."""
+        """Masked loss and accuracy over every batch of `eval_dataset`, shared between the
+        processes."""
         batches = self.eval_dataset if eval_dataset is None else eval_dataset
-        metrics = evaluate_batches(self.model_wrapped if self.is_fsdp_enabled else self.model, batches, self.args.device, self.accelerator)
+        metrics = evaluate_batches(
+            self.model_wrapped if self.is_fsdp_enabled else self.model,
+            batches,
+            self.args.device,
+            self.accelerator,
+        )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         self._window_start = time.perf_counter()
         return metrics
 
@@ -249,7 +312,8 @@ def _only_item(items):
 
 
 def masked_correct(logits, labels):
-    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits (B, L, V) or (labelled, V)."""
+    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits
+    (B, L, V) or (labelled, V)."""
     chosen = labels != -100
     with torch.no_grad():
         best = logits.argmax(dim=-1)
@@ -264,23 +328,39 @@ def evaluate_batches(model, batches, device=None, accelerator=None):
     Returns:
         dict: loss (mean cross-entropy over masked tokens), masked_accuracy, masked_tokens.
     """
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator is not None else (0, 1)
+    rank, world = (
+        (accelerator.process_index, accelerator.num_processes)
+        if accelerator is not None
+        else (0, 1)
+    )
     device = device if device is not None else next(model.parameters()).device
     total, correct, masked = 0.0, 0, 0
     training = model.training
     model.eval()
-    # Every process computes the same number of batches, as sharded models need; repeated ones do not count.
+    # Every process computes the same number of batches, as sharded models need; repeated ones do
+    # not count.
     for i in range(rank, math.ceil(len(batches) / world) * world, world):
-        batch = {name: value.to(device) if torch.is_tensor(value) else value for name, value in batches[min(i, len(batches) - 1)].items()}
+        batch = {
+            name: value.to(device) if torch.is_tensor(value) else value
+            for name, value in batches[min(i, len(batches) - 1)].items()
+        }
         context = accelerator.autocast() if accelerator is not None else torch.no_grad()
         with context:
             outputs = model(**batch)
         if i < len(batches):
             right, count = masked_correct(outputs.logits, batch["labels"])
-            total, correct, masked = total + float(outputs.loss) * int(count), correct + int(right), masked + int(count)
+            total, correct, masked = (
+                total + float(outputs.loss) * int(count),
+                correct + int(right),
+                masked + int(count),
+            )
     model.train(training)
     sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
     if world > 1:
         sums = accelerator.reduce(sums, reduction="sum")
     total, correct, masked = sums.tolist()
-    return {"loss": total / masked, "masked_accuracy": correct / masked, "masked_tokens": int(masked)}
+    return {
+        "loss": total / masked,
+        "masked_accuracy": correct / masked,
+        "masked_tokens": int(masked),
+    }

@@ -1,4 +1,5 @@
-"""Fixtures of all tests: no network, one thread, a tiny model, the golden data and the tokenizer."""
+"""Fixtures of all tests: no network, one thread, a tiny model, the golden data and the
+tokenizer."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A shell starts what it runs in the background with Ctrl-C ignored; tests of interruptions need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The checkout is itself the package. pytest imports it again under the folder's name, and the Auto classes would then know that copy.
+# The checkout is itself the package. pytest imports it again under the folder's name, and the Auto
+# classes would then know that copy.
 sys.modules.setdefault(ROOT.name, neobert)
 
 
@@ -55,11 +57,18 @@ def tokenizer_dir():
 
 @pytest.fixture(scope="session")
 def bundled(tmp_path_factory):
-    """Folder of the bundled checkpoint of examples/, converted, with a pooling layer for sentence-transformers."""
+    """Folder of the bundled checkpoint of examples/, converted, with a pooling layer for
+    sentence-transformers."""
     from neobert.convert_checkpoint import main
 
     folder = tmp_path_factory.mktemp("bundled") / "model"
-    assert not main([str(ROOT / "examples" / "checkpoint"), str(folder), "--sentence-transformers", "--dtype", "float32"]), (
-        "the converter failed"
-    )
+    assert not main(
+        [
+            str(ROOT / "examples" / "checkpoint"),
+            str(folder),
+            "--sentence-transformers",
+            "--dtype",
+            "float32",
+        ]
+    ), "the converter failed"
     return folder

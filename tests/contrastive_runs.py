@@ -20,7 +20,13 @@ ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
 def make_model_folder(tmp_path_factory, tokenizer_dir):
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("encoder")
-    config = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
     NeoBERTForMaskedLM(NeoBERTConfig(**config)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     return folder
@@ -34,18 +40,42 @@ def make_triplets(tmp_path):
             "positive": f"{i} {colour} {animal}",
             "negative": f"{animal} {i}",
         }
-        for i, (colour, animal) in enumerate((colour, animal) for colour in COLOURS for animal in ANIMALS)
+        for i, (colour, animal) in enumerate(
+            (colour, animal) for colour in COLOURS for animal in ANIMALS
+        )
     ]
     return str(write_jsonl(tmp_path / "triplets.jsonl", rows))
 
 
 @pytest.fixture(name="pairs")
 def make_pairs(tmp_path):
-    rows = [{"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"} for i, colour in enumerate(COLOURS * 2)]
+    rows = [
+        {"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"}
+        for i, colour in enumerate(COLOURS * 2)
+    ]
     return str(write_jsonl(tmp_path / "pairs.jsonl", rows))
 
 
 def arguments_for(model_folder, output, *more):
-    argv = ["--model", str(model_folder), "--output", str(output), "--max_length", "32", "--per_device_train_batch_size", "8"]
-    argv += ["--use_cpu", "true", "--logging_steps", "1", "--save_steps", "4", "--max_steps", "8", *more]
+    argv = [
+        "--model",
+        str(model_folder),
+        "--output",
+        str(output),
+        "--max_length",
+        "32",
+        "--per_device_train_batch_size",
+        "8",
+    ]
+    argv += [
+        "--use_cpu",
+        "true",
+        "--logging_steps",
+        "1",
+        "--save_steps",
+        "4",
+        "--max_steps",
+        "8",
+        *more,
+    ]
     return argv

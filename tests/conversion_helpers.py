@@ -1,4 +1,5 @@
-"""What the tests of conversion/ share: raw checkpoints, the command as a function and as a script, and all bytes of a folder."""
+"""What the tests of conversion/ share: raw checkpoints, the command as a function and as a script,
+and all bytes of a folder."""
 
 import json
 import os
@@ -29,40 +30,78 @@ def save(folder, state, **config):
 
 
 def run_script(*arguments, **kwargs):
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=300, **kwargs)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **kwargs,
+    )
 
 
 def package_environment(**changes):
-    """Environment in which a new interpreter finds the package: the folder of a link or of an installed `neobert`."""
+    """Environment in which a new interpreter finds the package: the folder of a link or of an
+    installed `neobert`."""
     import neobert
 
     folder = Path(neobert.__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent)] if folder.name == "neobert" else sys.path), **changes}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(folder.parent)] if folder.name == "neobert" else sys.path
+        ),
+        **changes,
+    }
 
 
 def digests(folder):
     """{relative path: content, or the target of a link} of everything below a folder."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.is_file() and path.read_bytes()
         for path in sorted(folder.rglob("*"))
     }
 
 
 def write_distributed(folder, engine):
-    """Checkpoints of two processes in `folder`, by the engine itself: "deepspeed" (ZeRO 1 to 3) or "fsdp"."""
+    """Checkpoints of two processes in `folder`, by the engine itself: "deepspeed" (ZeRO 1 to 3) or
+    "fsdp"."""
     writer = Path(__file__).with_name("write_distributed_checkpoints.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(writer), str(folder), engine]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(writer),
+        str(folder),
+        engine,
+    ]
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, f"writing the distributed checkpoints failed: {process.stderr[-3000:]}"
+    assert process.returncode == 0, (
+        f"writing the distributed checkpoints failed: {process.stderr[-3000:]}"
+    )
     return folder
 
 
 def assert_same(checkpoint, reference):
     """A checkpoint holds just these tensors, bit for bit."""
-    assert checkpoint.tensors.keys() == reference.keys(), "the tensors' names are not those that were saved"
+    assert checkpoint.tensors.keys() == reference.keys(), (
+        "the tensors' names are not those that were saved"
+    )
     for name, expected in reference.items():
         stored = checkpoint.tensors[name]
-        assert stored.shape == tuple(expected.shape), f"{name} announces another shape than the saved one"
+        assert stored.shape == tuple(expected.shape), (
+            f"{name} announces another shape than the saved one"
+        )
         assert stored.dtype == stored.read().dtype, f"{name} announces another dtype than it has"
-        assert torch.equal(stored.read().to(expected.dtype), expected), f"{name} is not what was saved"
+        assert torch.equal(stored.read().to(expected.dtype), expected), (
+            f"{name} is not what was saved"
+        )

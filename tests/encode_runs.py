@@ -23,19 +23,28 @@ from neobert.embeddings.encode import encode
 from neobert.embeddings.options import EncodeArguments
 
 
-WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()
+WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()  # noqa: E501
 
 
 def texts_of_many_lengths(count):
     generator = random.Random(0)
-    return [" ".join(generator.choices(WORDS, k=generator.choice((1, 2, 5, 9, 30, 90)))) for _ in range(count)]
+    return [
+        " ".join(generator.choices(WORDS, k=generator.choice((1, 2, 5, 9, 30, 90))))
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module", name="model_folder")
 def make_model_folder(tmp_path_factory, tokenizer_dir):
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("encoder")
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+    }
     NeoBERTModel(NeoBERTConfig(**config)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     return folder
@@ -50,19 +59,24 @@ def make_reference(model_folder):
 @pytest.fixture(name="corpus")
 def make_corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
-    rows = [{"id": f"row-{i}", "text": text, "n": i} for i, text in enumerate(texts_of_many_lengths(70))]
+    rows = [
+        {"id": f"row-{i}", "text": text, "n": i} for i, text in enumerate(texts_of_many_lengths(70))
+    ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
 
 def embed(source, output, model, encoder=None, **settings):
     settings = {"dtype": "float32", **settings}  # the same on every CPU
-    arguments = EncodeArguments(source=str(source), output=str(output), model=str(model), **settings)
+    arguments = EncodeArguments(
+        source=str(source), output=str(output), model=str(model), **settings
+    )
     return encode(arguments, progress_bar=False, encoder=encoder)
 
 
 def interrupt_once(monkeypatch, parts):
-    """An interrupt after so many parts, once. Returns the names of all parts that are written, before it and after."""
+    """An interrupt after so many parts, once. Returns the names of all parts that are written,
+    before it and after."""
     written, stops, write = [], [parts], encode_workers.write_part
 
     def write_part(path, *rest):

@@ -28,13 +28,22 @@ def sentence(generator, good):
 
 @pytest.fixture(scope="module", name="world")
 def make_world(tmp_path_factory):
-    """A random NeoBERT with its tokenizer, and four tasks in nyu-mll/glue's schema that single words decide."""
+    """A random NeoBERT with its tokenizer, and four tasks in nyu-mll/glue's schema that single
+    words decide."""
     root = tmp_path_factory.mktemp("glue")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
-    NeoBERTForMaskedLM(NeoBERTConfig(**sizes, embedding_init_range=0.2, decoder_init_range=0.1, classifier_pooling="mean")).save_pretrained(
-        root / "model"
-    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
+    NeoBERTForMaskedLM(
+        NeoBERTConfig(
+            **sizes, embedding_init_range=0.2, decoder_init_range=0.1, classifier_pooling="mean"
+        )
+    ).save_pretrained(root / "model")
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[1] / "tokenizer")
     tokenizer.save_pretrained(root / "model")
     bert = BertForSequenceClassification(BertConfig(vocab_size=30522, **sizes))
@@ -43,21 +52,57 @@ def make_world(tmp_path_factory):
     generator = random.Random(0)
     data = root / "data"
     for split, count in (("train", 160), ("validation", 40)):
-        rows = [{"sentence": sentence(generator, i % 2), "label": i % 2, "idx": i} for i in range(count)]
+        rows = [
+            {"sentence": sentence(generator, i % 2), "label": i % 2, "idx": i} for i in range(count)
+        ]
         write_jsonl(data / "sst2" / f"{split}.jsonl", rows)
-        pairs = [{"sentence1": sentence(generator, 1), "sentence2": sentence(generator, i % 2), "label": 1 - i % 2} for i in range(count)]
+        pairs = [
+            {
+                "sentence1": sentence(generator, 1),
+                "sentence2": sentence(generator, i % 2),
+                "label": 1 - i % 2,
+            }
+            for i in range(count)
+        ]
         write_jsonl(data / "rte" / f"{split}.jsonl", pairs)
-        write_jsonl(data / "mrpc" / f"{split}.jsonl", [{**row, "label": 1 - row["label"]} for row in pairs])
-        write_jsonl(data / "stsb" / f"{split}.jsonl", [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs])
+        write_jsonl(
+            data / "mrpc" / f"{split}.jsonl", [{**row, "label": 1 - row["label"]} for row in pairs]
+        )
+        write_jsonl(
+            data / "stsb" / f"{split}.jsonl",
+            [{**row, "label": 5.0 - 4.0 * row["label"]} for row in pairs],
+        )
     for split, count in (("train", 160), ("validation_matched", 30), ("validation_mismatched", 40)):
-        rows = [{"premise": sentence(generator, i % 3), "hypothesis": sentence(generator, i % 3 > 1), "label": i % 3} for i in range(count)]
+        rows = [
+            {
+                "premise": sentence(generator, i % 3),
+                "hypothesis": sentence(generator, i % 3 > 1),
+                "label": i % 3,
+            }
+            for i in range(count)
+        ]
         write_jsonl(data / "mnli" / f"{split}.jsonl", rows)
     return root
 
 
 def run(world, output, task="sst2", **more):
-    given = {"task": task, "model": world / "model", "data": world / "data", "output": output, "seeds": "1", "num_train_epochs": 1}
+    given = {
+        "task": task,
+        "model": world / "model",
+        "data": world / "data",
+        "output": output,
+        "seeds": "1",
+        "num_train_epochs": 1,
+    }
     given |= {"batch_size": 16, "learning_rate": 3e-3, **more}
-    values = {key: [] if value is True else str(value).split(",") if key == "seeds" else [str(value)] for key, value in given.items()}
-    glue.main([part for key, value in values.items() for part in (f"--{key.replace('_', '-')}", *value)])
-    return {(result["task"], result["settings"]["seed"]): (folder, result) for folder, result in glue_table.finished_runs(output)}
+    values = {
+        key: [] if value is True else str(value).split(",") if key == "seeds" else [str(value)]
+        for key, value in given.items()
+    }
+    glue.main(
+        [part for key, value in values.items() for part in (f"--{key.replace('_', '-')}", *value)]
+    )
+    return {
+        (result["task"], result["settings"]["seed"]): (folder, result)
+        for folder, result in glue_table.finished_runs(output)
+    }

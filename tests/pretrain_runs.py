@@ -36,11 +36,26 @@ def make_corpus(tmp_path_factory):
 
 def arguments_of(corpus, out, **more):
     values = {
-        "model_config": json.dumps(TINY), "dataset": corpus / "train.txt", "prepared": corpus / "prepared", "output": out,
-        "max_length": 32, "tokens_per_batch": 256, "max_steps": 8, "warmup_steps": 2, "learning_rate": 3e-3, "logging_steps": 1,
-        "save_steps": 4, "report_to": "none", "disable_tqdm": "true", "seed": 7, "peak_tflops": 0.01, **more,
-    }  # fmt: skip
-    given = [(name.replace("_", "-"), str(value)) for name, value in values.items() if value is not None]
+        "model_config": json.dumps(TINY),
+        "dataset": corpus / "train.txt",
+        "prepared": corpus / "prepared",
+        "output": out,
+        "max_length": 32,
+        "tokens_per_batch": 256,
+        "max_steps": 8,
+        "warmup_steps": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "report_to": "none",
+        "disable_tqdm": "true",
+        "seed": 7,
+        "peak_tflops": 0.01,
+        **more,
+    }
+    given = [
+        (name.replace("_", "-"), str(value)) for name, value in values.items() if value is not None
+    ]
     return [piece for name, value in given for piece in (f"--{name}", value)]
 
 
@@ -52,4 +67,8 @@ def log_of(out):
     """Logged records of the steps, without what the clock decides."""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     timed = ("tokens_per_second", "mfu")
-    return [{name: value for name, value in record.items() if name not in timed} for record in records if "loss" in record]
+    return [
+        {name: value for name, value in record.items() if name not in timed}
+        for record in records
+        if "loss" in record
+    ]

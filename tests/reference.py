@@ -1,6 +1,8 @@
-"""NeoBERT written from the paper's formulas in float64, one text and one head at a time, and the tiny models that are compared with it.
+"""NeoBERT written from the paper's formulas in float64, one text and one head at a time, and the
+tiny models that are compared with it.
 
-It shares no line with the model and knows no padding, packing or mask: a text is what is left of its row.
+It shares no line with the model and knows no padding, packing or mask: a text is what is left of
+its row.
 """
 
 import inspect
@@ -27,9 +29,12 @@ LEARNED = {"position_embedding_type": "learned", "norm_type": "layer", "hidden_a
 
 
 def make_model(model_class, seed=0, **fields):
-    """A tiny model in eval mode whose weights are so large that attention is far from uniform and no bias or norm is trivial."""
+    """A tiny model in eval mode whose weights are so large that attention is far from uniform and
+    no bias or norm is trivial."""
     implementation = fields.pop("attn_implementation", "sdpa")
-    model = model_class._from_config(NeoBERTConfig(**{**FIELDS, **fields}), attn_implementation=implementation)
+    model = model_class._from_config(
+        NeoBERTConfig(**{**FIELDS, **fields}), attn_implementation=implementation
+    )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -61,7 +66,8 @@ def rotary_angles(positions, head_dim, theta=10000.0):
 
 
 def rotate(x, angles):
-    """Rotates the pairs (x[2i], x[2i + 1]) of (L, K) by angles (L, K / 2), written as a 2 x 2 matrix a pair."""
+    """Rotates the pairs (x[2i], x[2i + 1]) of (L, K) by angles (L, K / 2), written as a 2 x 2
+    matrix a pair."""
     turned = torch.empty_like(x)
     turned[:, 0::2] = x[:, 0::2] * angles.cos() - x[:, 1::2] * angles.sin()
     turned[:, 1::2] = x[:, 0::2] * angles.sin() + x[:, 1::2] * angles.cos()
@@ -95,10 +101,14 @@ def reference_states(model, tokens, positions=None, angles=None):
         positions: (L,), by default 0 ... L - 1.
         angles: (L, K / 2) in place of the plain rotary angles.
     Returns:
-        list of num_hidden_layers + 1 tensors (L, D) in float64, the last one normed; list of weights (H, L, L) per block.
+        list of num_hidden_layers + 1 tensors (L, D) in float64, the last one normed; list of
+        weights (H, L, L) per block.
     """
     config = model.config
-    weights = {name.removeprefix("model."): value.detach().double() for name, value in model.state_dict().items()}
+    weights = {
+        name.removeprefix("model."): value.detach().double()
+        for name, value in model.state_dict().items()
+    }
     heads = config.num_attention_heads
     size = config.hidden_size // heads
     positions = torch.arange(len(tokens)) if positions is None else positions
@@ -110,7 +120,9 @@ def reference_states(model, tokens, positions=None, angles=None):
     states, attentions = [x], []
     for i in range(config.num_hidden_layers):
         layer = f"transformer_encoder.{i}"
-        qkv = _norm(x, weights, f"{layer}.attention_norm", config) @ weights[f"{layer}.qkv.weight"].T
+        qkv = (
+            _norm(x, weights, f"{layer}.attention_norm", config) @ weights[f"{layer}.qkv.weight"].T
+        )
         outputs, maps = [], []
         for h in range(heads):
             # Rows of qkv.weight: head 0's query, key, value, then head 1's, ...
@@ -123,7 +135,9 @@ def reference_states(model, tokens, positions=None, angles=None):
             outputs.append(maps[-1] @ v)
         attentions.append(torch.stack(maps))
         x = x + torch.cat(outputs, -1) @ weights[f"{layer}.wo.weight"].T
-        x = x + _feed_forward(_norm(x, weights, f"{layer}.ffn_norm", config), weights, f"{layer}.ffn", config)
+        x = x + _feed_forward(
+            _norm(x, weights, f"{layer}.ffn_norm", config), weights, f"{layer}.ffn", config
+        )
         states.append(x)
     states[-1] = _norm(x, weights, "layer_norm", config)
     return states, attentions
@@ -132,7 +146,8 @@ def reference_states(model, tokens, positions=None, angles=None):
 def count_rows(*modules):
     """Makes modules note the tokens that each of their calls sees, in the list that is returned.
 
-    As the machinery of torch does: a model whose inner modules have other hooks or forwards runs on dense batches.
+    As the machinery of torch does: a model whose inner modules have other hooks or forwards runs on
+    dense batches.
     """
     seen = []
     for module in modules:
@@ -148,7 +163,8 @@ def count_rows(*modules):
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations made and that are still alive: their peak, whatever the allocator keeps."""
+    """Counts the bytes of the tensors that operations made and that are still alive: their peak,
+    whatever the allocator keeps."""
 
     def __init__(self, *made_before):
         super().__init__()
@@ -157,7 +173,9 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        for storage in (leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+        for storage in (
+            leaf.untyped_storage() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)
+        ):
             if storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.live += storage.nbytes()
@@ -186,7 +204,9 @@ class FlashReference:
 
     @staticmethod
     def attend(q, k, v, scale):
-        return torch.einsum("hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v)
+        return torch.einsum(
+            "hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v
+        )
 
     def varlen(
         self,
@@ -209,7 +229,9 @@ class FlashReference:
     ):
         self.calls.append({name: value for name, value in locals().items() if name != "self"})
         bounds = cu_seqlens_q.tolist()
-        return torch.cat([self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])])
+        return torch.cat(
+            [self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])]
+        )
 
     def dense(
         self,
@@ -225,12 +247,22 @@ class FlashReference:
         deterministic=False,
         return_attn_probs=False,
     ):
-        self.calls.append({"q": q, "k": k, "v": v, "softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p})
+        self.calls.append(
+            {
+                "q": q,
+                "k": k,
+                "v": v,
+                "softmax_scale": softmax_scale,
+                "causal": causal,
+                "dropout_p": dropout_p,
+            }
+        )
         return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
 
 
 def install_flash(monkeypatch):
-    """Puts a `FlashReference` in the place of the flash-attn package, behind transformers' own flash_attention_2; returns it."""
+    """Puts a `FlashReference` in the place of the flash-attn package, behind transformers' own
+    flash_attention_2; returns it."""
     reference = FlashReference()
 
     def dense(*args, **kwargs):
@@ -244,7 +276,14 @@ def install_flash(monkeypatch):
     pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
     process = flash_utils._lazy_define_process_function(varlen)
     # transformers 5 added a kernel for caches, then its arguments.
-    functions = (dense, varlen, None, pad, unpad) if hasattr(flash_utils, "_flash_with_kvcache_fn") else (dense, varlen, pad, unpad)
-    loaded = functions, (process, dict) if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn") else process
+    functions = (
+        (dense, varlen, None, pad, unpad)
+        if hasattr(flash_utils, "_flash_with_kvcache_fn")
+        else (dense, varlen, pad, unpad)
+    )
+    loaded = (
+        functions,
+        (process, dict) if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn") else process,
+    )
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
     return reference

@@ -1,4 +1,5 @@
-"""`conversion/fresh_model.py` in a fork of a process that has imported the libraries, but not this package: 0.1 seconds in place of 8."""
+"""`conversion/fresh_model.py` in a fork of a process that has imported the libraries, but not this
+package: 0.1 seconds in place of 8."""
 
 import multiprocessing
 import runpy
@@ -6,7 +7,13 @@ from pathlib import Path
 
 
 # What loading a model imports.
-LIBRARIES = ["torch", "safetensors.torch", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", "torch._dynamo"]
+LIBRARIES = [
+    "torch",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "torch._dynamo",
+]
 SCRIPT = Path(__file__).resolve().parent.parent / "conversion" / "fresh_model.py"
 
 
@@ -25,7 +32,9 @@ def reload(folder, auto_class, inputs, outputs, scratch):
     """Takes the place of `verify._reload`; returns why it failed, or None."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LIBRARIES)
-    process = context.Process(target=_main, args=(str(folder), auto_class, str(inputs), str(outputs), scratch))
+    process = context.Process(
+        target=_main, args=(str(folder), auto_class, str(inputs), str(outputs), scratch)
+    )
     process.start()
     process.join()
     return (scratch / "reason").read_text() if process.exitcode else None

@@ -1,4 +1,5 @@
-"""Pins how a rung of the ablation ladder is measured: features, probe, masked-LM quality, and the texts and seeds that runs are given."""
+"""Pins how a rung of the ablation ladder is measured: features, probe, masked-LM quality, and the
+texts and seeds that runs are given."""
 
 import math
 from pathlib import Path
@@ -26,7 +27,13 @@ def tokenizer(tokenizer_dir):
 @pytest.fixture(scope="module", params=["rope", "learned"])
 def model(request):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 16,
+    }
     return NeoBERTForMaskedLM(NeoBERTConfig(**sizes, position_embedding_type=request.param)).eval()
 
 
@@ -53,20 +60,32 @@ def test_the_majority_is_that_of_the_test_sentences():
 
 
 def test_bits_are_those_of_a_hidden_character(model, tokenizer, monkeypatch):
-    """Every rung is measured with 20 % of the tokens hidden, always by [MASK]; the marks of word pieces are no characters."""
+    """Every rung is measured with 20 % of the tokens hidden, always by [MASK]; the marks of word
+    pieces are no characters."""
     pieces = tokenizer.tokenize("river unaffable")
     letters = [len(piece.removeprefix("##")) for piece in pieces]
-    assert len(pieces) > 2 and sum(letters) == len("riverunaffable"), "a word must have several pieces, or this test shows nothing"
+    assert len(pieces) > 2 and sum(letters) == len("riverunaffable"), (
+        "a word must have several pieces, or this test shows nothing"
+    )
     seen = []
 
     def evaluate(_, batches):
         seen.extend(batches[i] for i in range(len(batches)))
-        return {"loss": 3 * math.log(2), "masked_accuracy": 0.25, "masked_tokens": sum(int((b["labels"] != -100).sum()) for b in seen)}
+        return {
+            "loss": 3 * math.log(2),
+            "masked_accuracy": 0.25,
+            "masked_tokens": sum(int((b["labels"] != -100).sum()) for b in seen),
+        }
 
     monkeypatch.setattr(ablation_measures, "evaluate_batches", evaluate)
-    probe = [{"text": word, "label": label} for word, label in zip(("river", "stone", "music", "paper") * 2, [0, 1] * 4)]
+    probe = [
+        {"text": word, "label": label}
+        for word, label in zip(("river", "stone", "music", "paper") * 2, [0, 1] * 4)
+    ]
     found = ablation_measures.measure(model, tokenizer, ["river unaffable"] * 400, probe, 16)
-    labels, ids = (torch.cat([batch[name].flatten() for batch in seen]) for name in ("labels", "input_ids"))
+    labels, ids = (
+        torch.cat([batch[name].flatten() for batch in seen]) for name in ("labels", "input_ids")
+    )
     hidden = labels != -100
     assert (ids[hidden] == tokenizer.mask_token_id).all()
     words = 400 * len(pieces)
@@ -74,13 +93,17 @@ def test_bits_are_those_of_a_hidden_character(model, tokenizer, monkeypatch):
     lengths = dict(zip(tokenizer.convert_tokens_to_ids(pieces), letters))
     characters = sum(lengths[token] for token in labels[hidden].tolist())
     assert found["masked_bits_per_character"] == pytest.approx(3 * int(hidden.sum()) / characters)
-    assert found["masked_loss"] == pytest.approx(3 * math.log(2)) and found["masked_accuracy"] == 0.25
+    assert (
+        found["masked_loss"] == pytest.approx(3 * math.log(2)) and found["masked_accuracy"] == 0.25
+    )
 
 
 def test_every_seed_is_a_run_of_its_own():
     paths = {"curated": "c", "diverse": "d", "wordpiece": "w", "bpe": "b"}
     for seed in (0, 2):
-        values = ablation_recipes.rung_values("m9", ablation_recipes.SCALES["tiny"], paths, Path("out"), seed)
+        values = ablation_recipes.rung_values(
+            "m9", ablation_recipes.SCALES["tiny"], paths, Path("out"), seed
+        )
         assert values["trainer"]["seed"] == seed
 
 
@@ -88,10 +111,18 @@ def test_held_out_texts_are_no_rungs_training_texts(tmp_path, monkeypatch):
     for name in ("wordnet_entries", "gcide_entries"):
         rows = [{"id": f"{name}-{i}", "text": f"{name} {i}"} for i in range(3000)]
         monkeypatch.setattr(local_text, name, lambda rows=rows: iter(rows))
-    monkeypatch.setattr(local_text, "sentiment_sentences", lambda kind: iter([{"text": "good", "label": 1}]))
-    paths = ablation_data.make_data(dict.fromkeys(ablation_data.COLUMNS), ablation_recipes.SCALES["tiny"], tmp_path)
-    texts = {name: paths[name].read_text().splitlines() for name in ("curated", "diverse", "heldout")}
+    monkeypatch.setattr(
+        local_text, "sentiment_sentences", lambda kind: iter([{"text": "good", "label": 1}])
+    )
+    paths = ablation_data.make_data(
+        dict.fromkeys(ablation_data.COLUMNS), ablation_recipes.SCALES["tiny"], tmp_path
+    )
+    texts = {
+        name: paths[name].read_text().splitlines() for name in ("curated", "diverse", "heldout")
+    }
     assert texts["heldout"] and not set(texts["heldout"]) & {*texts["curated"], *texts["diverse"]}
     assert all("wordnet" in line for line in texts["curated"])
     kinds = {name: sum(name in line for line in texts["diverse"]) for name in ("wordnet", "gcide")}
-    assert min(kinds.values()) > 30, f"the diverse texts must be drawn from both sources, not {kinds} of 150"
+    assert min(kinds.values()) > 30, (
+        f"the diverse texts must be drawn from both sources, not {kinds} of 150"
+    )

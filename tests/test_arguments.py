@@ -1,5 +1,6 @@
-"""Pins the command line: options from recipes and arguments in their types and ranges, Trainer's options passed through, typing errors named as
-such, one sentence and exit code 2 for bad input, and what --help and --version print.
+"""Pins the command line: options from recipes and arguments in their types and ranges, Trainer's
+options passed through, typing errors named as such, one sentence and exit code 2 for bad input, and
+what --help and --version print.
 """
 
 import dataclasses
@@ -63,11 +64,18 @@ def read(tmp_path):
 def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_ones(read, tmp_path):
     (tmp_path / "first.yaml").write_text("hidden_size: 8\nname: first\nlora: true\n")
     recipe = "hidden_size: 64\nrate: 6e-4\nseeds: [1, 2]\n"
-    assert read(recipe, ["--hidden-size", "32"]) == [Model(32), Training(6e-4, [1, 2])], "YAML 1.1 reads 6e-4 as text"
+    assert read(recipe, ["--hidden-size", "32"]) == [Model(32), Training(6e-4, [1, 2])], (
+        "YAML 1.1 reads 6e-4 as text"
+    )
     read(recipe)
     both = [str(tmp_path / "first.yaml"), str(tmp_path / "recipe.yaml")]
-    assert read_arguments((Model, Training), both) == [Model(64, "first"), Training(6e-4, [1, 2], lora=True)]
-    assert read_arguments((Model, Training), ["--hidden-size=1"]) == [Model(1), Training()], "no recipe is needed"
+    assert read_arguments((Model, Training), both) == [
+        Model(64, "first"),
+        Training(6e-4, [1, 2], lora=True),
+    ]
+    assert read_arguments((Model, Training), ["--hidden-size=1"]) == [Model(1), Training()], (
+        "no recipe is needed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,11 @@ def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_on
         (["--hidden-size", "7.0"], "hidden_size", 7),
         (["--dropout", "0.5"], "dropout", 0.5),
         (["--dropout", "None"], "dropout", None),
-        (["--model-config", "{norm_eps: 1e-6, hidden_act: gelu}"], "model_config", {"norm_eps": 1e-6, "hidden_act": "gelu"}),
+        (
+            ["--model-config", "{norm_eps: 1e-6, hidden_act: gelu}"],
+            "model_config",
+            {"norm_eps": 1e-6, "hidden_act": "gelu"},
+        ),
     ],
     ids=str,
 )
@@ -111,25 +123,74 @@ def test_values_of_the_command_line(argv, field, value):
 @pytest.mark.parametrize(
     "text, argv, sentence",
     [
-        ("hiden_size: 64", [], "unknown key 'hiden_size' in the recipe {recipe}; did you mean hidden_size?"),
+        (
+            "hiden_size: 64",
+            [],
+            "unknown key 'hiden_size' in the recipe {recipe}; did you mean hidden_size?",
+        ),
         ("zzz: 64", [], "unknown key 'zzz' in the recipe {recipe}; --help lists the options"),
         ("1: 2", [], "unknown key 1 in the recipe {recipe}; --help lists the options"),
         ("name: a", [], "give --hidden-size; --help lists the options"),
         ("- a", [], "{recipe} must hold 'name: value' lines, but holds a list"),
-        ("hidden_size: wide", [], "hidden_size in the recipe {recipe} must be a whole number, but 'wide' was given"),
-        ("hidden_size: 64.5", [], "hidden_size in the recipe {recipe} must be a whole number, but 64.5 was given"),
-        ("hidden_size: .inf", [], "hidden_size in the recipe {recipe} must be a whole number, but inf was given"),
-        ("hidden_size: .nan", [], "hidden_size in the recipe {recipe} must be a whole number, but nan was given"),
-        ("hidden_size: true", [], "hidden_size in the recipe {recipe} must be a whole number, but True was given"),
+        (
+            "hidden_size: wide",
+            [],
+            "hidden_size in the recipe {recipe} must be a whole number, but 'wide' was given",
+        ),
+        (
+            "hidden_size: 64.5",
+            [],
+            "hidden_size in the recipe {recipe} must be a whole number, but 64.5 was given",
+        ),
+        (
+            "hidden_size: .inf",
+            [],
+            "hidden_size in the recipe {recipe} must be a whole number, but inf was given",
+        ),
+        (
+            "hidden_size: .nan",
+            [],
+            "hidden_size in the recipe {recipe} must be a whole number, but nan was given",
+        ),
+        (
+            "hidden_size: true",
+            [],
+            "hidden_size in the recipe {recipe} must be a whole number, but True was given",
+        ),
         ("lora: 1", [], "lora in the recipe {recipe} must be true or false, but 1 was given"),
         ("name: [a]", [], "name in the recipe {recipe} must be text, but ['a'] was given"),
-        ("model_config: [a]", [], "model_config in the recipe {recipe} must be a mapping, but ['a'] was given"),
+        (
+            "model_config: [a]",
+            [],
+            "model_config in the recipe {recipe} must be a mapping, but ['a'] was given",
+        ),
         ("rate: null", [], "rate in the recipe {recipe} must be a number, but None was given"),
-        ("scores: {a: [x]}", [], "scores in the recipe {recipe} must be a mapping, each a list, each a number, but {'a': ['x']} was given"),
-        ("scores: {a: [[1]]}", [], "scores in the recipe {recipe} must be a mapping, each a list, each a number"),
-        ("hidden_size: 1\nmodel_config: {eps: .nan}", [], "model_config must be made of finite numbers, but {'eps': nan} was given"),
-        ("seeds: [a]", [], "seeds in the recipe {recipe} must be a list, each a whole number, but ['a'] was given"),
-        ("trainer: {seed: 1}", [], "the recipe {recipe} has a section trainer, but this command has no Trainer"),
+        (
+            "scores: {a: [x]}",
+            [],
+            "scores in the recipe {recipe} must be a mapping, each a list, each a number, but "
+            "{'a': ['x']} was given",
+        ),
+        (
+            "scores: {a: [[1]]}",
+            [],
+            "scores in the recipe {recipe} must be a mapping, each a list, each a number",
+        ),
+        (
+            "hidden_size: 1\nmodel_config: {eps: .nan}",
+            [],
+            "model_config must be made of finite numbers, but {'eps': nan} was given",
+        ),
+        (
+            "seeds: [a]",
+            [],
+            "seeds in the recipe {recipe} must be a list, each a whole number, but ['a'] was given",
+        ),
+        (
+            "trainer: {seed: 1}",
+            [],
+            "the recipe {recipe} has a section trainer, but this command has no Trainer",
+        ),
         ("hidden_size: 0", [], "hidden_size must be at least 1, but 0 was given"),
         ("hidden_size: 4097", [], "hidden_size must be at most 4096, but 4097 was given"),
         ("hidden_size: 1\ndropout: 1.0", [], "dropout must be below 1, but 1.0 was given"),
@@ -137,23 +198,45 @@ def test_values_of_the_command_line(argv, field, value):
         ("hidden_size: 1\nrate: .nan", [], "rate must be a finite number, but nan was given"),
         ("hidden_size: 1\nrate: .inf", [], "rate must be a finite number, but inf was given"),
         ("hidden_size: 1\nseeds: [0, -1]", [], "seeds must be at least 0, but -1 was given"),
-        ("hidden_size: 1\nlayout: paked", [], "layout must be one of packed, padded, but 'paked' was given"),
+        (
+            "hidden_size: 1\nlayout: paked",
+            [],
+            "layout must be one of packed, padded, but 'paked' was given",
+        ),
         ("", ["--hiden-size", "1"], "unknown argument '--hiden-size'; did you mean --hidden-size?"),
         ("", ["--unheard-of", "1"], "unknown argument '--unheard-of'; --help lists the options"),
         ("", ["--hidden-size"], "--hidden-size needs a value, a whole number"),
         ("", ["--hidden-size", "1", "2"], "--hidden-size takes one value, but '1 2' was given"),
-        ("", ["--lora", "recipe.yml"], "lora on the command line must be true or false, but 'recipe.yml' was given"),
+        (
+            "",
+            ["--lora", "recipe.yml"],
+            "lora on the command line must be true or false, but 'recipe.yml' was given",
+        ),
         ("", ["--rate", "fast"], "rate on the command line must be a number, but 'fast' was given"),
-        ("", ["--hidden-size", "9" * 5000], "hidden_size on the command line must be a whole number"),
-        ("", ["-r", "1"], "'-r' was given where an option, --name, was expected; --help lists them"),
-        ("", ["--model-config", "{a"], "model_config on the command line must be a mapping, but '{a' was given"),
+        (
+            "",
+            ["--hidden-size", "9" * 5000],
+            "hidden_size on the command line must be a whole number",
+        ),
+        (
+            "",
+            ["-r", "1"],
+            "'-r' was given where an option, --name, was expected; --help lists them",
+        ),
+        (
+            "",
+            ["--model-config", "{a"],
+            "model_config on the command line must be a mapping, but '{a' was given",
+        ),
     ],
     ids=range(36),
 )
 def test_bad_options_are_one_sentence(read, tmp_path, text, argv, sentence):
     with pytest.raises(UserError) as error:
         read(text, argv)
-    assert str(error.value).startswith(sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))) and "\n" not in str(error.value)
+    assert str(error.value).startswith(
+        sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))
+    ) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +250,9 @@ def test_bad_options_are_one_sentence(read, tmp_path, text, argv, sentence):
 )
 def test_positional_arguments(argv, sentence, tmp_path):
     (tmp_path / "short.yml").write_text("length: 4")
-    assert read_arguments((Paths,), ["a", str(tmp_path / "short.yml"), "b.txt"]) == [Paths("a", "b.txt", 4)]
+    assert read_arguments((Paths,), ["a", str(tmp_path / "short.yml"), "b.txt"]) == [
+        Paths("a", "b.txt", 4)
+    ]
     assert read_arguments((Paths,), ["a", "--output", "b"]) == [Paths("a", "b")]
     with pytest.raises(UserError) as error:
         read_arguments((Paths,), argv)
@@ -178,39 +263,71 @@ def test_ranges_hold_for_objects_made_in_python():
     with pytest.raises(UserError, match="rate must be above 0, but -1 was given"):
         Training(rate=-1)
     assert Model(1, dropout=None).dropout is None, "None has no range"
-    assert (Model(1, dropout=0).dropout, Model(4096).hidden_size) == (0, 4096), "the ends of a range belong to it"
+    assert (Model(1, dropout=0).dropout, Model(4096).hidden_size) == (0, 4096), (
+        "the ends of a range belong to it"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ Trainer's options
+# ------------------------------------------------------------------------------------------------
+# Trainer's options
 
 
 def test_trainers_options_go_through(read):
     text = "hidden_size: 1\ntrainer: {learning_rate: 1e-4, eval_strategy: no, max_steps: 7}"
-    *_, given = read(text, ["--learning-rate", "2e-4", "--bf16"], trainer={"logging_steps": 5, "max_steps": 3})
-    assert given == {"logging_steps": 5, "learning_rate": 2e-4, "eval_strategy": "no", "max_steps": 7, "bf16": True}
+    *_, given = read(
+        text, ["--learning-rate", "2e-4", "--bf16"], trainer={"logging_steps": 5, "max_steps": 3}
+    )
+    assert given == {
+        "logging_steps": 5,
+        "learning_rate": 2e-4,
+        "eval_strategy": "no",
+        "max_steps": 7,
+        "bf16": True,
+    }
 
 
 @pytest.mark.parametrize(
     "text, argv, sentence",
     [
-        ("trainer: {learning_rat: 1}", [], "unknown key 'learning_rat' under trainer: in the recipe {recipe}; did you mean learning_rate?"),
-        ("trainer: {max_steps: x}", [], "max_steps under trainer: in the recipe {recipe} must be a"),
+        (
+            "trainer: {learning_rat: 1}",
+            [],
+            "unknown key 'learning_rat' under trainer: in the recipe {recipe}; did you mean "
+            "learning_rate?",
+        ),
+        (
+            "trainer: {max_steps: x}",
+            [],
+            "max_steps under trainer: in the recipe {recipe} must be a",
+        ),
         ("learning_rate: 1", [], "unknown key 'learning_rate' in the recipe {recipe}"),
-        ("", ["--learning-rat", "1"], "unknown argument '--learning-rat'; did you mean --learning-rate?"),
+        (
+            "",
+            ["--learning-rat", "1"],
+            "unknown argument '--learning-rat'; did you mean --learning-rate?",
+        ),
         ("", ["--max-steps", "x"], "max_steps on the command line must be a"),
     ],
 )
 def test_bad_options_of_trainer(read, tmp_path, text, argv, sentence):
     with pytest.raises(UserError) as error:
         read(text, argv, trainer={})
-    assert str(error.value).startswith(sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))), str(error.value)
+    assert str(error.value).startswith(
+        sentence.replace("{recipe}", str(tmp_path / "recipe.yaml"))
+    ), str(error.value)
 
 
 def test_training_arguments(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    made = training_arguments(tmp_path, {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}, {"seed": 5, "use_cpu": True})
+    made = training_arguments(
+        tmp_path,
+        {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"},
+        {"seed": 5, "use_cpu": True},
+    )
     assert (made.max_steps, made.seed, made.use_cpu, made.output_dir) == (3, 5, True, str(tmp_path))
-    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret", "Trainer would write it into every checkpoint"
+    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret", (
+        "Trainer would write it into every checkpoint"
+    )
     monkeypatch.delenv("HF_TOKEN")
     for given, sentence in (
         ({"output_dir": "x"}, "output_dir is set by this command; give --output in its place"),
@@ -219,14 +336,32 @@ def test_training_arguments(tmp_path, monkeypatch):
         ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
         ({"adam_beta1": 2.0}, "Trainer's options: Invalid beta parameter"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number, but nan was given"),
-        ({"lr_scheduler_kwargs": {"min_lr": math.inf}}, "lr_scheduler_kwargs must be made of finite numbers"),
-        ({"lr_scheduler_kwargs": {"nope": 1}}, "Trainer's options: .*unexpected keyword argument 'nope'"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, but 0 was given"),
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, but 0 was given"),
-        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be at least 0, but -1 was given"),
+        (
+            {"lr_scheduler_kwargs": {"min_lr": math.inf}},
+            "lr_scheduler_kwargs must be made of finite numbers",
+        ),
+        (
+            {"lr_scheduler_kwargs": {"nope": 1}},
+            "Trainer's options: .*unexpected keyword argument 'nope'",
+        ),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps must be at least 1, but 0 was given",
+        ),
+        (
+            {"per_device_train_batch_size": 0},
+            "per_device_train_batch_size must be at least 1, but 0 was given",
+        ),
+        (
+            {"dataloader_num_workers": -1},
+            "dataloader_num_workers must be at least 0, but -1 was given",
+        ),
         ({"data_seed": 2**32}, "data_seed must be below 4294967296, but 4294967296 was given"),
         ({"num_train_epochs": 0.0}, "num_train_epochs must be above 0, but 0.0 was given"),
-        ({"max_steps": 0}, "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given"),
+        (
+            {"max_steps": 0},
+            "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given",
+        ),
         ({"fp16": True, "use_cpu": True}, "fp16 needs a GPU"),
         ({"report_to": "nonsense"}, "report_to 'nonsense' is unknown"),
     ):
@@ -234,24 +369,46 @@ def test_training_arguments(tmp_path, monkeypatch):
             training_arguments(tmp_path, given, {"seed": 5})
     with pytest.raises(UserError, match="seed must be at least 0, but -1 was given"):
         training_arguments(tmp_path, {"seed": -1}, {})
-    assert training_arguments(tmp_path, {"report_to": "none"}, {}).use_cpu is not torch.accelerator.is_available()
+    assert (
+        training_arguments(tmp_path, {"report_to": "none"}, {}).use_cpu
+        is not torch.accelerator.is_available()
+    )
     assert not list(tmp_path.iterdir()), "something was written"
 
 
 def test_what_a_continued_run_may_change():
-    free = {"output_dir": "a", "logging_steps": 1, "save_steps": 2, "report_to": "none", "dataloader_num_workers": 3, "push_to_hub": True}
-    numbers = {"learning_rate": 1e-4, "seed": 1, "per_device_train_batch_size": 8, "max_steps": 3, "bf16": True, "max_grad_norm": 1.0,
-               "dataloader_drop_last": True}  # fmt: skip
+    free = {
+        "output_dir": "a",
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": "none",
+        "dataloader_num_workers": 3,
+        "push_to_hub": True,
+    }
+    numbers = {
+        "learning_rate": 1e-4,
+        "seed": 1,
+        "per_device_train_batch_size": 8,
+        "max_steps": 3,
+        "bf16": True,
+        "max_grad_norm": 1.0,
+        "dataloader_drop_last": True,
+    }
     assert number_options({**free, **numbers}) == numbers
 
 
-# -------------------------------------------------------------------------------------------------------------- printed
+# ------------------------------------------------------------------------------------------------
+# printed
 
 
 def test_help_has_every_option_with_its_range_and_default():
     """By topic: what a base class declares stands under that class's docstring."""
-    printed = Options("neobert x", "What it does.", (Paths, Training), "neobert x a b", {"max_steps": 7}).help()
-    assert printed.startswith("usage: neobert x SOURCE OUTPUT [RECIPE.yaml] [--option value ...]\n\nWhat it does.\n")
+    printed = Options(
+        "neobert x", "What it does.", (Paths, Training), "neobert x a b", {"max_steps": 7}
+    ).help()
+    assert printed.startswith(
+        "usage: neobert x SOURCE OUTPUT [RECIPE.yaml] [--option value ...]\n\nWhat it does.\n"
+    )
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     for line in (
         "neobert x a b",
@@ -263,7 +420,9 @@ def test_help_has_every_option_with_its_range_and_default():
         "--max-steps (default: 7)",
     ):
         assert line in lines, f"the help lacks {line!r}:\n{printed}"
-    assert lines.index("Folders:") < lines.index("SOURCE what is read") < lines.index("How it trains:")
+    assert (
+        lines.index("Folders:") < lines.index("SOURCE what is read") < lines.index("How it trains:")
+    )
 
 
 def test_a_recipe_of_the_package_is_found_where_there_is_none_of_that_name(tmp_path, monkeypatch):
@@ -272,7 +431,9 @@ def test_a_recipe_of_the_package_is_found_where_there_is_none_of_that_name(tmp_p
         read_arguments((Model,), ["recipes/contrastive.yaml"])
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "contrastive.yaml").write_text("hidden_size: 5\n")
-    assert read_arguments((Model,), ["recipes/contrastive.yaml"]) == [Model(5)], "a user's own file comes first"
+    assert read_arguments((Model,), ["recipes/contrastive.yaml"]) == [Model(5)], (
+        "a user's own file comes first"
+    )
     with pytest.raises(UserError, match="there is no file"):
         read_arguments((Model,), ["recipes/nothing.yaml"])
 
@@ -289,18 +450,26 @@ def test_version(argv, capsys):
 def test_usage(capsys):
     assert cli.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n  {command} " in printed for command in cli.COMMANDS), "the help does not list every command"
+    assert all(f"\n  {command} " in printed for command in cli.COMMANDS), (
+        "the help does not list every command"
+    )
     assert cli.main([]) == 2
     assert capsys.readouterr().err == printed, "without arguments: the same, as an error"
     assert cli.main(["fly\x1b[2J"]) == 2
-    assert capsys.readouterr().err == f"neobert: there is no command 'fly\\x1b[2J'; choose one of {', '.join(cli.COMMANDS)}\n"
+    assert (
+        capsys.readouterr().err
+        == f"neobert: there is no command 'fly\\x1b[2J'; choose one of {', '.join(cli.COMMANDS)}\n"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- the commands
+# ------------------------------------------------------------------------------------------------
+# the commands
 
 
 # The words of a command; export has a target first.
-WORDS = {command: [command, "gguf"] if command == "export" else [command] for command in cli.COMMANDS}
+WORDS = {
+    command: [command, "gguf"] if command == "export" else [command] for command in cli.COMMANDS
+}
 WRITING = [command for command in cli.COMMANDS if command != "retrieval"]  # which prints only
 
 
@@ -309,7 +478,10 @@ def test_a_typing_error_is_named_as_such_by_every_command(command, capsys, tmp_p
     """Before any work: nothing is written, and it is not reported as a missing option."""
     monkeypatch.chdir(tmp_path)
     assert cli.main([*WORDS[command], "--outptu", "x"]) == 2
-    assert capsys.readouterr().err == f"neobert {command}: unknown argument '--outptu'; did you mean --output?\n"
+    assert (
+        capsys.readouterr().err
+        == f"neobert {command}: unknown argument '--outptu'; did you mean --output?\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -328,11 +500,15 @@ NEEDS_INPUT = {
 
 
 @pytest.mark.parametrize("command, needed", NEEDS_INPUT.items())
-def test_a_command_without_arguments_says_what_it_needs(command, needed, capsys, tmp_path, monkeypatch):
+def test_a_command_without_arguments_says_what_it_needs(
+    command, needed, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert cli.main([command]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"neobert {command}: ") and needed in error and error.count("\n") == 1, error
+    assert (
+        error.startswith(f"neobert {command}: ") and needed in error and error.count("\n") == 1
+    ), error
     assert not list(tmp_path.iterdir())
 
 
@@ -347,13 +523,15 @@ sys.meta_path.insert(0, Blocked)
 from neobert.__main__ import COMMANDS, main
 for words in [[], *([c] for c in COMMANDS), *(["export", target] for target in ("gguf", "onnx", "openvino"))]:
     assert main([*words, "--help"]) == 0, words
-"""
+"""  # noqa: E501
 
 
 def test_every_command_explains_itself_without_what_it_needs():
     """In a process without torch, transformers and all extras, whose import takes seconds."""
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
-    run = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, env=environment)
+    run = subprocess.run(
+        [sys.executable, "-c", HELP], capture_output=True, text=True, env=environment
+    )
     assert run.returncode == 0, run.stderr
     for command in cli.COMMANDS:
         assert f"\nusage: neobert {command} " in run.stdout, command
@@ -363,9 +541,19 @@ def test_every_command_explains_itself_without_what_it_needs():
 def test_a_missing_extra_names_the_pip_line():
     require("train", "json")
     with pytest.raises(
-        ImportError, match=r"nonexistent_module.*pip install nonexistent-module, or pip install -e '\.\[train\]' in a clone"
+        ImportError,
+        match=(
+            r"nonexistent_module.*pip install nonexistent-module, or pip install -e "
+            r"'\.\[train\]' in a clone"
+        ),
     ):
         require("train", "json", "nonexistent_module")
     require("train", "numpy>=1.0")
-    with pytest.raises(ImportError, match=r"this needs numpy 99 or newer \([0-9.]+ is installed\): pip install --upgrade numpy$"):
+    with pytest.raises(
+        ImportError,
+        match=(
+            r"this needs numpy 99 or newer \([0-9.]+ is installed\): pip install --upgrade "
+            r"numpy$"
+        ),
+    ):
         require("train", "numpy>=99")

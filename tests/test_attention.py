@@ -1,5 +1,6 @@
-"""Pins attention: eager, sdpa, flex, flash and user functions agree, padded, packed or alone, forward and backward; packed texts never
-see each other; what reaches an attention function; and that sdpa makes no B x H x L x L tensor.
+"""Pins attention: eager, sdpa, flex, flash and user functions agree, padded, packed or alone,
+forward and backward; packed texts never see each other; what reaches an attention function; and
+that sdpa makes no B x H x L x L tensor.
 """
 
 import inspect
@@ -20,7 +21,15 @@ from neobert import (
     modeling_neobert,
 )
 
-from .reference import LEARNED, FlashReference, assert_same, install_flash, make_model, random_batch, reference_states
+from .reference import (
+    LEARNED,
+    FlashReference,
+    assert_same,
+    install_flash,
+    make_model,
+    random_batch,
+    reference_states,
+)
 
 
 LENGTHS = [12, 3, 12, 1, 7]
@@ -35,11 +44,17 @@ def packed_batch(texts):
     """input_ids (1, T) and the four packing arguments."""
     lengths = [len(text) for text in texts]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max(lengths), "max_length_k": max(lengths)}
+    kwargs = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
     return {"input_ids": torch.cat(texts)[None], **kwargs}
 
 
-# -------------------------------------------------------------------------------------------------------- implementations
+# ------------------------------------------------------------------------------------------------
+# implementations
 
 
 @pytest.fixture
@@ -62,13 +77,16 @@ ALL = ("eager", "sdpa", "flex_attention", "flash_attention_2", "my_attention")
 def build(model_class, implementation, **fields):
     model = make_model(model_class, **fields)
     if implementation == "flash_attention_2":
-        model.config._attn_implementation = implementation  # the flash-attn package is not asked for
+        model.config._attn_implementation = (
+            implementation  # the flash-attn package is not asked for
+        )
     else:
         model.set_attn_implementation(implementation)
     return model
 
 
-# --------------------------------------------------------------------------------------------------------------- forwards
+# ------------------------------------------------------------------------------------------------
+# forwards
 
 
 @pytest.mark.parametrize("variant", ("neobert", "learned"))
@@ -81,7 +99,9 @@ def test_padded_packed_and_alone_agree(implementation, variant, flash):
     texts = texts_of(LENGTHS)
     ids, mask = random_batch(LENGTHS)
     layouts = {
-        "padded, packed by the model": model(ids, attention_mask=mask).last_hidden_state[mask.bool()],
+        "padded, packed by the model": model(ids, attention_mask=mask).last_hidden_state[
+            mask.bool()
+        ],
         "padded, not packed": dense(ids, attention_mask=mask).last_hidden_state[mask.bool()],
         "packed by the caller": model(**packed_batch(texts)).last_hidden_state[0],
         "alone": torch.cat([model(text[None]).last_hidden_state[0] for text in texts]),
@@ -95,9 +115,12 @@ def test_padded_packed_and_alone_agree(implementation, variant, flash):
 @pytest.mark.parametrize("implementation", ALL)
 @torch.no_grad()
 def test_the_flattening_collator(implementation, flash_kwargs, flash):
-    """With and without its flash arguments: without them the positions alone tell the texts apart."""
+    """With and without its flash arguments: without them the positions alone tell the texts
+    apart."""
     texts = texts_of(LENGTHS)
-    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_kwargs)([{"input_ids": text.tolist()} for text in texts])
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=flash_kwargs)(
+        [{"input_ids": text.tolist()} for text in texts]
+    )
     batch.pop("labels")
     assert ("cu_seq_lens_q" in batch) == flash_kwargs
     hidden = build(NeoBERTModel, implementation)(**batch).last_hidden_state[0]
@@ -126,7 +149,8 @@ def test_packed_heads(implementation, flash):
 
 @torch.no_grad()
 def test_every_token_sees_every_other():
-    """Bidirectional: the last token changes the first output, and the first token the last output."""
+    """Bidirectional: the last token changes the first output, and the first token the last
+    output."""
     ids, _ = random_batch([10])
     for implementation in ("eager", "sdpa", "flex_attention"):
         model = build(NeoBERTModel, implementation)
@@ -134,7 +158,9 @@ def test_every_token_sees_every_other():
         for changed, seen in ((9, 0), (0, 9)):
             other = ids.clone()
             other[0, changed] = 1 + other[0, changed] % 198
-            assert (model(other).last_hidden_state[0, seen] - before[seen]).abs().max() > 1e-3, f"{seen} does not see {changed}."
+            assert (model(other).last_hidden_state[0, seen] - before[seen]).abs().max() > 1e-3, (
+                f"{seen} does not see {changed}."
+            )
 
 
 @torch.no_grad()
@@ -144,13 +170,21 @@ def test_dynamic_length_of_positions_that_are_not_packing():
     ids, _ = random_batch([8, 8])
     positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
     two = model(ids, position_ids=positions).last_hidden_state
-    assert_same(two[0], reference_states(model, ids[0], positions)[0][-1], 1e-5, "two rows with restarting positions")
+    assert_same(
+        two[0],
+        reference_states(model, ids[0], positions)[0][-1],
+        1e-5,
+        "two rows with restarting positions",
+    )
     odd = torch.tensor([0, 1, 5, 3, 0, 1, 2, 9])
     one = model(ids[:1], position_ids=odd).last_hidden_state
-    assert_same(one[0], reference_states(model, ids[0], odd)[0][-1], 1e-5, "one row with odd positions")
+    assert_same(
+        one[0], reference_states(model, ids[0], odd)[0][-1], 1e-5, "one row with odd positions"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- gradients
+# ------------------------------------------------------------------------------------------------
+# gradients
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))
@@ -178,10 +212,16 @@ def test_gradients_agree(implementation, flash):
         "padded": gradients(build(NeoBERTForMaskedLM, implementation, unpad_inputs=False), padded),
     }.items():
         for parameter, gradient in given.items():
-            assert_same(gradient, expected[parameter], 2e-5, f"gradient of {parameter} ({implementation}, {name})")
+            assert_same(
+                gradient,
+                expected[parameter],
+                2e-5,
+                f"gradient of {parameter} ({implementation}, {name})",
+            )
 
 
-# ------------------------------------------------------------------------------------------------- what a function receives
+# ------------------------------------------------------------------------------------------------
+# what a function receives
 
 
 @torch.no_grad()
@@ -199,12 +239,24 @@ def test_a_registered_function_gets_everything_untouched():
     model(ids, attention_mask=mask, attention_instances=token)
     assert len(calls) == 3, f"The function ran {len(calls)} times in 3 layers."
     for layer, (module, query, key, value, allowed, kwargs) in enumerate(calls):
-        assert module.is_causal is False and module.layer_idx == layer and module.config is model.config
+        assert (
+            module.is_causal is False
+            and module.layer_idx == layer
+            and module.config is model.config
+        )
         assert query.shape == key.shape == value.shape == (2, 4, 9, 16)
-        assert kwargs["attention_instances"] is token, "A caller's keyword argument must arrive as it is."
+        assert kwargs["attention_instances"] is token, (
+            "A caller's keyword argument must arrive as it is."
+        )
         assert kwargs["scaling"] == 0.25 and kwargs["dropout"] == 0.0
-        assert "position_ids" not in kwargs, "position_ids make flash attention look for packing in every layer."
-        assert allowed.dtype == torch.bool and allowed.shape == (2, 1, 1, 9) and torch.equal(allowed[:, 0, 0], mask.bool())
+        assert "position_ids" not in kwargs, (
+            "position_ids make flash attention look for packing in every layer."
+        )
+        assert (
+            allowed.dtype == torch.bool
+            and allowed.shape == (2, 1, 1, 9)
+            and torch.equal(allowed[:, 0, 0], mask.bool())
+        )
     calls.clear()
     model.train()(ids, attention_mask=mask)
     assert calls[0][-1]["dropout"] == 0.5
@@ -216,12 +268,15 @@ def test_a_registered_function_gets_everything_untouched():
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         assert kwargs[name] is packed[name], f"{name} was not handed down as it is."
     expected = torch.block_diag(torch.ones(5, 5), torch.ones(3, 3)).bool()
-    assert torch.equal(allowed.expand(1, 1, 8, 8)[0, 0], expected), "The mask of a packed batch must be block-diagonal."
+    assert torch.equal(allowed.expand(1, 1, 8, 8)[0, 0], expected), (
+        "The mask of a packed batch must be block-diagonal."
+    )
 
 
 @torch.no_grad()
 def test_a_function_with_additive_masks():
-    """A name registered with the eager mask function gets 0 and the lowest number in place of booleans."""
+    """A name registered with the eager mask function gets 0 and the lowest number in place of
+    booleans."""
     seen = []
 
     def additive(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -238,13 +293,18 @@ def test_a_function_with_additive_masks():
     for row, n in enumerate((9, 5)):
         assert_same(out[row, :n], reference_states(model, ids[row, :n])[0][-1], 1e-5, f"text {row}")
     seen.clear()
-    assert torch.isfinite(model.to(torch.bfloat16)(ids, attention_mask=mask).last_hidden_state).all()
-    assert seen[0].dtype == torch.bfloat16, "a mask of another dtype would turn the scores into float32"
+    assert torch.isfinite(
+        model.to(torch.bfloat16)(ids, attention_mask=mask).last_hidden_state
+    ).all()
+    assert seen[0].dtype == torch.bfloat16, (
+        "a mask of another dtype would turn the scores into float32"
+    )
 
 
 @torch.no_grad()
 def test_no_token_is_without_a_token_to_see():
-    """A softmax over nothing is not a number in many kernels: a row of padding alone sees all of itself."""
+    """A softmax over nothing is not a number in many kernels: a row of padding alone sees all of
+    itself."""
     seen = []
 
     def boolean(module, query, key, value, attention_mask, **kwargs):
@@ -263,24 +323,38 @@ def test_no_token_is_without_a_token_to_see():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @torch.no_grad()
 def test_flash_contract(flash, dtype, unpad_inputs):
-    model = build(NeoBERTModel, "flash_attention_2", unpad_inputs=unpad_inputs, attention_dropout=0.25).to(dtype)
+    model = build(
+        NeoBERTModel, "flash_attention_2", unpad_inputs=unpad_inputs, attention_dropout=0.25
+    ).to(dtype)
     ids, mask = random_batch(LENGTHS)
     order = sorted(LENGTHS) if unpad_inputs else LENGTHS
     model(ids, attention_mask=mask)
     assert len(flash.calls) == 3
     for call in flash.calls:
         for offsets in (call["cu_seqlens_q"], call["cu_seqlens_k"]):
-            assert offsets.dtype == torch.int32 and offsets.is_contiguous(), "The kernel takes int32 offsets."
+            assert offsets.dtype == torch.int32 and offsets.is_contiguous(), (
+                "The kernel takes int32 offsets."
+            )
             assert offsets.diff().tolist() == order and offsets[0] == 0
         assert call["max_seqlen_q"] == call["max_seqlen_k"] == 12
         # Of a 2-D mask, some versions of transformers make a tensor.
-        assert isinstance(call["max_seqlen_q"], int) or not unpad_inputs, "A tensor here costs a device synchronisation per layer."
+        assert isinstance(call["max_seqlen_q"], int) or not unpad_inputs, (
+            "A tensor here costs a device synchronisation per layer."
+        )
         for name in "qkv":
-            assert call[name].shape == (sum(LENGTHS), 4, 16) and call[name].dtype == dtype and call[name].stride(-1) == 1
-        assert call["softmax_scale"] == 0.25 and call["causal"] is False and call["dropout_p"] == 0.0
+            assert (
+                call[name].shape == (sum(LENGTHS), 4, 16)
+                and call[name].dtype == dtype
+                and call[name].stride(-1) == 1
+            )
+        assert (
+            call["softmax_scale"] == 0.25 and call["causal"] is False and call["dropout_p"] == 0.0
+        )
     flash.calls.clear()
     model.train()(**packed_batch(texts_of(LENGTHS)))
-    assert flash.calls[0]["dropout_p"] == 0.25 and flash.calls[0]["cu_seqlens_q"].dtype == torch.int32
+    assert (
+        flash.calls[0]["dropout_p"] == 0.25 and flash.calls[0]["cu_seqlens_q"].dtype == torch.int32
+    )
     flash.calls.clear()
     model.eval()(ids[:1])
     assert flash.calls[0]["q"].shape == (1, 12, 4, 16), "Without padding the dense kernel runs."
@@ -289,17 +363,25 @@ def test_flash_contract(flash, dtype, unpad_inputs):
 
 @torch.no_grad()
 def test_a_hub_kernel_is_packed_like_flash(flash):
-    """The library registers a kernel from the Hub under its repository's name, with flash attention's mask function."""
+    """The library registers a kernel from the Hub under its repository's name, with flash
+    attention's mask function."""
     calls = []
 
     def kernel(module, query, key, value, attention_mask, **kwargs):
         calls.append((attention_mask, kwargs))
         texts = kwargs["cu_seq_lens_q"].tolist()
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return torch.cat([flash.attend(q[a:b], k[a:b], v[a:b], kwargs["scaling"]) for a, b in zip(texts, texts[1:])])[None], None
+        return torch.cat(
+            [
+                flash.attend(q[a:b], k[a:b], v[a:b], kwargs["scaling"])
+                for a, b in zip(texts, texts[1:])
+            ]
+        )[None], None
 
     AttentionInterface.register("some/kernel", kernel)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("some/kernel", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    ALL_MASK_ATTENTION_FUNCTIONS.register(
+        "some/kernel", ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
+    )
     model = make_model(NeoBERTModel)
     model.config._attn_implementation = "some/kernel"
     ids, mask = random_batch(LENGTHS)
@@ -321,7 +403,8 @@ def test_attentions_under_flash_fall_back(flash):
         assert_same(out.attentions[0][row, :, :n, :n], attentions[0], 1e-5, "weights")
 
 
-# ------------------------------------------------------------------------------------------------- what a caller packs
+# ------------------------------------------------------------------------------------------------
+# what a caller packs
 
 
 PACKED = {"cu_seq_lens_q": torch.tensor([0, 9, 12, 19], dtype=torch.int32)}
@@ -337,7 +420,14 @@ PACKED = {"cu_seq_lens_q": torch.tensor([0, 9, 12, 19], dtype=torch.int32)}
         {**PACKED, "attention_mask": torch.ones(1, 19, dtype=torch.long)},
         {"position_ids": torch.cat([torch.arange(n, dtype=torch.int32) for n in (9, 3, 7)])},
     ),
-    ids=("offsets alone", "int64 offsets", "empty texts", "tensors as longest lengths", "a mask of ones", "positions alone"),
+    ids=(
+        "offsets alone",
+        "int64 offsets",
+        "empty texts",
+        "tensors as longest lengths",
+        "a mask of ones",
+        "positions alone",
+    ),
 )
 @pytest.mark.parametrize("implementation", ("sdpa", "flash_attention_2"))
 @torch.no_grad()
@@ -345,9 +435,13 @@ def test_ways_to_say_packed(implementation, given, flash):
     model = build(NeoBERTModel, implementation)
     texts = texts_of([9, 3, 7])
     expected = torch.cat([reference_states(model, text)[0][-1] for text in texts])
-    assert_same(model(torch.cat(texts)[None], **given).last_hidden_state[0], expected, 1e-5, "packed output")
+    assert_same(
+        model(torch.cat(texts)[None], **given).last_hidden_state[0], expected, 1e-5, "packed output"
+    )
     for call in flash.calls:
-        assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32, "The kernel takes int32 offsets."
+        assert call["cu_seqlens_q"].dtype == call["cu_seqlens_k"].dtype == torch.int32, (
+            "The kernel takes int32 offsets."
+        )
 
 
 @pytest.mark.parametrize(
@@ -358,9 +452,18 @@ def test_ways_to_say_packed(implementation, given, flash):
         ({"cu_seq_lens_q": [0, 9, 12, 19]}, "int32 tensor .* but a list"),
         ({"cu_seq_lens_q": PACKED["cu_seq_lens_q"][None]}, "int32 tensor .* but \\(1, 4\\)"),
         ({"cu_seq_lens_q": PACKED["cu_seq_lens_q"].float()}, "int32 tensor .* torch.float32"),
-        ({"cu_seq_lens_q": torch.tensor([0, 12, 9, 19])}, "must rise from 0 to the number of tokens, 19"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9, 12])}, "must rise from 0 to the number of tokens, 19"),
-        ({**PACKED, "max_length_q": 3}, "max_length_q must be at least the longest text, 9 tokens, but 3"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 12, 9, 19])},
+            "must rise from 0 to the number of tokens, 19",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 9, 12])},
+            "must rise from 0 to the number of tokens, 19",
+        ),
+        (
+            {**PACKED, "max_length_q": 3},
+            "max_length_q must be at least the longest text, 9 tokens, but 3",
+        ),
         ({**PACKED, "max_length_k": 8}, "max_length_k must be at least"),
         ({**PACKED, "attention_mask": torch.tensor([[1] * 18 + [0]])}, "no padding"),
     ),
@@ -374,7 +477,10 @@ def test_packing_that_does_not_fit_is_one_sentence(given, words):
 @pytest.mark.parametrize("shape", ((0, 9), (1, 0), (0, 0)))
 def test_a_batch_of_nothing_is_one_sentence(shape):
     with pytest.raises(ValueError, match="at least one text of one token"):
-        make_model(NeoBERTModel)(torch.zeros(shape, dtype=torch.long), attention_mask=torch.zeros(shape, dtype=torch.long))
+        make_model(NeoBERTModel)(
+            torch.zeros(shape, dtype=torch.long),
+            attention_mask=torch.zeros(shape, dtype=torch.long),
+        )
 
 
 @torch.no_grad()
@@ -386,10 +492,17 @@ def test_hidden_states_and_weights_of_a_packed_batch(flash):
         out = model(**packed_batch(texts), output_hidden_states=True, output_attentions=True)
         alone = [reference_states(model, text) for text in texts]
         for layer in range(4):
-            assert_same(out.hidden_states[layer][0], torch.cat([states[layer] for states, _ in alone]), 1e-5, f"state {layer}")
+            assert_same(
+                out.hidden_states[layer][0],
+                torch.cat([states[layer] for states, _ in alone]),
+                1e-5,
+                f"state {layer}",
+            )
         for layer in range(3):
             weights = out.attentions[layer][0]
-            assert (weights[:, :9, 9:] == 0).all() and (weights[:, 9:, :9] == 0).all(), "a text sees another"
+            assert (weights[:, :9, 9:] == 0).all() and (weights[:, 9:, :9] == 0).all(), (
+                "a text sees another"
+            )
             assert_same(weights[:, 9:, 9:], alone[1][1][layer], 1e-5, f"weights of layer {layer}")
 
 
@@ -407,7 +520,8 @@ def test_gradient_checkpointing_of_a_packed_batch(use_reentrant):
         assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
 
 
-# ------------------------------------------------------------------------------------------------------- which kernel runs
+# ------------------------------------------------------------------------------------------------
+# which kernel runs
 
 
 @torch.no_grad()
@@ -424,14 +538,24 @@ def test_switching_the_implementation_of_a_loaded_model(flash):
         ("sdpa", "sequence by sequence"),
     ):
         model.set_attn_implementation(name)
-        assert_same(model(ids, attention_mask=mask).logits[mask.bool()], expected, 1e-5, f"logits under {name}")
+        assert_same(
+            model(ids, attention_mask=mask).logits[mask.bool()],
+            expected,
+            1e-5,
+            f"logits under {name}",
+        )
         sentences[name] = model.attention_backend()
-        assert sentences[name].startswith(f"{name} on cpu in float32: ") and words in sentences[name], sentences[name]
-    assert "attn_implementation='sdpa' is faster" in sentences["eager"] and "need a CUDA device" in sentences["sdpa"], (
-        "why nothing faster runs"
-    )
+        assert (
+            sentences[name].startswith(f"{name} on cpu in float32: ") and words in sentences[name]
+        ), sentences[name]
+    assert (
+        "attn_implementation='sdpa' is faster" in sentences["eager"]
+        and "need a CUDA device" in sentences["sdpa"]
+    ), "why nothing faster runs"
     with torch.autocast("cpu", torch.bfloat16):
-        assert "on cpu in bfloat16" in model.attention_backend(), "under autocast the kernels run in its dtype"
+        assert "on cpu in bfloat16" in model.attention_backend(), (
+            "under autocast the kernels run in its dtype"
+        )
     model.config.unpad_inputs = False
     assert "unpad_inputs is off" in model.attention_backend()
     model.config._attn_implementation = "flash_attention_2"
@@ -446,14 +570,56 @@ REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
 @pytest.mark.parametrize(
     "dtype,fields,torch_has_it,capability,words",
     (
-        (torch.bfloat16, {}, True, (9, 0), "torch.nn.attention.varlen (flash kernels of torch itself)"),
-        (torch.float16, {}, True, (8, 0), "torch.nn.attention.varlen (flash kernels of torch itself)"),
-        (torch.float32, {}, True, (9, 0), f"{REPADDED}the kernel takes float16 and bfloat16, not float32"),
-        (torch.bfloat16, {"attention_dropout": 0.1}, True, (9, 0), f"{REPADDED}the kernel has no dropout"),
+        (
+            torch.bfloat16,
+            {},
+            True,
+            (9, 0),
+            "torch.nn.attention.varlen (flash kernels of torch itself)",
+        ),
+        (
+            torch.float16,
+            {},
+            True,
+            (8, 0),
+            "torch.nn.attention.varlen (flash kernels of torch itself)",
+        ),
+        (
+            torch.float32,
+            {},
+            True,
+            (9, 0),
+            f"{REPADDED}the kernel takes float16 and bfloat16, not float32",
+        ),
+        (
+            torch.bfloat16,
+            {"attention_dropout": 0.1},
+            True,
+            (9, 0),
+            f"{REPADDED}the kernel has no dropout",
+        ),
         (torch.bfloat16, {}, False, (9, 0), "has no torch.nn.attention.varlen (2.10 or newer has)"),
-        (torch.float16, {}, True, (7, 5), f"{REPADDED}the kernel needs compute capability 8.0, and this GPU has 7.5"),
-        (torch.bfloat16, {"num_attention_heads": 16}, True, (9, 0), f"{REPADDED}the kernel takes a head_dim that is a multiple of 8"),
-        (torch.bfloat16, {"hidden_size": 528, "num_attention_heads": 2}, True, (9, 0), "at most 256, not 264"),
+        (
+            torch.float16,
+            {},
+            True,
+            (7, 5),
+            f"{REPADDED}the kernel needs compute capability 8.0, and this GPU has 7.5",
+        ),
+        (
+            torch.bfloat16,
+            {"num_attention_heads": 16},
+            True,
+            (9, 0),
+            f"{REPADDED}the kernel takes a head_dim that is a multiple of 8",
+        ),
+        (
+            torch.bfloat16,
+            {"hidden_size": 528, "num_attention_heads": 2},
+            True,
+            (9, 0),
+            "at most 256, not 264",
+        ),
     ),
 )
 def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
@@ -472,11 +638,18 @@ def test_an_implementation_that_does_not_exist():
     assert model.config._attn_implementation == "sdpa", "the model keeps what it had"
     model.config._attn_implementation = "nosuch"
     assert "There is no attention implementation 'nosuch'" in model.attention_backend()
-    with pytest.raises(ValueError, match="There is no attention implementation 'nosuch'; set one with model.set_attn_implementation"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "There is no attention implementation 'nosuch'; set one with "
+            "model.set_attn_implementation"
+        ),
+    ):
         model(random_batch([4])[0])
 
 
-# ------------------------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 class LargestTensor(TorchDispatchMode):
@@ -497,30 +670,45 @@ def test_sdpa_makes_no_square_tensor(layout):
     length = 600
     ids, mask = random_batch([length, 500])
     texts = [ids[0], ids[1, :500]]
-    batch = packed_batch(texts) if layout == "packed by the caller" else {"input_ids": ids, "attention_mask": mask}
-    build_model = partial(make_model, NeoBERTModel, max_position_embeddings=length, unpad_inputs=layout != "padded")
+    batch = (
+        packed_batch(texts)
+        if layout == "packed by the caller"
+        else {"input_ids": ids, "attention_mask": mask}
+    )
+    build_model = partial(
+        make_model, NeoBERTModel, max_position_embeddings=length, unpad_inputs=layout != "padded"
+    )
     with LargestTensor() as seen:
         build_model(attn_implementation="sdpa")(**batch).last_hidden_state.sum().backward()
     widest = 2 * length * max(3 * 64, 2 * 64)
-    assert seen.largest <= widest < length * length, f"A tensor of {seen.largest} elements was made; activations have {widest}."
+    assert seen.largest <= widest < length * length, (
+        f"A tensor of {seen.largest} elements was made; activations have {widest}."
+    )
     with LargestTensor() as seen, torch.no_grad():
         build_model(attn_implementation="eager")(**batch)
-    assert seen.largest >= 4 * 500 * 500, "The eager function should be seen here, or this test is vacuous."
+    assert seen.largest >= 4 * 500 * 500, (
+        "The eager function should be seen here, or this test is vacuous."
+    )
 
 
-# ------------------------------------------------------------------------------------------- CUDA layouts, on any device
+# -------------------------------------------------------------------------------------------
+# layouts, on any device
 
 
 @torch.no_grad()
 def test_the_layouts_of_cuda_agree_with_text_by_text():
-    """Re-padding and torch's variable-length kernel (here a plain stand-in of its signature) against one call per text."""
+    """Re-padding and torch's variable-length kernel (here a plain stand-in of its signature)
+    against one call per text."""
     block = make_model(NeoBERTModel).transformer_encoder[0]
     bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
     packing = modeling_neobert.Packing(bounds, 7)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
     sdpa = modeling_neobert.ALL_ATTENTION_FUNCTIONS["sdpa"]
     expected = torch.cat(
-        [FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25) for a, b in ((0, 4), (4, 5), (5, 12))]
+        [
+            FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25)
+            for a, b in ((0, 4), (4, 5), (5, 12))
+        ]
     )
     kwargs = {"dropout": 0.0, "scaling": 0.25, **packing.kwargs({})}
     repadded, _ = attention_neobert._repadded(sdpa, packing.padding(12), block, q, k, v, **kwargs)
@@ -529,27 +717,44 @@ def test_the_layouts_of_cuda_agree_with_text_by_text():
 
 @torch.no_grad()
 def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10 has no variable-length attention")
+    varlen = pytest.importorskip(
+        "torch.nn.attention.varlen", reason="torch before 2.10 has no variable-length attention"
+    )
     names = list(inspect.signature(varlen.varlen_attn).parameters)
-    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"] and "scale" in names, names
+    assert (
+        names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+        and "scale" in names
+    ), names
     calls = []
 
     def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=None, **kwargs):
         calls.append((cu_seq_q, max_q, scale, kwargs))
-        return FlashReference().varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale)
+        return FlashReference().varlen(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale
+        )
 
     monkeypatch.setattr(attention_neobert, "varlen_attn", stand_in)
     packing = modeling_neobert.Packing(torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    out, weights = attention_neobert._varlen(q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({}))
+    out, weights = attention_neobert._varlen(
+        q, k, v, dropout=0.0, scaling=0.2, **packing.kwargs({})
+    )
     assert weights is None and out.shape == (1, 12, 4, 16)
-    expected = torch.cat([FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.2) for a, b in ((0, 4), (4, 12))])
+    expected = torch.cat(
+        [
+            FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.2)
+            for a, b in ((0, 4), (4, 12))
+        ]
+    )
     assert_same(out[0], expected, 1e-5, "variable-length attention")
     offsets, longest, scale, others = calls[0]
     assert offsets.dtype == torch.int32 and longest == 8 and scale == 0.2
     assert not set(others) - set(names), f"torch's kernel takes no {set(others) - set(names)}."
+
     # torch 2.10 knows no scale, and its default is ours: head_dim^-0.5.
-    plain = lambda q, k, v, cu_seq_q, cu_seq_k, max_q, max_k: stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=0.25)  # noqa: E731
+    def plain(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k):
+        return stand_in(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=0.25)
+
     monkeypatch.setattr(attention_neobert, "varlen_attn", plain)
     attention_neobert._varlen(q, k, v, dropout=0.0, scaling=0.25, **packing.kwargs({}))
     assert calls[1][2] == 0.25
@@ -560,7 +765,8 @@ def test_the_call_of_torchs_variable_length_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @torch.no_grad()
 def test_packed_on_cuda(dtype):
-    """Forward in low precision: error at most twice that of the plain implementation in the same dtype."""
+    """Forward in low precision: error at most twice that of the plain implementation in the same
+    dtype."""
     ids, mask = random_batch([100, 7, 64], length=128)
     expected = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     ids, mask = ids.cuda(), mask.cuda()
@@ -573,20 +779,27 @@ def test_packed_on_cuda(dtype):
     plain = error(attn_implementation="eager", unpad_inputs=False)
     packed = error(attn_implementation="sdpa")
     floor = 1e-5 * expected.abs().max().item()
-    assert packed <= max(2 * plain, floor), f"Packed sdpa is off by {packed}, the plain implementation by {plain}."
+    assert packed <= max(2 * plain, floor), (
+        f"Packed sdpa is off by {packed}, the plain implementation by {plain}."
+    )
 
 
 @pytest.mark.parametrize("name", ("flash_attention_2", "flash_attention_3"))
 def test_flash_names_are_packed(name):
-    assert attention_neobert._mask_convention(name) == "flash", f"{name} should get packed batches or a 2-D mask."
+    assert attention_neobert._mask_convention(name) == "flash", (
+        f"{name} should get packed batches or a 2-D mask."
+    )
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))
 def test_autocast(implementation, flash):
-    """Mixed precision, as Trainer's bf16=True runs it: float32 weights and loss, bfloat16 products, padded, packed and backward."""
+    """Mixed precision, as Trainer's bf16=True runs it: float32 weights and loss, bfloat16 products,
+    padded, packed and backward."""
     ids, mask = random_batch(LENGTHS)
     labels = torch.where(mask == 1, ids, -100)
-    expected = build(NeoBERTForMaskedLM, "eager")(ids, attention_mask=mask, labels=labels).loss.item()
+    expected = build(NeoBERTForMaskedLM, "eager")(
+        ids, attention_mask=mask, labels=labels
+    ).loss.item()
     packed = {**packed_batch(texts_of(LENGTHS)), "labels": labels[mask.bool()][None]}
     for unpad, batch in (
         (True, {"input_ids": ids, "attention_mask": mask, "labels": labels}),
@@ -597,5 +810,10 @@ def test_autocast(implementation, flash):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
-        assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected, f"{loss.item()} in place of {expected}"
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model.parameters())
+        assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected, (
+            f"{loss.item()} in place of {expected}"
+        )
+        assert all(
+            p.grad is not None and p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all()
+            for p in model.parameters()
+        )

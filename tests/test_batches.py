@@ -1,5 +1,5 @@
-"""Pins the batches of pre-training: long texts cut or split, every text once an epoch within the budget, batches that depend on seed and number
-alone, the paper's mixture, and 8 bytes a text."""
+"""Pins the batches of pre-training: long texts cut or split, every text once an epoch within the
+budget, batches that depend on seed and number alone, the paper's mixture, and 8 bytes a text."""
 
 import time
 import tracemalloc
@@ -12,36 +12,61 @@ from datasets import Dataset
 
 from neobert.common.errors import UserError
 from neobert.pretraining import plans, prepared
-from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows, batch_counts
+from neobert.pretraining.batches import (
+    BatchSpec,
+    MicroBatches,
+    SpecialTokens,
+    Windows,
+    batch_counts,
+)
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import TokenisedTexts, load_prepared
 
 
 def _tokens(lengths):
-    """A tokenised set whose text i has `lengths[i]` tokens with the special ones; its tokens tell i."""
+    """A tokenised set whose text i has `lengths[i]` tokens with the special ones; its tokens tell
+    i."""
     rows = Dataset.from_dict({"input_ids": [[2000 + i] * (n - 2) for i, n in enumerate(lengths)]})
     return TokenisedTexts(rows, np.array(lengths, dtype=np.int32))
 
 
 def _batches(lengths, tokenizer, count=None, **spec):
     spec = BatchSpec(**spec)
-    return MicroBatches(Windows(_tokens(lengths), SpecialTokens(101, 102, 0), spec), TokenMasking(tokenizer), spec, count)
+    return MicroBatches(
+        Windows(_tokens(lengths), SpecialTokens(101, 102, 0), spec),
+        TokenMasking(tokenizer),
+        spec,
+        count,
+    )
 
 
 def test_long_texts_are_cut_or_split():
-    tokens = TokenisedTexts(Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}), np.array([12, 3], dtype=np.int32))
+    tokens = TokenisedTexts(
+        Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
+        np.array([12, 3], dtype=np.int32),
+    )
     special = SpecialTokens(1, 2, 0)
     cut = Windows(tokens, special, BatchSpec(tokens=64, length=6))
-    assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [[1, 10, 11, 12, 13, 2], [1, 30, 2]]
+    assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [
+        [1, 10, 11, 12, 13, 2],
+        [1, 30, 2],
+    ]
     split = Windows(tokens, special, BatchSpec(tokens=64, length=6, long_texts="split"))
     everything = np.arange(len(split))
     assert [row.tolist() for row in split.read(everything)] == [
-        [1, 10, 11, 12, 13, 2], [1, 14, 15, 16, 17, 2], [1, 18, 19, 2], [1, 30, 2],
-    ], "windows must hold every token once"  # fmt: skip
-    assert split.lengths(everything).tolist() == [6, 6, 4, 3] and split.of_texts_from(12).tolist() == [0, 1, 2]
+        [1, 10, 11, 12, 13, 2],
+        [1, 14, 15, 16, 17, 2],
+        [1, 18, 19, 2],
+        [1, 30, 2],
+    ], "windows must hold every token once"
+    assert split.lengths(everything).tolist() == [6, 6, 4, 3] and split.of_texts_from(
+        12
+    ).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("spec", [{"tokens": 64}, {"texts": 7}, {"texts": 7, "layout": "padded"}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [{"tokens": 64}, {"texts": 7}, {"texts": 7, "layout": "padded"}], ids=str
+)
 def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch):
     monkeypatch.setattr(plans, "CHUNK", 16)  # so that a plan has several
     lengths = [3 + i % 17 for i in range(101)]
@@ -55,11 +80,17 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch
         seen += texts
         counts = {name: int(value) for name, value in batch_counts(batch).items()}
         sizes = [len(text) for text in texts]
-        assert counts == {"tokens": sum(sizes), "squares": sum(n * n for n in sizes), "masked": int((batch["labels"] != -100).sum())}
+        assert counts == {
+            "tokens": sum(sizes),
+            "squares": sum(n * n for n in sizes),
+            "masked": int((batch["labels"] != -100).sum()),
+        }
         if "tokens" in spec:
             assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep to its token budget"
         elif len(texts) != 7:
-            assert len(seen) % len(lengths) == 0, "a batch has as many texts as were asked for, but the last of an epoch"
+            assert len(seen) % len(lengths) == 0, (
+                "a batch has as many texts as were asked for, but the last of an epoch"
+            )
         if "layout" not in spec:
             assert batch["max_length_q"] == max(sizes)
         if first_epoch is None and len(seen) >= len(lengths):
@@ -70,7 +101,8 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch
 
 
 def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer, monkeypatch):
-    """The next batch begins with the text that would have been one too many, also where a plan is made in chunks."""
+    """The next batch begins with the text that would have been one too many, also where a plan is
+    made in chunks."""
     lengths = [3 + (7 * i) % 18 for i in range(500)]
     plan = []
     for chunk in (1 << 20, 64):
@@ -78,9 +110,15 @@ def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer,
         batches = _batches(lengths, tokenizer, tokens=64, length=20, seed=5)
         order, bounds, count = batches.plans[0].planned(0)
         plan.append(bounds.tolist())
-        totals = [sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])]
+        totals = [
+            sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])
+        ]
         after = [lengths[order[stop]] for stop in bounds[1:-1]]
-        assert count == len(totals) and max(totals) <= 64 and all(total + more > 64 for total, more in zip(totals, after))
+        assert (
+            count == len(totals)
+            and max(totals) <= 64
+            and all(total + more > 64 for total, more in zip(totals, after))
+        )
     assert plan[0] == plan[1]
 
 
@@ -91,10 +129,18 @@ def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
     fresh = _batches(lengths, tokenizer, 90, seed=1, **settings)
     for i in (33, 2, 39, 0):
         for name, value in in_order[i].items():
-            same = torch.equal(value, fresh[i][name]) if torch.is_tensor(value) else value == fresh[i][name]
-            assert same, f"batch {i} must be the same when it is the first that is asked for ({name})"
+            same = (
+                torch.equal(value, fresh[i][name])
+                if torch.is_tensor(value)
+                else value == fresh[i][name]
+            )
+            assert same, (
+                f"batch {i} must be the same when it is the first that is asked for ({name})"
+            )
     other = _batches(lengths, tokenizer, 40, seed=2, **settings)
-    assert not torch.equal(other[0]["labels"], in_order[0]["labels"]), "another seed must give another batch"
+    assert not torch.equal(other[0]["labels"], in_order[0]["labels"]), (
+        "another seed must give another batch"
+    )
 
 
 @pytest.mark.parametrize("block", [4096, 7])
@@ -103,21 +149,35 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer, monkeypatch
     lengths = [3 + i % 17 for i in range(60)]
     settings = {"layout": "packed_without_boundaries", "tokens": 96, "length": 32, "seed": 0}
     batches = _batches(lengths, tokenizer, 7, **settings)
-    assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}, "batches of training are full, in the next epoch too"
+    assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}, (
+        "batches of training are full, in the next epoch too"
+    )
     batches = _batches(lengths, tokenizer, **settings)
     shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
-    assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)], "one pass must hold the last rows too, the very last one shorter"
+    assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)], (
+        "one pass must hold the last rows too, the very last one shorter"
+    )
     few = _batches([9, 8], tokenizer, **settings)
-    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17), "text that does not fill a batch must be evaluated too"
+    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17), (
+        "text that does not fill a batch must be evaluated too"
+    )
     ids = []
     for i in range(len(batches)):
         batch = batches[i]
         assert set(batch) == {"input_ids", "labels"}
-        ids += torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"]).flatten().tolist()
+        ids += (
+            torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
+            .flatten()
+            .tolist()
+        )
     starts = [i for i, token in enumerate(ids) if token == 101]
     texts = [tuple(ids[start:stop]) for start, stop in zip(starts, starts[1:])]
-    assert len(texts) > 50 and len(set(texts)) == len(texts), "texts must follow each other, each once"
-    assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts), "no token may be lost between rows"
+    assert len(texts) > 50 and len(set(texts)) == len(texts), (
+        "texts must follow each other, each once"
+    )
+    assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts), (
+        "no token may be lost between rows"
+    )
     with pytest.raises(UserError, match="a batch takes 96 tokens, but the data has 17"):
         _batches([9, 8], tokenizer, 3, **settings)
 
@@ -127,12 +187,16 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
     batches = _batches(lengths, tokenizer, 2000, tokens=64, length=32, mixture=mixture, seed=3)
     shares = np.bincount(batches.source, minlength=3) / 2000
-    assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04, f"parts must be drawn 20 / 40 / 40, got {shares}"
+    assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04, (
+        f"parts must be drawn 20 / 40 / 40, got {shares}"
+    )
     seen = 0
     for i in range(60):
         texts = texts_of_batch(batches[i])
         assert batches.passes(i) == pytest.approx(seen / len(lengths))
-        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]], "a batch must keep to its part's least length"
+        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]], (
+            "a batch must keep to its part's least length"
+        )
         seen += len(texts)
     with pytest.raises(UserError, match="at least 64 tokens"):
         _batches(lengths, tokenizer, 10, tokens=64, length=32, mixture={0: 0.5, 64: 0.5})
@@ -143,7 +207,10 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     [
         ({"tokens": 10, "length": 20}, "less than one text"),
         ({"layout": "packed_without_boundaries", "tokens": 30, "length": 20}, "must be a multiple"),
-        ({"layout": "packed_without_boundaries", "tokens": None, "texts": 4}, "needs tokens_per_batch"),
+        (
+            {"layout": "packed_without_boundaries", "tokens": None, "texts": 4},
+            "needs tokens_per_batch",
+        ),
         ({"layout": "padded"}, "needs texts_per_batch"),
         ({"texts": 8}, "give either tokens_per_batch or texts_per_batch"),
         ({"layout": "ragged"}, "layout must be one of"),
@@ -163,7 +230,8 @@ def test_impossible_batches_are_named(settings, words):
 
 
 def test_a_text_takes_8_bytes_at_most(tokenizer):
-    """The lengths are memory-mapped; what a run holds for them is the order of one pass, here with two parts of a mixture."""
+    """The lengths are memory-mapped; what a run holds for them is the order of one pass, here with
+    two parts of a mixture."""
     count = 1_000_000
     lengths = np.random.default_rng(0).integers(3, 2000, count, dtype=np.int32)
     spec = BatchSpec(tokens=32768, length=1024, mixture={0: 0.5, 1024: 0.5})
@@ -181,7 +249,8 @@ def test_a_text_takes_8_bytes_at_most(tokenizer):
 
 
 def test_lengths_are_read_at_once_and_memory_mapped(tmp_path, tokenizer):
-    """datasets 5 gives a column row by row, 64 microseconds each, unless it is asked for a slice."""
+    """datasets 5 gives a column row by row, 64 microseconds each, unless it is asked for a
+    slice."""
     rows = Dataset.from_dict({"length": np.arange(200_000)})
     start = time.process_time()
     lengths = prepared._column(rows, "length")

@@ -1,5 +1,5 @@
-"""Pins the scripts of benchmarks/ on tiny models: their arithmetic, that they write their result, and that bad input is one sentence. Speeds
-are not pinned."""
+"""Pins the scripts of benchmarks/ on tiny models: their arithmetic, that they write their result,
+and that bad input is one sentence. Speeds are not pinned."""
 
 import json
 import os
@@ -30,13 +30,19 @@ def here(function, *arguments, **options):
     return function(*arguments)
 
 
-# ------------------------------------------------------------------------------------------------------------------- processes
+# ------------------------------------------------------------------------------------------------
+# processes
 
 
 def test_a_process_of_its_own():
     assert in_a_process(os.getpid) != os.getpid()
-    assert in_a_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"}) == "7"
-    assert "NEOBERT_TEST_VARIABLE" not in os.environ, "the variable is that of the other process alone"
+    assert (
+        in_a_process(os.getenv, "NEOBERT_TEST_VARIABLE", variables={"NEOBERT_TEST_VARIABLE": "7"})
+        == "7"
+    )
+    assert "NEOBERT_TEST_VARIABLE" not in os.environ, (
+        "the variable is that of the other process alone"
+    )
     with pytest.raises(FileNotFoundError):
         in_a_process(os.listdir, "/no/such/folder")
     with pytest.raises(UserError, match="process was killed"):
@@ -45,26 +51,41 @@ def test_a_process_of_its_own():
 
 @pytest.mark.parametrize("script", (memory, training, profile_forward))
 def test_bad_input_is_one_sentence(script):
-    with pytest.raises(UserError, match="layers on the command line must be a whole number, but 'x' was given"):
+    with pytest.raises(
+        UserError, match="layers on the command line must be a whole number, but 'x' was given"
+    ):
         script.main(["--layers", "x"])
 
 
 def test_a_script_ends_with_exit_code_2_for_bad_input():
-    run = subprocess.run([sys.executable, "-m", "neobert.benchmarks.memory", "--layer", "3"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "neobert.benchmarks.memory", "--layer", "3"],
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 2
     # Some libraries talk while they are imported.
     last = run.stderr.splitlines()[-1]
-    assert last == "python -m neobert.benchmarks.memory: unknown argument '--layer'; did you mean --layers?"
+    assert (
+        last
+        == "python -m neobert.benchmarks.memory: unknown argument '--layer'; did you mean --layers?"
+    )
     assert "Traceback" not in run.stderr
 
 
-# --------------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 @pytest.mark.slow
 def test_memory_of_one_forward():
-    """The published width at one layer: at least qkv and the feed-forward of one slice are there at once, at most a few times that."""
-    growth = in_a_process(Case.measure, Case("neobert", "sdpa", 512, 1, 1, "cpu", 1), variables={"MALLOC_MMAP_THRESHOLD_": "131072"})
+    """The published width at one layer: at least qkv and the feed-forward of one slice are there at
+    once, at most a few times that."""
+    growth = in_a_process(
+        Case.measure,
+        Case("neobert", "sdpa", 512, 1, 1, "cpu", 1),
+        variables={"MALLOC_MMAP_THRESHOLD_": "131072"},
+    )
     assert 512 * 4096 * 4 < growth < 512 * 4096 * 4 * 8
 
 
@@ -72,26 +93,46 @@ def test_the_contract_gets_two_packed_texts(monkeypatch):
     assert Case("neobert", CONTRACT, 512, 2, 1, "cpu", 1).lengths == [512, 256, 512, 256]
     assert Case("neobert", "sdpa", 512, 2, 1, "cpu", 1).lengths == [512, 512]
     q, k, v = torch.randn(3, 1, 2, 7, 4).unbind(0)
-    packed, _ = memory.flash_contract(None, q, k, v, None, scaling=0.5, cu_seq_lens_q=torch.tensor([0, 3, 7]))
+    packed, _ = memory.flash_contract(
+        None, q, k, v, None, scaling=0.5, cu_seq_lens_q=torch.tensor([0, 3, 7])
+    )
     for start, stop in ((0, 3), (3, 7)):
         part = slice(start, stop)
         scores = (q[0, :, part] @ k[0, :, part].transpose(1, 2) * 0.5).softmax(-1)
-        assert torch.allclose(packed[0, part], (scores @ v[0, :, part]).transpose(0, 1), atol=1e-6), "the texts see each other"
+        assert torch.allclose(
+            packed[0, part], (scores @ v[0, :, part]).transpose(0, 1), atol=1e-6
+        ), "the texts see each other"
     seen = []
-    monkeypatch.setattr(memory, "in_a_process", lambda function, case, variables: seen.append(case) or 3 * 2**20)
+    monkeypatch.setattr(
+        memory, "in_a_process", lambda function, case, variables: seen.append(case) or 3 * 2**20
+    )
     monkeypatch.setattr(memory, "tqdm", lambda cases, **options: cases)
     monkeypatch.setattr(memory, "write_result", lambda output, title, env, data, text: text)
     assert memory.main(["--lengths", "1024", "--check-depth", "2048"]) == 0
     cases = [(case.model, case.implementation, case.length, case.layers) for case in seen]
-    assert cases == [("neobert", "sdpa", 1024, 3), ("modernbert-base", "sdpa", 1024, 3), ("neobert", CONTRACT, 1024, 3),
-                     ("neobert", "sdpa", 2048, 0), ("modernbert-base", "sdpa", 2048, 0)]  # fmt: skip
+    assert cases == [
+        ("neobert", "sdpa", 1024, 3),
+        ("modernbert-base", "sdpa", 1024, 3),
+        ("neobert", CONTRACT, 1024, 3),
+        ("neobert", "sdpa", 2048, 0),
+        ("modernbert-base", "sdpa", 2048, 0),
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------- training
+# ------------------------------------------------------------------------------------------------
+# training
 
 
 def tiny_steps(**changes):
-    given = {"way": "packed", "name": "short", "dtype": "float32", "device": "cpu", "threads": 1, "tokens": 100, "steps": 2}
+    given = {
+        "way": "packed",
+        "name": "short",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "tokens": 100,
+        "steps": 2,
+    }
     return Steps(**{**given, "hidden": 64, "layers": 1, **changes})
 
 
@@ -101,25 +142,42 @@ def test_a_step_has_the_tokens_that_were_asked_for():
     real = inputs["attention_mask"].bool()
     assert real.sum() == sum(lengths)
     masked = inputs["labels"] != -100
-    assert not (masked & ~real).any() and 0.1 < masked.sum() / real.sum() < 0.3, "20 % of the real tokens"
-    assert (inputs["input_ids"][masked] == 103).all() and (inputs["labels"][masked] >= 1000).all(), "[MASK] hides them, labels tell them"
+    assert not (masked & ~real).any() and 0.1 < masked.sum() / real.sum() < 0.3, (
+        "20 % of the real tokens"
+    )
+    assert (inputs["input_ids"][masked] == 103).all() and (
+        inputs["labels"][masked] >= 1000
+    ).all(), "[MASK] hides them, labels tell them"
     assert tiny_steps(tokens=500, name="16").lengths(0) == [16] * 32
 
 
 def test_both_ways_train_to_the_same_losses():
     packed, padded = (tiny_steps(way=way).measure() for way in ("packed", "padded"))
     assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, "the first step is not timed"
-    assert packed["losses"] == pytest.approx(padded["losses"], rel=1e-5), "same texts, same masks, same weights"
-    assert packed["losses"][0] != packed["losses"][-1], "nothing was trained, so this test would be vacuous"
+    assert packed["losses"] == pytest.approx(padded["losses"], rel=1e-5), (
+        "same texts, same masks, same weights"
+    )
+    assert packed["losses"][0] != packed["losses"][-1], (
+        "nothing was trained, so this test would be vacuous"
+    )
     assert packed["operations"] == padded["operations"] and packed["tokens"] == padded["tokens"], (
         "what is needed does not depend on the way"
     )
     half = tiny_steps(dtype="bfloat16").measure()
-    assert half["losses"] == pytest.approx(packed["losses"], rel=0.02) and half["losses"] != packed["losses"], "autocast acts"
+    assert (
+        half["losses"] == pytest.approx(packed["losses"], rel=0.02)
+        and half["losses"] != packed["losses"]
+    ), "autocast acts"
 
 
 def test_operations_of_a_forward():
-    config = NeoBERTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=100)
+    config = NeoBERTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        vocab_size=100,
+    )
     blocks = 2 * (4 * 32 * 32 + 3 * 32 * 32)
     expected = 2 * blocks * 14 + 2 * 100 * 32 * 3 + 4 * 32 * 2 * (100 + 16)
     assert forward_operations(NeoBERTForMaskedLM(config), [10, 4], predicted=3) == expected
@@ -127,15 +185,33 @@ def test_operations_of_a_forward():
 
 def test_the_training_table(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "in_a_process", here)
-    argv = ["--output", str(tmp_path / "t"), "--tokens", "60", "--steps", "1", "--repeats", "2", "--hidden", "64", "--layers", "1"]
+    argv = [
+        "--output",
+        str(tmp_path / "t"),
+        "--tokens",
+        "60",
+        "--steps",
+        "1",
+        "--repeats",
+        "2",
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+    ]
     assert training.main([*argv, "--threads", "1"]) == 0
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
-    assert [row["way"] for row in rows] == ["packed", "padded"] and all(len(row["seconds"]) == 2 for row in rows)
+    assert [row["way"] for row in rows] == ["packed", "padded"] and all(
+        len(row["seconds"]) == 2 for row in rows
+    )
     page = (tmp_path / "t.md").read_text()
-    assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, "the last way is what the others are compared with"
+    assert "padded, all logits" in page and "| 1.00 | 1.00 to 1.00 |" in page, (
+        "the last way is what the others are compared with"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------------- profile
+# ------------------------------------------------------------------------------------------------
+# profile
 
 
 @pytest.mark.parametrize(
@@ -161,19 +237,40 @@ def test_every_operation_has_its_part(name, shapes, part):
 
 
 def test_the_profile_of_a_tiny_model(tmp_path):
-    argv = ["--output", str(tmp_path / "p"), "--texts", "3", "--layers", "1", "--repeats", "2", "--threads", "1"]
+    argv = [
+        "--output",
+        str(tmp_path / "p"),
+        "--texts",
+        "3",
+        "--layers",
+        "1",
+        "--repeats",
+        "2",
+        "--threads",
+        "1",
+    ]
     assert profile_forward.main(argv) == 0
     data = json.loads((tmp_path / "p.json").read_text())
     parts = {part["part"]: part for part in data["parts"]}
-    assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), "a part is missing"
-    assert sum(part["of_the_pass"] for part in data["parts"]) == pytest.approx(1.0, abs=0.05), "the parts are the pass"
-    assert parts["attention"]["calls_a_layer"] >= 3 and parts["w12"]["share_of_gemm"] > 0, "one call a text"
+    assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), (
+        "a part is missing"
+    )
+    assert sum(part["of_the_pass"] for part in data["parts"]) == pytest.approx(1.0, abs=0.05), (
+        "the parts are the pass"
+    )
+    assert parts["attention"]["calls_a_layer"] >= 3 and parts["w12"]["share_of_gemm"] > 0, (
+        "one call a text"
+    )
     assert "| w12 |" in (tmp_path / "p.md").read_text()
 
 
 def test_on_cuda_the_times_of_the_kernels_count():
     event = SimpleNamespace(self_device_time_total=2e6, self_cpu_time_total=1e6)
-    assert profile_forward.own_seconds(event, "cuda") == 2.0 and profile_forward.own_seconds(event, "cpu") == 1.0
+    assert (
+        profile_forward.own_seconds(event, "cuda") == 2.0
+        and profile_forward.own_seconds(event, "cpu") == 1.0
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- conversion
+# ------------------------------------------------------------------------------------------------
+# conversion

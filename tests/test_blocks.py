@@ -1,4 +1,5 @@
-"""Compiled blocks in training: they take every step, leave numbers and names of the weights alone, and the complete model is not compiled."""
+"""Compiled blocks in training: they take every step, leave numbers and names of the weights alone,
+and the complete model is not compiled."""
 
 from functools import partial
 
@@ -14,7 +15,8 @@ from neobert.pretraining import pretrain
 
 
 def count_compiled_calls(monkeypatch):
-    """Replaces the compiler by one that counts the calls of what it makes; returns the list of their numbers of tokens."""
+    """Replaces the compiler by one that counts the calls of what it makes; returns the list of
+    their numbers of tokens."""
     calls = []
 
     def backend(graph, inputs):
@@ -37,9 +39,13 @@ def test_a_compiled_run_has_the_numbers_of_an_eager_one(corpus, tmp_path, monkey
     run_of(arguments_of(corpus, tmp_path / "compiled", max_steps=3, save_steps=3, compile="true"))
     assert len(calls) >= 3 * 2
     # The real form of RoPE, which compilers take, rounds otherwise than the complex one.
-    for eager, compiled in zip(log_of(tmp_path / "eager"), log_of(tmp_path / "compiled"), strict=True):
+    for eager, compiled in zip(
+        log_of(tmp_path / "eager"), log_of(tmp_path / "compiled"), strict=True
+    ):
         assert compiled["loss"] == pytest.approx(eager["loss"], abs=1e-4)
-    eager, compiled = (load_file(tmp_path / name / "model.safetensors") for name in ("eager", "compiled"))
+    eager, compiled = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("eager", "compiled")
+    )
     assert eager.keys() == compiled.keys()
     for name, weight in eager.items():
         torch.testing.assert_close(compiled[name], weight, atol=1e-3, rtol=0, msg=name)
@@ -71,7 +77,11 @@ def test_the_attention_of_a_run(corpus, tmp_path, monkeypatch):
 
 
 def test_compilation_is_taken_back():
-    model = NeoBERTForMaskedLM(NeoBERTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48))
+    model = NeoBERTForMaskedLM(
+        NeoBERTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+        )
+    )
     names = list(model.state_dict())
     blocks = model.model.transformer_encoder
     assert compile_blocks(model, backend="eager") is model and list(model.state_dict()) == names
@@ -80,9 +90,12 @@ def test_compilation_is_taken_back():
     assert all(block._compiled_call_impl is None for block in blocks)
 
 
-@pytest.mark.parametrize("option, value", [("torch_compile", "true"), ("torch_compile_backend", "inductor")])
+@pytest.mark.parametrize(
+    "option, value", [("torch_compile", "true"), ("torch_compile_backend", "inductor")]
+)
 def test_the_complete_model_is_not_compiled(corpus, tmp_path, capsys, option, value):
-    """Whose graph has no kernel for packed batches: it was three times slower than no compilation."""
+    """Whose graph has no kernel for packed batches: it was three times slower than no
+    compilation."""
     from neobert.__main__ import main
 
     assert main(["pretrain", *arguments_of(corpus, tmp_path / "out", **{option: value})]) == 2

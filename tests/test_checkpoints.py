@@ -1,4 +1,5 @@
-"""Pins common/checkpoints.py with plain Trainers: manifests, damage and what is taken in its place, SIGTERM, disks."""
+"""Pins common/checkpoints.py with plain Trainers: manifests, damage and what is taken in its place,
+SIGTERM, disks."""
 
 import errno
 import hashlib
@@ -71,11 +72,27 @@ class After(At):
 
 def trainer(folder, *callbacks, model=None, **options):
     settings = {
-        "max_steps": 12, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 0.05, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False, "seed": 3, "remove_unused_columns": False, **options,
-    }  # fmt: skip
+        "max_steps": 12,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.05,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+        "remove_unused_columns": False,
+        **options,
+    }
     arguments = TrainingArguments(output_dir=str(folder), label_names=["y"], **settings)
-    made = Trainer(model=model or Line(), args=arguments, train_dataset=Points(), eval_dataset=Points(), callbacks=list(callbacks))
+    made = Trainer(
+        model=model or Line(),
+        args=arguments,
+        train_dataset=Points(),
+        eval_dataset=Points(),
+        callbacks=list(callbacks),
+    )
     made.compute_metrics = lambda output: {"score": -abs(made.state.global_step - 4)}
     return made
 
@@ -107,11 +124,20 @@ def test_a_manifest_has_size_and_digest_of_every_file_and_is_written_last(whole)
     for step, path in checkpoints.checkpoints(folder).items():
         manifest = json.loads((path / checkpoints.MANIFEST).read_text())
         files = {file.name: file for file in path.iterdir() if file.name != checkpoints.MANIFEST}
-        assert manifest["step"] == step and set(manifest["files"]) == set(files) >= {"optimizer.pt", "model.safetensors", "rng_state.pth"}
+        assert manifest["step"] == step and set(manifest["files"]) == set(files) >= {
+            "optimizer.pt",
+            "model.safetensors",
+            "rng_state.pth",
+        }
         for name, file in files.items():
             content = file.read_bytes()
-            assert manifest["files"][name] == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}, name
-        assert (path / checkpoints.MANIFEST).stat().st_mtime_ns >= max(file.stat().st_mtime_ns for file in files.values())
+            assert manifest["files"][name] == {
+                "size": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }, name
+        assert (path / checkpoints.MANIFEST).stat().st_mtime_ns >= max(
+            file.stat().st_mtime_ns for file in files.values()
+        )
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
@@ -124,8 +150,12 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "write_manifest", watched)
     made = trainer(tmp_path, save_total_limit=2)
     checkpoints.train(made, keep_every=4)
-    assert seen == [[], [2], [2, 4], [4, 6], [4, 6, 8], [4, 8, 10]], "before each manifest all earlier ones must still be there"
-    assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12], "the newest two and every fourth step's stay"
+    assert seen == [[], [2], [2, 4], [4, 6], [4, 6, 8], [4, 8, 10]], (
+        "before each manifest all earlier ones must still be there"
+    )
+    assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12], (
+        "the newest two and every fourth step's stay"
+    )
     assert made.args.save_total_limit == 2, "Trainer's option must be given back"
 
 
@@ -134,7 +164,9 @@ def files_of(checkpoint):
 
 
 @pytest.mark.parametrize("how", ["half", "gone", "changed"])
-def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(whole, tmp_path, capsys, how):
+def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(
+    whole, tmp_path, capsys, how
+):
     complete, end = whole
     for name in files_of(complete / "checkpoint-12"):
         folder = tmp_path / name
@@ -146,22 +178,37 @@ def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(who
         if how == "gone":
             file.unlink()
         else:
-            file.write_bytes(content[: len(content) // 2] if how == "half" else bytes([content[0] ^ 1]) + content[1:])
+            file.write_bytes(
+                content[: len(content) // 2]
+                if how == "half"
+                else bytes([content[0] ^ 1]) + content[1:]
+            )
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert checkpoints.newest_complete(folder).name == "checkpoint-6", name
         line = capsys.readouterr().err
-        assert line.count("\n") == 1 and "checkpoint-8 (" in line and "going on from checkpoint-6" in line, line
+        assert (
+            line.count("\n") == 1
+            and "checkpoint-8 (" in line
+            and "going on from checkpoint-6" in line
+        ), line
         assert name in line or name == checkpoints.MANIFEST, line
-        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}, "looking must change nothing"
+        assert before == {
+            path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        }, "looking must change nothing"
         if name in ("optimizer.pt", "model.safetensors", checkpoints.MANIFEST):
             seen = []
-            made = trainer(folder, At(7, lambda: seen.append((folder / "damaged-checkpoint-8").is_dir())))  # noqa: B023
+            damaged = folder / "damaged-checkpoint-8"
+            made = trainer(folder, At(7, lambda: seen.append(damaged.is_dir())))  # noqa: B023
             checkpoints.train(made)
             capsys.readouterr()
             assert seen == [True], "until the run has come as far again the damaged one must stay"
             assert same(weights(made), end), "the continued run must end as the uninterrupted one"
-            kept = ["damaged-checkpoint-8"] * (name == checkpoints.MANIFEST)  # without it nothing says that the run made it
-            assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted([f"checkpoint-{s}" for s in range(2, 13, 2)] + kept)
+            kept = ["damaged-checkpoint-8"] * (
+                name == checkpoints.MANIFEST
+            )  # without it nothing says that the run made it
+            assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted(
+                [f"checkpoint-{s}" for s in range(2, 13, 2)] + kept
+            )
 
 
 def test_nothing_complete_begins_anew_and_deletes_nothing(tmp_path, capsys):
@@ -169,8 +216,13 @@ def test_nothing_complete_begins_anew_and_deletes_nothing(tmp_path, capsys):
     (tmp_path / "checkpoint-4" / "model.safetensors").write_bytes(b"years of work")
     assert checkpoints.resume_point(tmp_path) is None
     line = capsys.readouterr().err.strip()
-    assert line.endswith("checkpoint-4 (it was not written to its end); there is no complete checkpoint, beginning anew")
-    assert (tmp_path / "damaged-checkpoint-4" / "model.safetensors").read_bytes() == b"years of work"
+    assert line.endswith(
+        "checkpoint-4 (it was not written to its end); there is no complete checkpoint, beginning "
+        "anew"
+    )
+    assert (
+        tmp_path / "damaged-checkpoint-4" / "model.safetensors"
+    ).read_bytes() == b"years of work"
     assert checkpoints.newest_complete(tmp_path / "absent") is None and not capsys.readouterr().err
 
 
@@ -183,21 +235,30 @@ def test_a_checkpoint_without_the_optimizer_is_not_continued_from(tmp_path, caps
 def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path):
     _, end = whole
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Stopped, match="^stopped by SIGTERM after step 5 of 12, which is saved; the same command goes on$"):
+    with pytest.raises(
+        Stopped,
+        match="^stopped by SIGTERM after step 5 of 12, which is saved; the same command goes on$",
+    ):
         checkpoints.train(trainer(tmp_path, At(5, sigterm)))
     assert signal.getsignal(signal.SIGTERM) is before
-    assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5] and checkpoints.damage(tmp_path / "checkpoint-5") is None
+    assert (
+        list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5]
+        and checkpoints.damage(tmp_path / "checkpoint-5") is None
+    )
     made = trainer(tmp_path)
     checkpoints.train(made)
     assert made.state.global_step == 12 and same(weights(made), end)
 
 
 def test_sigterm_where_trainer_has_a_handler_of_its_own(whole, tmp_path):
-    """Trainer's enable_jit_checkpoint ends the training without telling the command that it is not finished."""
+    """Trainer's enable_jit_checkpoint ends the training without telling the command that it is not
+    finished."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped, match="after step 5 of 12"):
         checkpoints.train(trainer(tmp_path, At(5, sigterm), enable_jit_checkpoint=True))
-    assert signal.getsignal(signal.SIGTERM) == before, "a handler that nobody serves any more would swallow the signal"
+    assert signal.getsignal(signal.SIGTERM) == before, (
+        "a handler that nobody serves any more would swallow the signal"
+    )
     made = trainer(tmp_path, enable_jit_checkpoint=True)
     checkpoints.train(made)
     assert made.state.global_step == 12 and same(weights(made), whole[1])
@@ -208,13 +269,20 @@ def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
         checkpoints.train(trainer(tmp_path, At(12, sigterm)))
     for _ in range(2):
         made = trainer(tmp_path, At(13, lambda: pytest.fail("a step after the last")))
-        assert checkpoints.train(made).global_step == 12, "the same command then has nothing left to train"
+        assert checkpoints.train(made).global_step == 12, (
+            "the same command then has nothing left to train"
+        )
         assert same(weights(made), whole[1]) and not made.is_in_train
     assert made.evaluate()["eval_loss"] > 0
 
 
 def test_a_finished_run_that_keeps_its_best_weights_ends_with_them_again(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "load_best_model_at_end": True}
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "score",
+        "load_best_model_at_end": True,
+    }
     first, second = trainer(tmp_path, **options), trainer(tmp_path, **options)
     checkpoints.train(first)
     checkpoints.train(second)
@@ -231,15 +299,22 @@ def torch_weights(checkpoint):
 
 @pytest.mark.parametrize("eval_steps, stops", [(3, 7), (1, 7)])
 def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps, stops):
-    """An evaluation decides there whether a step is saved: the stop waits for a step without one, or goes without it."""
+    """An evaluation decides there whether a step is saved: the stop waits for a step without one,
+    or goes without it."""
     options = {
-        "save_strategy": "best", "eval_strategy": "steps", "eval_steps": eval_steps, "metric_for_best_model": "score", "load_best_model_at_end": True,
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": eval_steps,
+        "metric_for_best_model": "score",
+        "load_best_model_at_end": True,
         "save_total_limit": 1,
-    }  # fmt: skip
+    }
     with pytest.raises(Stopped, match=f"after step {stops} of 12"):
         checkpoints.train(trainer(tmp_path, At(6, sigterm), **options))
     best = {3: 3, 1: 4}[eval_steps]
-    assert list(checkpoints.checkpoints(tmp_path)) == [best, stops], "the best one so far must stay beside the newest"
+    assert list(checkpoints.checkpoints(tmp_path)) == [best, stops], (
+        "the best one so far must stay beside the newest"
+    )
     made = trainer(tmp_path, **options)
     checkpoints.train(made)
     assert made.state.best_global_step == best
@@ -258,7 +333,8 @@ def test_a_command_that_is_stopped_exits_with_143(capsys):
     assert cli.guarded("neobert pretrain", other_process) == 143 and not capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------- what goes and what stays
+# ------------------------------------------------------------------------------------------------
+# what goes and what stays
 
 
 def made_by_hand(folder, *names, complete=True):
@@ -269,7 +345,13 @@ def made_by_hand(folder, *names, complete=True):
             checkpoints.write_manifest(folder / name, 0)
 
 
-STRANGERS = ("checkpoint-best", "checkpoint-2-copy", "damaged-checkpoint-old", "damaged-checkpoint-2-copy", "my-checkpoint-2")
+STRANGERS = (
+    "checkpoint-best",
+    "checkpoint-2-copy",
+    "damaged-checkpoint-old",
+    "damaged-checkpoint-2-copy",
+    "my-checkpoint-2",
+)
 
 
 def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path):
@@ -287,16 +369,27 @@ def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path):
 def test_what_is_forgotten(tmp_path):
     """What a user has beside the checkpoints stays."""
     made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)), *STRANGERS)
-    made_by_hand(tmp_path, "damaged-checkpoint-4.1", "damaged-checkpoint-10", "damaged-checkpoint-12")
+    made_by_hand(
+        tmp_path, "damaged-checkpoint-4.1", "damaged-checkpoint-10", "damaged-checkpoint-12"
+    )
     made_by_hand(tmp_path, "checkpoint-12", "damaged-checkpoint-3", complete=False)
     before = set(os.listdir(tmp_path))
     checkpoints._forget(tmp_path, 1, 4, str(tmp_path / "checkpoint-2"))
-    assert before - set(os.listdir(tmp_path)) == {"checkpoint-6", "damaged-checkpoint-10", "damaged-checkpoint-4.1"}
+    assert before - set(os.listdir(tmp_path)) == {
+        "checkpoint-6",
+        "damaged-checkpoint-10",
+        "damaged-checkpoint-4.1",
+    }
 
 
 def test_the_best_checkpoint_is_found_where_the_folder_was_moved(tmp_path):
     (tmp_path / "checkpoint-4").mkdir()
-    state = SimpleNamespace(best_global_step=4, best_model_checkpoint="elsewhere/checkpoint-4", max_steps=9, global_step=6)
+    state = SimpleNamespace(
+        best_global_step=4,
+        best_model_checkpoint="elsewhere/checkpoint-4",
+        max_steps=9,
+        global_step=6,
+    )
     args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1)
     callback = checkpoints.Checkpoints()
     callback.on_train_begin(args, state, None)
@@ -308,7 +401,9 @@ def test_a_manifest_cannot_name_what_is_outside_of_its_checkpoint(tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     (tmp_path / "mine.txt").write_text("mine")
-    files = {name: {"size": 4, "sha256": "0"} for name in ("../../mine.txt", str(tmp_path / "mine.txt"))}
+    files = {
+        name: {"size": 4, "sha256": "0"} for name in ("../../mine.txt", str(tmp_path / "mine.txt"))
+    }
     (checkpoint / checkpoints.MANIFEST).write_text(json.dumps({"step": 1, "files": files}))
     checkpoints._remove(checkpoint)
     assert (tmp_path / "mine.txt").read_text() == "mine"
@@ -334,7 +429,8 @@ def test_a_checkpoint_that_is_half_removed_is_never_taken_and_goes_later(tmp_pat
 
 
 def test_killed_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
-    """The half one says that the run made it, so it goes; a folder of the user under the name of the next one does not."""
+    """The half one says that the run made it, so it goes; a folder of the user under the name of
+    the next one does not."""
 
     def killed(*given, **options):
         raise KeyboardInterrupt
@@ -356,11 +452,20 @@ def test_killed_while_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
 
 
 def test_a_finished_run_loses_its_checkpoints_and_nothing_else(tmp_path):
-    made_by_hand(tmp_path, "checkpoint-2", "checkpoint-6", "damaged-checkpoint-4", "damaged-checkpoint-4.1", *STRANGERS)
+    made_by_hand(
+        tmp_path,
+        "checkpoint-2",
+        "checkpoint-6",
+        "damaged-checkpoint-4",
+        "damaged-checkpoint-4.1",
+        *STRANGERS,
+    )
     (tmp_path / "eval").mkdir()
     (tmp_path / "checkpoint-6" / "notes.txt").write_text("mine")
     checkpoints.remove(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted([*STRANGERS, "checkpoint-6"]) and os.listdir(tmp_path / "checkpoint-6") == ["notes.txt"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*STRANGERS, "checkpoint-6"]) and os.listdir(
+        tmp_path / "checkpoint-6"
+    ) == ["notes.txt"]
     for name in (*STRANGERS, "checkpoint-6"):
         shutil.rmtree(tmp_path / name)
     checkpoints.remove(tmp_path)
@@ -377,9 +482,17 @@ def test_a_second_damaged_checkpoint_of_one_step_stays_beside_the_first(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["optimizer.pt", "optimizer.bin", "optimizer_0/__0_0.distcp", "global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    "name",
+    [
+        "optimizer.pt",
+        "optimizer.bin",
+        "optimizer_0/__0_0.distcp",
+        "global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
 )
-def test_the_optimizer_of_every_engine_counts_and_is_on_the_disk_before_the_manifest(tmp_path, monkeypatch, name):
+def test_the_optimizer_of_every_engine_counts_and_is_on_the_disk_before_the_manifest(
+    tmp_path, monkeypatch, name
+):
     file, synced, fsync = tmp_path / name, set(), os.fsync
     file.parent.mkdir(exist_ok=True)
     file.write_text("state")
@@ -395,16 +508,21 @@ def test_the_optimizer_of_every_engine_counts_and_is_on_the_disk_before_the_mani
         synced.clear()
 
 
-# ----------------------------------------------------------------------------------------------------------------------- disks
+# ------------------------------------------------------------------------------------------------
+# disks
 
 
-def test_no_room_costs_neither_the_best_checkpoint_nor_those_that_are_kept_for_good(tmp_path, monkeypatch):
+def test_no_room_costs_neither_the_best_checkpoint_nor_those_that_are_kept_for_good(
+    tmp_path, monkeypatch
+):
     made_by_hand(tmp_path, *(f"checkpoint-{step}" for step in (2, 4, 6, 8, 10)))
     usage = shutil.disk_usage(tmp_path)
     arguments = SimpleNamespace(output_dir=str(tmp_path))
     state = SimpleNamespace(best_model_checkpoint=str(tmp_path / "checkpoint-2"))
     for free, left in ((1 << 20, [2, 4, 6, 8, 10]), (10, [2, 4, 8, 10])):
-        monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free))
+        monkeypatch.setattr(
+            checkpoints.shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free)
+        )
         checkpoints.Checkpoints(keep_every=4)._make_room(arguments, state)
         assert list(checkpoints.checkpoints(tmp_path)) == left
 
@@ -415,12 +533,22 @@ def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_pat
 
     def almost_full(folder):
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-        one = max((sum(file.stat().st_size for file in path.iterdir()) for path in checkpoints.checkpoints(folder).values()), default=1)
+        one = max(
+            (
+                sum(file.stat().st_size for file in path.iterdir())
+                for path in checkpoints.checkpoints(folder).values()
+            ),
+            default=1,
+        )
         return usage._replace(free=int(2.5 * one) - size)
 
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", almost_full)
     most, write = [], checkpoints.write_manifest
-    monkeypatch.setattr(checkpoints, "write_manifest", lambda *given: (most.append(len(checkpoints.checkpoints(tmp_path))), write(*given)))
+    monkeypatch.setattr(
+        checkpoints,
+        "write_manifest",
+        lambda *given: (most.append(len(checkpoints.checkpoints(tmp_path))), write(*given)),
+    )
     checkpoints.train(trainer(tmp_path, save_total_limit=3))
     assert max(most) == 2, "a third checkpoint has no room beside two others"
     assert 12 in checkpoints.checkpoints(tmp_path)
@@ -428,10 +556,18 @@ def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_pat
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: No space left on device (os error 28)"), OSError(errno.EDQUOT, "x"),
-     RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), RuntimeError("basic_ios::clear: iostream error"),
-     RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/0: file write failed")],
-)  # fmt: skip
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+        OSError(errno.EDQUOT, "x"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),
+        RuntimeError("basic_ios::clear: iostream error"),
+        RuntimeError(
+            "[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing "
+            "file data/0: file write failed"
+        ),
+    ],
+)
 def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypatch, error):
     save = torch.save
 
@@ -442,16 +578,25 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(UserError, match="the disk of .* is full .*; make room, and the same command goes on from checkpoint-4"):
+        with pytest.raises(
+            UserError,
+            match=(
+                "the disk of .* is full .*; make room, and the same command goes on from "
+                "checkpoint-4"
+            ),
+        ):
             checkpoints.train(trainer(tmp_path, save_total_limit=1))
-    assert list(checkpoints.checkpoints(tmp_path)) == [4], "what was half written must not take room"
+    assert list(checkpoints.checkpoints(tmp_path)) == [4], (
+        "what was half written must not take room"
+    )
     checkpoints.train(trainer(tmp_path))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("megabytes", [0, 1, 64])
 def test_torch_that_meets_a_full_disk_is_recognised(megabytes):
-    """It says so in its own words, by the size of what it writes: the optimizer's file is the largest of a checkpoint."""
+    """It says so in its own words, by the size of what it writes: the optimizer's file is the
+    largest of a checkpoint."""
     with pytest.raises(Exception) as met:
         torch.save({"state": torch.zeros(megabytes << 18)}, "/dev/full")
     assert is_disk_full(met.value), met.value
@@ -484,10 +629,16 @@ def test_another_error_is_not_taken_for_a_full_disk(tmp_path):
 def package(tmp_path):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "neobert").symlink_to(ROOT)
-    return {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "path"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- two processes
+# ------------------------------------------------------------------------------------------------
+# two processes
 
 _TWO = r"""
 import os, signal, sys, time
@@ -534,7 +685,7 @@ run(0, sys.argv[1])
 time.sleep(2)
 run(0, sys.argv[1] + "-locked")
 os._exit(0)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -542,17 +693,40 @@ def test_two_processes_agree_on_the_step_and_write_the_manifest_after_both(tmp_p
     """SIGTERM reaches the second process alone, which is also the last to write its part."""
     (tmp_path / "two.py").write_text(_TWO)
     out = tmp_path / "out"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "two.py")]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(tmp_path / "two.py"),
+    ]
     with locked(tmp_path / "out-locked"):
-        done = subprocess.run([*launch, str(out), str(ROOT / "tests")], env=package, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [*launch, str(out), str(ROOT / "tests")],
+            env=package,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         stopped, ended, refused = (tmp_path / f"out-{rank}").read_text().splitlines()
-        assert stopped.startswith("code 143, step 5, ") and "checkpoint-5" in stopped and "model.safetensors" not in stopped
+        assert (
+            stopped.startswith("code 143, step 5, ")
+            and "checkpoint-5" in stopped
+            and "model.safetensors" not in stopped
+        )
         assert ended.startswith("code 0, step 12, ") and refused.startswith("code 2, step 0")
-    assert done.stderr.count("stopped by SIGTERM after step 5 of 12") == 1, "one sentence for all processes"
+    assert done.stderr.count("stopped by SIGTERM after step 5 of 12") == 1, (
+        "one sentence for all processes"
+    )
     assert done.stderr.count("is in use by another run") == 1
-    assert list(checkpoints.checkpoints(out)) == [12] and checkpoints.damage(out / "checkpoint-12") is None
+    assert (
+        list(checkpoints.checkpoints(out)) == [12]
+        and checkpoints.damage(out / "checkpoint-12") is None
+    )
     manifest = json.loads((out / "checkpoint-12" / checkpoints.MANIFEST).read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(manifest["files"])
     assert (out / "model.safetensors").exists() and not (out / LOCK).exists()

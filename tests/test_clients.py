@@ -1,5 +1,6 @@
-"""Pins the model in the hands of libraries that look inside of it or save a part of it: PEFT's defaults keep the head; whoever has hooks on
-inner modules (Opacus, NEFTune, Captum, PEFT's mixed batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
+"""Pins the model in the hands of libraries that look inside of it or save a part of it: PEFT's
+defaults keep the head; whoever has hooks on inner modules (Opacus, NEFTune, Captum, PEFT's mixed
+batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
 """
 
 import logging
@@ -11,9 +12,22 @@ import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from transformers import (
+    AutoModelForMultipleChoice,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+)
 from neobert import modeling_neobert as modeling
 
 from .reference import FIELDS, assert_same, count_rows, make_model, random_batch
@@ -30,7 +44,8 @@ def base(tmp_path_factory):
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------------------- PEFT
+# ------------------------------------------------------------------------------------------------
+# PEFT
 
 
 def peft_configs():
@@ -39,10 +54,14 @@ def peft_configs():
     return {
         "LoRA": peft.LoraConfig(target_modules=TARGETS, r=4, **task),
         "LoRA on all linear layers": peft.LoraConfig(target_modules="all-linear", r=4, **task),
-        "LoRA without a task": peft.LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"]),
+        "LoRA without a task": peft.LoraConfig(
+            target_modules=TARGETS, r=4, modules_to_save=["classifier"]
+        ),
         "DoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_dora=True, **task),
         "rsLoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_rslora=True, **task),
-        "AdaLoRA": peft.AdaLoraConfig(target_modules=TARGETS, init_r=4, target_r=2, total_step=10, **task),
+        "AdaLoRA": peft.AdaLoraConfig(
+            target_modules=TARGETS, init_r=4, target_r=2, total_step=10, **task
+        ),
         "VeRA": peft.VeraConfig(target_modules=TARGETS, r=4, **task),
         "LoHa": peft.LoHaConfig(target_modules=TARGETS, r=4, **task),
         "LoKr": peft.LoKrConfig(target_modules=TARGETS, r=4, **task),
@@ -55,7 +74,8 @@ def peft_configs():
 
 
 def train_and_save(model, folder, batch):
-    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as; the logits afterwards."""
+    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as; the
+    logits afterwards."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
@@ -66,13 +86,28 @@ def train_and_save(model, folder, batch):
         return model.eval()(**batch).logits
 
 
-METHODS = ["LoRA", "LoRA on all linear layers", "LoRA without a task", "DoRA", "rsLoRA", "AdaLoRA", "VeRA", "LoHa", "LoKr", "OFT", "BOFT", "IA3",
-           "prompt tuning", "p-tuning"]  # fmt: skip
+METHODS = [
+    "LoRA",
+    "LoRA on all linear layers",
+    "LoRA without a task",
+    "DoRA",
+    "rsLoRA",
+    "AdaLoRA",
+    "VeRA",
+    "LoHa",
+    "LoKr",
+    "OFT",
+    "BOFT",
+    "IA3",
+    "prompt tuning",
+    "p-tuning",
+]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_defaults_keep_the_head(base, tmp_path, method):
-    """A reloaded adapter on the base model, drawn by another seed as in another process, gives the logits that were trained."""
+    """A reloaded adapter on the base model, drawn by another seed as in another process, gives the
+    logits that were trained."""
     from peft import PeftModel, get_peft_model
 
     ids, mask = random_batch([9, 4, 7])
@@ -80,29 +115,47 @@ def test_peft_defaults_keep_the_head(base, tmp_path, method):
 
     def fresh(seed):
         torch.manual_seed(seed)
-        return AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+        return AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=3, dtype=torch.float32
+        )
 
     model = get_peft_model(fresh(1), peft_configs()[method])
     expected = train_and_save(model, tmp_path, batch)
-    del batch["labels"]  # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+    del batch[
+        "labels"
+    ]  # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
     with torch.no_grad():
         actual = PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
         untrained = fresh(2).eval()(**batch).logits
     assert_same(actual, expected, 1e-5, f"logits of a reloaded adapter ({method})")
-    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing, so this test would be vacuous"
+    assert (untrained - expected).abs().max() > 1e-2, (
+        "training changed nothing, so this test would be vacuous"
+    )
 
 
 def test_the_embedding_as_a_module_to_save(base):
-    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of `transformer_encoder` too; `model.encoder` is not."""
+    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of
+    `transformer_encoder` too; `model.encoder` is not."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
     def adapted(name):
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
-        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["wo"], r=4, modules_to_save=[name], task_type="SEQ_CLS"))
+        model = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=3, dtype=torch.float32
+        )
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                target_modules=["wo"], r=4, modules_to_save=[name], task_type="SEQ_CLS"
+            ),
+        )
 
     with pytest.raises(TypeError, match="ModuleList"):
         adapted("encoder")
-    copied = {name.rpartition(".")[2] for name, m in adapted("model.encoder").named_modules() if type(m).__name__ == "ModulesToSaveWrapper"}
+    copied = {
+        name.rpartition(".")[2]
+        for name, m in adapted("model.encoder").named_modules()
+        if type(m).__name__ == "ModulesToSaveWrapper"
+    }
     assert copied == {"encoder", "classifier"}
 
 
@@ -110,7 +163,11 @@ def test_peft_on_multiple_choice(base, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     ids, mask = random_batch([9, 4, 7, 6])
-    batch = {"input_ids": ids.view(2, 2, -1), "attention_mask": mask.view(2, 2, -1), "labels": torch.tensor([0, 1])}
+    batch = {
+        "input_ids": ids.view(2, 2, -1),
+        "attention_mask": mask.view(2, 2, -1),
+        "labels": torch.tensor([0, 1]),
+    }
 
     def fresh(seed):
         torch.manual_seed(seed)
@@ -119,18 +176,29 @@ def test_peft_on_multiple_choice(base, tmp_path):
     config = LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"])
     expected = train_and_save(get_peft_model(fresh(1), config), tmp_path, batch)
     with torch.no_grad():
-        assert_same(PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits, expected, 1e-5, "logits of a reloaded adapter")
+        assert_same(
+            PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits,
+            expected,
+            1e-5,
+            "logits of a reloaded adapter",
+        )
 
 
 def test_the_draw_of_dense(base):
-    """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds draw the classifier."""
+    """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds
+    draw the classifier."""
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 256}, classifier_init_range=0.05)
     torch.manual_seed(1)
     first = NeoBERTForSequenceClassification(config)
     torch.manual_seed(2)
     second = NeoBERTForSequenceClassification(config)
-    assert torch.equal(first.dense.weight, second.dense.weight) and not torch.equal(first.classifier.weight, second.classifier.weight)
-    assert abs(first.dense.weight.std().item() / 0.05 - 1) < 0.02 and abs(first.dense.weight.mean().item()) < 0.001
+    assert torch.equal(first.dense.weight, second.dense.weight) and not torch.equal(
+        first.classifier.weight, second.classifier.weight
+    )
+    assert (
+        abs(first.dense.weight.std().item() / 0.05 - 1) < 0.02
+        and abs(first.dense.weight.mean().item()) < 0.001
+    )
     assert (first.dense.bias == 0).all()
     # Adapters that were saved without `dense` rely on these very numbers.
     expected = torch.tensor([-1.12583983, -1.15236020, -0.25057858, -0.43387881]) * 0.05
@@ -143,7 +211,9 @@ def test_a_trained_dense_is_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(again.dense.weight, model.dense.weight)
-    if int(transformers.__version__.partition(".")[0]) >= 5:  # before, a layer of which a part is missing is drawn anew as a whole
+    if (
+        int(transformers.__version__.partition(".")[0]) >= 5
+    ):  # before, a layer of which a part is missing is drawn anew as a whole
         weights = load_file(tmp_path / "model.safetensors")
         del weights["dense.bias"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -152,7 +222,8 @@ def test_a_trained_dense_is_loaded(tmp_path):
 
 
 def test_adapters_of_a_mixed_batch():
-    """`adapter_names`: each row through its own adapter, also where the batch is padded and long."""
+    """`adapter_names`: each row through its own adapter, also where the batch is padded and
+    long."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(target_modules=TARGETS, r=4, init_lora_weights=False)
     model = peft.get_peft_model(make_model(NeoBERTModel), config, adapter_name="a")
@@ -160,15 +231,28 @@ def test_adapters_of_a_mixed_batch():
     model.eval()
     ids, mask = random_batch([9, 4, 7, 9])
     with torch.no_grad():
-        mixed = model(input_ids=ids, attention_mask=mask, adapter_names=["a", "b", "a", "__base__"]).last_hidden_state
+        mixed = model(
+            input_ids=ids, attention_mask=mask, adapter_names=["a", "b", "a", "__base__"]
+        ).last_hidden_state
         for row, (name, n) in enumerate((("a", 9), ("b", 4), ("a", 7))):
             model.set_adapter(name)
-            assert_same(mixed[row, :n], model(input_ids=ids[row : row + 1, :n]).last_hidden_state[0], 1e-5, f"row {row} of adapter {name}")
+            assert_same(
+                mixed[row, :n],
+                model(input_ids=ids[row : row + 1, :n]).last_hidden_state[0],
+                1e-5,
+                f"row {row} of adapter {name}",
+            )
         with model.disable_adapter():
-            assert_same(mixed[3], model(input_ids=ids[3:]).last_hidden_state[0], 1e-5, "row of the base model")
+            assert_same(
+                mixed[3],
+                model(input_ids=ids[3:]).last_hidden_state[0],
+                1e-5,
+                "row of the base model",
+            )
 
 
-# ----------------------------------------------------------------------------------------------------- who looks inside
+# ------------------------------------------------------------------------------------------------
+# who looks inside
 
 
 @pytest.fixture
@@ -219,9 +303,15 @@ HOOKS = {
     "a patched block": lambda m, seen: _patch(m.transformer_encoder[1], seen),
     "a replaced block": lambda m, seen: _replace(m.transformer_encoder, seen),
     "a hook on all modules": _on_all_blocks,
-    "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(lambda module, args, out: seen.append(out.shape)),
-    "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(lambda module, args, out: seen.append(out.shape)),
-    "a hook before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(lambda mod, a: seen.append(a[0].shape)),
+    "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape)
+    ),
+    "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(
+        lambda module, args, out: seen.append(out.shape)
+    ),
+    "a hook before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(
+        lambda mod, a: seen.append(a[0].shape)
+    ),
     "a hook on gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
         lambda mod, i, o: seen.append(o[0].shape)
     ),
@@ -231,7 +321,8 @@ HOOKS = {
 @pytest.mark.parametrize("what", HOOKS)
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
 def test_hooks_see_the_batch_axis(what, model_class, warnings):
-    """The outputs stay those of packing; it is said once; without the hook the model packs again."""
+    """The outputs stay those of packing; it is said once; without the hook the model packs
+    again."""
     ids, mask = random_batch([9, 3, 7])
     model = make_model(model_class)
     backbone = getattr(model, "model", model)
@@ -258,9 +349,12 @@ def test_a_hook_on_a_head_sees_the_batch_axis():
 
 
 @pytest.mark.parametrize("by", ("bounds", "positions"))
-@pytest.mark.parametrize("model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
+)
 def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
-    """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed stay apart."""
+    """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed
+    stay apart."""
     ids, mask = random_batch([9, 3, 7])
     packed = {"input_ids": ids[mask.bool()][None]}
     if by == "bounds":
@@ -277,7 +371,8 @@ def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
 
 @pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
 def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
-    """As BERT's: gradients with respect to them are those of the batch with its padding left in. Without gradients the model packs."""
+    """As BERT's: gradients with respect to them are those of the batch with its padding left in.
+    Without gradients the model packs."""
     ids, mask = random_batch([9, 3, 7])
     found = []
     for unpad_inputs in (True, False):
@@ -307,7 +402,8 @@ def test_the_encoder_is_the_stack_of_blocks():
 
 @torch.no_grad()
 def test_packing_on_request():
-    """`unpad_inputs` of the call: whoever has a hook that does not mind packed rows says so, and the other way round."""
+    """`unpad_inputs` of the call: whoever has a hook that does not mind packed rows says so, and
+    the other way round."""
     ids, mask = random_batch([9, 3, 7])
     for model_class in (NeoBERTModel, NeoBERTForTokenClassification):
         for hooked, asked, tokens in ((True, True, 19), (True, None, 27), (False, False, 27)):
@@ -322,7 +418,9 @@ def test_packing_on_request():
 MACHINERY = {
     "gradients for the inputs": lambda m: m.enable_input_require_grads(),
     "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
-    "weight norm of torch": lambda m: nn.utils.spectral_norm(m.transformer_encoder[0].wo, n_power_iterations=1),
+    "weight norm of torch": lambda m: nn.utils.spectral_norm(
+        m.transformer_encoder[0].wo, n_power_iterations=1
+    ),
     "compiled blocks": lambda m: m.transformer_encoder[0].compile(backend="eager"),
 }
 
@@ -346,42 +444,73 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
     labels = torch.tensor([0, 2, 1])
 
     def model():
-        return make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_dropout=0.0, norm_type=norm_type).train()
+        return make_model(
+            NeoBERTForSequenceClassification,
+            num_labels=3,
+            classifier_dropout=0.0,
+            norm_type=norm_type,
+        ).train()
 
     private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
     private(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss.backward()
     for row in range(3):
         alone = model()
         alone(
-            input_ids=ids[row : row + 1], attention_mask=mask[row : row + 1], labels=labels[row : row + 1], num_items_in_batch=1
+            input_ids=ids[row : row + 1],
+            attention_mask=mask[row : row + 1],
+            labels=labels[row : row + 1],
+            num_items_in_batch=1,
         ).loss.backward()
         for (name, p), q in zip(alone.named_parameters(), private._module.parameters()):
-            assert q.grad_sample.shape[0] == 3, f"{name} has per-sample gradients of {q.grad_sample.shape[0]} texts"
+            assert q.grad_sample.shape[0] == 3, (
+                f"{name} has per-sample gradients of {q.grad_sample.shape[0]} texts"
+            )
             if p.grad.abs().max() > 1e-6:
                 assert_same(q.grad_sample[row], p.grad, 1e-4, f"gradient of {name} for text {row}")
 
 
 def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
-    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the library's hook alone makes the model dense."""
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2, dtype=torch.float32)
-    rows = [{"input_ids": list(range(1, 3 + n)), "attention_mask": [1] * (n + 2), "labels": n % 2} for n in (9, 3, 7, 1)]
+    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the
+    library's hook alone makes the model dense."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=2, dtype=torch.float32
+    )
+    rows = [
+        {"input_ids": list(range(1, 3 + n)), "attention_mask": [1] * (n + 2), "labels": n % 2}
+        for n in (9, 3, 7, 1)
+    ]
 
     def collate(rows):
         ids, mask = random_batch([len(row["input_ids"]) for row in rows])
-        return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([row["labels"] for row in rows])}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": torch.tensor([row["labels"] for row in rows]),
+        }
 
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, neftune_noise_alpha=5.0, report_to=[], use_cpu=True, per_device_train_batch_size=4, disable_tqdm=True
+        str(tmp_path),
+        max_steps=1,
+        neftune_noise_alpha=5.0,
+        report_to=[],
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
-    seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)  # as torch's own hooks, which leave a model packed
+    seen = count_rows(
+        model.get_input_embeddings(), model.model.layer_norm
+    )  # as torch's own hooks, which leave a model packed
     trainer.train()
-    assert seen == [44, 44], f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"
+    assert seen == [44, 44], (
+        f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"
+    )
 
 
 @pytest.mark.slow
 def test_captum():
-    """Integrated gradients of the embedding add up to the change of the logit, and layer tools read the blocks."""
+    """Integrated gradients of the embedding add up to the change of the logit, and layer tools read
+    the blocks."""
     attr = pytest.importorskip("captum.attr", reason="Captum is not installed")
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     ids, mask = random_batch([9, 4])
@@ -391,29 +520,47 @@ def test_captum():
         return model(input_ids=ids, attention_mask=mask).logits[:, 1]
 
     tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
-    scores = tool.attribute(ids, baseline, additional_forward_args=(mask,), n_steps=200, internal_batch_size=2)
+    scores = tool.attribute(
+        ids, baseline, additional_forward_args=(mask,), n_steps=200, internal_batch_size=2
+    )
     assert scores.shape == (2, 9, 64)
     change = (logit(ids, mask) - logit(baseline, mask)).detach()
     assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
     for block in model.model.transformer_encoder:
         seen = attr.LayerActivation(logit, block).attribute(ids, additional_forward_args=(mask,))
-        assert torch.is_tensor(seen) and seen.shape == (2, 9, 64), "a block must return its hidden states alone"
+        assert torch.is_tensor(seen) and seen.shape == (2, 9, 64), (
+            "a block must return its hidden states alone"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- what was saved
+# ------------------------------------------------------------------------------------------------
+# what was saved
 
 
 @pytest.mark.parametrize(
     "labels, num_labels, problem, function",
     [
-        (torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]), 3, "multi_label_classification", torch.sigmoid),
+        (
+            torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]),
+            3,
+            "multi_label_classification",
+            torch.sigmoid,
+        ),
         (torch.tensor([2, 0]), 3, "single_label_classification", lambda logits: logits.softmax(-1)),
-        (torch.tensor([[2], [0]]), 3, "single_label_classification", lambda logits: logits.softmax(-1)),
+        (
+            torch.tensor([[2], [0]]),
+            3,
+            "single_label_classification",
+            lambda logits: logits.softmax(-1),
+        ),
         (torch.tensor([0.5, 1.5]), 1, "regression", lambda logits: logits),
     ],
 )
-def test_the_problem_that_labels_tell_is_saved(labels, num_labels, problem, function, tmp_path, tokenizer_dir):
-    """So that the pipeline answers with the right function: a model trained on several labels with sigmoids."""
+def test_the_problem_that_labels_tell_is_saved(
+    labels, num_labels, problem, function, tmp_path, tokenizer_dir
+):
+    """So that the pipeline answers with the right function: a model trained on several labels with
+    sigmoids."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=num_labels, vocab_size=30522)
     ids, mask = random_batch([9, 4])
     assert model.config.problem_type is None
@@ -424,9 +571,13 @@ def test_the_problem_that_labels_tell_is_saved(labels, num_labels, problem, func
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         expected = function(again(**tokenizer("a fine film", return_tensors="pt")).logits[0])
-    (answers,) = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)(["a fine film"])
+    (answers,) = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)(
+        ["a fine film"]
+    )
     assert_same(
-        torch.tensor([answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]),
+        torch.tensor(
+            [answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]
+        ),
         expected,
         1e-5,
         "scores of the pipeline",
@@ -434,17 +585,27 @@ def test_the_problem_that_labels_tell_is_saved(labels, num_labels, problem, func
 
 
 def test_a_masked_lm_folder_is_splade(tmp_path, tokenizer_dir):
-    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first one is the published name."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first
+    one is the published name."""
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
     make_model(NeoBERTForMaskedLM, vocab_size=30522).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
     model = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu")
-    assert type(model[1]).__name__ == "SpladePooling" and type(model[0].auto_model).__name__ == "NeoBERTForMaskedLM", model
+    assert (
+        type(model[1]).__name__ == "SpladePooling"
+        and type(model[0].auto_model).__name__ == "NeoBERTForMaskedLM"
+    ), model
     text = "a bird of prey"
     vector = model.encode([text], convert_to_sparse_tensor=False)[0]
     batch = AutoTokenizer.from_pretrained(tokenizer_dir)(text, return_tensors="pt")
     with torch.no_grad():
-        logits = model[0].auto_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[0]
+        logits = (
+            model[0]
+            .auto_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            .logits[0]
+        )
     assert_same(vector, torch.log1p(logits.relu()).max(dim=0).values, 1e-5, "SPLADE vector")
 
 
@@ -455,31 +616,61 @@ def test_bert_score(tmp_path, tokenizer_dir):
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
     texts = ["a bird of prey", "the hawk is a kind of bird"]
-    precision, recall, f1 = bert_score.score(texts, texts[::-1], model_type=str(tmp_path), num_layers=2, device="cpu")
+    precision, recall, f1 = bert_score.score(
+        texts, texts[::-1], model_type=str(tmp_path), num_layers=2, device="cpu"
+    )
     same = bert_score.score(texts, texts, model_type=str(tmp_path), num_layers=2, device="cpu")[2]
-    assert ((same - 1).abs() < 1e-5).all() and (f1 < 0.999).all() and torch.equal(precision, recall.flip(0))
+    assert (
+        ((same - 1).abs() < 1e-5).all()
+        and (f1 < 0.999).all()
+        and torch.equal(precision, recall.flip(0))
+    )
     cut = make_model(NeoBERTModel, vocab_size=30522)
     cut.n_layers = 2
     ids, _ = random_batch([6])
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-        assert_same(cut(ids).last_hidden_state, model.layer_norm(states[2]), 1e-6, "output of the first two blocks")
+        assert_same(
+            cut(ids).last_hidden_state,
+            model.layer_norm(states[2]),
+            1e-6,
+            "output of the first two blocks",
+        )
     assert cut.config.num_hidden_layers == cut.n_layers == 2
 
 
-# ------------------------------------------------------------------------------------------------ sentence-transformers' losses
+# ------------------------------------------------------------------------------------------------
+# sentence-transformers' losses
 
 
 def sentence_losses(model):
-    losses = pytest.importorskip("sentence_transformers.losses", reason="sentence-transformers is not installed")
+    losses = pytest.importorskip(
+        "sentence_transformers.losses", reason="sentence-transformers is not installed"
+    )
     pairs, classes, scores = "pairs", torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
     width = model.get_sentence_embedding_dimension()
     return {
         "MultipleNegativesRankingLoss": (losses.MultipleNegativesRankingLoss(model), pairs, None),
-        "CachedMultipleNegativesRankingLoss": (losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), pairs, None),
-        "MultipleNegativesSymmetricRankingLoss": (losses.MultipleNegativesSymmetricRankingLoss(model), pairs, None),
-        "MegaBatchMarginLoss": (losses.MegaBatchMarginLoss(model, use_mini_batched_version=False), pairs, None),
-        "MatryoshkaLoss": (losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [width, 16]), pairs, None),
+        "CachedMultipleNegativesRankingLoss": (
+            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+            pairs,
+            None,
+        ),
+        "MultipleNegativesSymmetricRankingLoss": (
+            losses.MultipleNegativesSymmetricRankingLoss(model),
+            pairs,
+            None,
+        ),
+        "MegaBatchMarginLoss": (
+            losses.MegaBatchMarginLoss(model, use_mini_batched_version=False),
+            pairs,
+            None,
+        ),
+        "MatryoshkaLoss": (
+            losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [width, 16]),
+            pairs,
+            None,
+        ),
         "GISTEmbedLoss": (losses.GISTEmbedLoss(model, model), pairs, None),
         "CosineSimilarityLoss": (losses.CosineSimilarityLoss(model), pairs, scores),
         "CoSENTLoss": (losses.CoSENTLoss(model), pairs, scores),
@@ -490,7 +681,11 @@ def sentence_losses(model):
         "TripletLoss": (losses.TripletLoss(model), "triplets", None),
         "BatchAllTripletLoss": (losses.BatchAllTripletLoss(model), "singles", classes),
         "BatchHardTripletLoss": (losses.BatchHardTripletLoss(model), "singles", classes),
-        "MSELoss": (losses.MSELoss(model), "singles", torch.linspace(-1, 1, 4 * width).view(4, width)),
+        "MSELoss": (
+            losses.MSELoss(model),
+            "singles",
+            torch.linspace(-1, 1, 4 * width).view(4, width),
+        ),
         "MarginMSELoss": (losses.MarginMSELoss(model), "triplets", scores),
     }
 
@@ -505,10 +700,18 @@ def encoder_folder(tmp_path, tokenizer_dir):
 
 
 def test_losses_of_sentence_transformers(encoder_folder):
-    """With padding taken out in the model they are, with their gradients, what they are with it left in."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    """With padding taken out in the model they are, with their gradients, what they are with it
+    left in."""
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
     model = sentence_transformers.SentenceTransformer(encoder_folder, device="cpu")
-    texts = ["a bird", "the hawk is a kind of bird of prey", "stone", "a hard mineral that is found in the ground"]
+    texts = [
+        "a bird",
+        "the hawk is a kind of bird of prey",
+        "stone",
+        "a hard mineral that is found in the ground",
+    ]
     columns = {"singles": 1, "pairs": 2, "triplets": 3}
     for name, (loss, kind, labels) in sentence_losses(model).items():
         found = []
@@ -526,9 +729,15 @@ def test_losses_of_sentence_transformers(encoder_folder):
     model[0].auto_model.config.unpad_inputs = True
 
 
-# ------------------------------------------------------------------------------------------- what is built on sentence encoders
+# -------------------------------------------------------------------------------------------
+# is built on sentence encoders
 
-TEXTS = ["a bird of prey with long wings", "the hawk is a kind of bird", "a hard mineral", "stone that is found in the ground"]
+TEXTS = [
+    "a bird of prey with long wings",
+    "the hawk is a kind of bird",
+    "a hard mineral",
+    "stone that is found in the ground",
+]
 
 
 def test_keybert(encoder_folder):
@@ -540,7 +749,9 @@ def test_keybert(encoder_folder):
     found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
     vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
     assert len(found) >= 4
-    assert_same(torch.tensor(list(found.values())), vectors[1:] @ vectors[0], 1e-3, "scores of key words")
+    assert_same(
+        torch.tensor(list(found.values())), vectors[1:] @ vectors[0], 1e-3, "scores of key words"
+    )
 
 
 def test_setfit(encoder_folder, tmp_path, monkeypatch):
@@ -551,24 +762,40 @@ def test_setfit(encoder_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = setfit.SetFitModel.from_pretrained(encoder_folder, device="cpu")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 0, 1, 1]})
-    arguments = setfit.TrainingArguments(str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3)
+    arguments = setfit.TrainingArguments(
+        str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3
+    )
     before = torch.tensor(model.model_body.encode(TEXTS))
     setfit.Trainer(model=model, args=arguments, train_dataset=rows).train()
-    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3, "the body was not trained"
+    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3, (
+        "the body was not trained"
+    )
     expected = model.predict_proba(TEXTS, as_numpy=False)
     model.save_pretrained(tmp_path / "saved")
-    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu").predict_proba(TEXTS, as_numpy=False)
-    assert_same(torch.as_tensor(again), torch.as_tensor(expected), 1e-5, "probabilities of a reloaded SetFit model")
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu").predict_proba(
+        TEXTS, as_numpy=False
+    )
+    assert_same(
+        torch.as_tensor(again),
+        torch.as_tensor(expected),
+        1e-5,
+        "probabilities of a reloaded SetFit model",
+    )
 
 
 def test_gliner(encoder_folder, tmp_path):
-    """Entities of any label: the scores do not depend on padding, and a saved model gives the same."""
+    """Entities of any label: the scores do not depend on padding, and a saved model gives the
+    same."""
     gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
-    config = gliner.GLiNERConfig(model_name=encoder_folder, hidden_size=64, max_width=4, span_mode="markerV0", max_len=64)
+    config = gliner.GLiNERConfig(
+        model_name=encoder_folder, hidden_size=64, max_width=4, span_mode="markerV0", max_len=64
+    )
     model = gliner.GLiNER.from_config(config, backbone_from_pretrained=True).eval()
 
     def scores(model):
-        found = model.inference(TEXTS, ["animal", "thing"], threshold=0.0, flat_ner=False, multi_label=True)
+        found = model.inference(
+            TEXTS, ["animal", "thing"], threshold=0.0, flat_ner=False, multi_label=True
+        )
         return torch.tensor(sorted(entity["score"] for entities in found for entity in entities))
 
     (backbone,) = [module for module in model.modules() if isinstance(module, NeoBERTModel)]
@@ -577,4 +804,9 @@ def test_gliner(encoder_folder, tmp_path):
     backbone.config.unpad_inputs = False
     assert_same(scores(model), expected, 1e-5, "scores of a padded batch")
     model.save_pretrained(tmp_path / "saved")
-    assert_same(scores(gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()), expected, 1e-5, "scores of a reloaded model")
+    assert_same(
+        scores(gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()),
+        expected,
+        1e-5,
+        "scores of a reloaded model",
+    )

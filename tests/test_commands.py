@@ -1,4 +1,5 @@
-"""Pins how commands end: whatever goes wrong is one sentence and an exit code, with a way to the traceback."""
+"""Pins how commands end: whatever goes wrong is one sentence and an exit code, with a way to the
+traceback."""
 
 import errno
 import os
@@ -31,14 +32,30 @@ def run(error, monkeypatch=None, debug=None):
     [
         (UserError("give a file"), "give a file", 2),
         (ImportError("this needs\n  x"), "this needs x", 2),
-        (PermissionError(errno.EACCES, "Permission denied", "run/a.pt"), "run/a.pt: Permission denied", 2),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "run/a.pt"),
+            "run/a.pt: Permission denied",
+            2,
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk", 2),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), "no space is left on the disk", 2),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            "no space is left on the disk",
+            2,
+        ),
         (OSError("976704 requested and 629168 written"), "no space is left on the disk", 2),
         (MemoryError(), "there is not enough memory", 2),
         (KeyError("x"), "unexpected KeyError: 'x'; NEOBERT_DEBUG=1 shows where", 2),
-        (RecursionError("too deep"), "unexpected RecursionError: too deep; NEOBERT_DEBUG=1 shows where", 2),
-        (type("PanicException", (BaseException,), {})("oh"), "unexpected PanicException: oh; NEOBERT_DEBUG=1 shows where", 2),
+        (
+            RecursionError("too deep"),
+            "unexpected RecursionError: too deep; NEOBERT_DEBUG=1 shows where",
+            2,
+        ),
+        (
+            type("PanicException", (BaseException,), {})("oh"),
+            "unexpected PanicException: oh; NEOBERT_DEBUG=1 shows where",
+            2,
+        ),
         (KeyboardInterrupt(), "interrupted; run the same command again to continue", 130),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
@@ -74,7 +91,12 @@ sys.exit(guarded("x", lambda: print("\\u4f60\\udc80" * 9999)))
 
 
 @pytest.mark.parametrize(
-    "output, code, message", [("ascii", 0, ""), ("closed", 2, "x: Broken pipe\n"), ("full", 2, "x: no space is left on the disk\n")]
+    "output, code, message",
+    [
+        ("ascii", 0, ""),
+        ("closed", 2, "x: Broken pipe\n"),
+        ("full", 2, "x: no space is left on the disk\n"),
+    ],
 )
 def test_output_that_cannot_be_written(tmp_path, output, code, message):
     """In another process: ASCII output, a reader that left, a full disk."""
@@ -83,8 +105,16 @@ def test_output_that_cannot_be_written(tmp_path, output, code, message):
         reader, target = os.pipe()
         os.close(reader)
     else:
-        target = os.open(tmp_path / "out" if output == "ascii" else "/dev/full", os.O_WRONLY | os.O_CREAT)
-    process = subprocess.run([sys.executable, "-c", CODE], stdout=target, stderr=subprocess.PIPE, text=True, env=environment)
+        target = os.open(
+            tmp_path / "out" if output == "ascii" else "/dev/full", os.O_WRONLY | os.O_CREAT
+        )
+    process = subprocess.run(
+        [sys.executable, "-c", CODE],
+        stdout=target,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     os.close(target)
     assert (process.returncode, process.stderr) == (code, message)
     if output == "ascii":
@@ -105,16 +135,23 @@ def test_what_a_newcomer_types(capsys):
 def test_help_that_cannot_be_written(asks, capsys, monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main([asks]) == 2 and capsys.readouterr().err == "neobert: no space is left on the disk\n"
+        assert (
+            cli.main([asks]) == 2
+            and capsys.readouterr().err == "neobert: no space is left on the disk\n"
+        )
 
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):
-    """Named at once: a folder is not looked for on the Hub, whose answer takes minutes without a network."""
+    """Named at once: a folder is not looked for on the Hub, whose answer takes minutes without a
+    network."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "weights.pt").write_bytes(b"")
     for name in ("/nope", "./nope", "runs/embed", "a/b/c", "", "with spaces", "nofolder"):
-        with pytest.raises(UserError, match=f"there is no {name or repr(name)}; give a folder, or a name on the Hub"):
+        with pytest.raises(
+            UserError,
+            match=f"there is no {name or repr(name)}; give a folder, or a name on the Hub",
+        ):
             check_model(name)
     with pytest.raises(UserError, match="there is no model in weights.pt"):
         check_model("weights.pt")
@@ -140,9 +177,13 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 )
 def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(socket.socket, "connect", lambda *given: pytest.fail("the network was asked"))
+    monkeypatch.setattr(
+        socket.socket, "connect", lambda *given: pytest.fail("the network was asked")
+    )
     (tmp_path / "texts.txt").write_text("a river\na stone\n")
-    (tmp_path / "pairs.jsonl").write_text('{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d"}\n')
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d"}\n'
+    )
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "there is no nofolder" in error or "nofolder does not exist" in error, error
@@ -151,13 +192,25 @@ def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, m
 @pytest.mark.parametrize(
     "command, option",
     [
-        ("pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model --output out", "--column"),
-        ("pseudo-perplexity --model model --text rows.jsonl --column body --output out", "--column"),
+        (
+            "pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model "
+            "--output out",
+            "--column",
+        ),
+        (
+            "pseudo-perplexity --model model --text rows.jsonl --column body --output out",
+            "--column",
+        ),
         ("encode rows.jsonl out.parquet --model model --text-column body", "--text-column"),
-        ('distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out', "column in texts"),
+        (
+            'distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out',
+            "column in texts",
+        ),
     ],
 )
-def test_a_missing_column_is_named_before_a_model_is_loaded(command, option, tmp_path, monkeypatch, capsys, tokenizer_dir):
+def test_a_missing_column_is_named_before_a_model_is_loaded(
+    command, option, tmp_path, monkeypatch, capsys, tokenizer_dir
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tokenizer_dir, "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "neobert", "not": "a model"}')

@@ -1,4 +1,5 @@
-"""Pins torch.compile (one graph), torch.export and ONNX with dynamic batch and length, and both kinds of gradient checkpointing."""
+"""Pins torch.compile (one graph), torch.export and ONNX with dynamic batch and length, and both
+kinds of gradient checkpointing."""
 
 import io
 import warnings
@@ -6,7 +7,13 @@ import warnings
 import pytest
 import torch
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel, modeling_neobert
+from neobert import (
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+    modeling_neobert,
+)
 
 from .reference import LEARNED, assert_same, make_model, random_batch
 
@@ -22,20 +29,33 @@ def real(output, mask):
     return output[mask.bool()]
 
 
-# ----------------------------------------------------------------------------------------------------------------- compile
+# ------------------------------------------------------------------------------------------------
+# compile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation,variant", (("sdpa", "neobert"), ("eager", "neobert"), ("sdpa", "learned"), ("sdpa", "yarn")))
+@pytest.mark.parametrize(
+    "implementation,variant",
+    (("sdpa", "neobert"), ("eager", "neobert"), ("sdpa", "learned"), ("sdpa", "yarn")),
+)
 def test_compile_is_one_graph(implementation, variant):
-    fields = {"neobert": {}, "learned": LEARNED, "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}}[variant]
-    model = make_model(NeoBERTForMaskedLM, attn_implementation=implementation, num_hidden_layers=2, **fields)
+    fields = {
+        "neobert": {},
+        "learned": LEARNED,
+        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    }[variant]
+    model = make_model(
+        NeoBERTForMaskedLM, attn_implementation=implementation, num_hidden_layers=2, **fields
+    )
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for lengths in ([12, 7], [12, 12], [20, 3, 9]):
         ids, mask = random_batch(lengths)
         with torch.no_grad():
             assert_same(
-                real(compiled(ids, attention_mask=mask).logits, mask), real(model(ids, attention_mask=mask).logits, mask), 1e-5, "graph"
+                real(compiled(ids, attention_mask=mask).logits, mask),
+                real(model(ids, attention_mask=mask).logits, mask),
+                1e-5,
+                "graph",
             )
             assert_same(compiled(ids).logits, model(ids).logits, 1e-5, "graph without a mask")
 
@@ -58,10 +78,17 @@ def test_compiled_packed_batch():
     model = make_model(NeoBERTModel)
     ids, _ = random_batch([12])
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 7, "max_length_k": 7}
+    packed = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 7,
+        "max_length_k": 7,
+    }
     with torch.no_grad():
         expected = model(ids, **packed).last_hidden_state
-        actual = torch.compile(model, fullgraph=True, backend="eager")(ids, **packed).last_hidden_state
+        actual = torch.compile(model, fullgraph=True, backend="eager")(
+            ids, **packed
+        ).last_hidden_state
     assert_same(actual, expected, 1e-5, "compiled packed batch")
 
 
@@ -70,7 +97,8 @@ def test_compiled_packed_batch():
 @pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
 @torch.no_grad()
 def test_compiled_batch_packed_by_positions(implementation, model_class):
-    """Texts whose positions start again see themselves alone; positions that do not, such as 3 to 14, are one text."""
+    """Texts whose positions start again see themselves alone; positions that do not, such as 3 to
+    14, are one text."""
     model = make_model(model_class, attn_implementation=implementation, classifier_pooling="mean")
     compiled = torch.compile(model, backend="eager")
     for positions in (
@@ -81,38 +109,64 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         [0, 1, 2, 0, 1, 5, 6, 7, 0, 1, 2, 3],
     ):
         ids, positions = random_batch([12])[0], torch.tensor(positions)
-        expected, actual = model(ids, position_ids=positions)[0], compiled(ids, position_ids=positions)[0]
+        expected, actual = (
+            model(ids, position_ids=positions)[0],
+            compiled(ids, position_ids=positions)[0],
+        )
         assert_same(actual, expected, 1e-5, f"positions {positions.tolist()}")
         if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
             assert_same(actual[:, :5], model(ids[:, :5])[0], 1e-5, "the first text alone")
     if model_class is NeoBERTModel and implementation == "sdpa":
-        exported = torch.export.export(model, (), {"input_ids": ids, "position_ids": positions[None]}).module()
+        exported = torch.export.export(
+            model, (), {"input_ids": ids, "position_ids": positions[None]}
+        ).module()
         positions = torch.tensor([[*range(8), *range(4)]])
-        assert_same(exported(input_ids=ids, position_ids=positions)[0], model(ids, position_ids=positions)[0], 1e-5, "exported")
+        assert_same(
+            exported(input_ids=ids, position_ids=positions)[0],
+            model(ids, position_ids=positions)[0],
+            1e-5,
+            "exported",
+        )
 
 
 def test_compiled_dynamic_rope_depends_on_the_text():
     """Not on its padding, as without compilation."""
-    model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model = make_model(
+        NeoBERTModel,
+        max_position_embeddings=16,
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
+    )
     ids, mask = random_batch([20, 9], length=40)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
-        actual = torch.compile(model, fullgraph=True, backend="eager")(ids, attention_mask=mask).last_hidden_state
+        actual = torch.compile(model, fullgraph=True, backend="eager")(
+            ids, attention_mask=mask
+        ).last_hidden_state
     assert_same(real(actual, mask), real(expected, mask), 1e-5, "dynamic RoPE, compiled")
 
 
-@pytest.mark.parametrize("model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
+)
 def test_compiled_heads(model_class):
     model = make_model(model_class, num_labels=3, classifier_pooling="mean")
     ids, mask = random_batch([12, 7])
-    labels = torch.tensor([0, 2]) if model_class is NeoBERTForSequenceClassification else torch.where(mask == 1, ids % 3, -100)
+    labels = (
+        torch.tensor([0, 2])
+        if model_class is NeoBERTForSequenceClassification
+        else torch.where(mask == 1, ids % 3, -100)
+    )
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        actual, expected = compiled(ids, attention_mask=mask, labels=labels), model(ids, attention_mask=mask, labels=labels)
+        actual, expected = (
+            compiled(ids, attention_mask=mask, labels=labels),
+            model(ids, attention_mask=mask, labels=labels),
+        )
     assert_same(actual.loss, expected.loss, 1e-5, "compiled loss")
 
 
-# -------------------------------------------------------------------------------------------------------------- torch.func
+# ------------------------------------------------------------------------------------------------
+# torch.func
 
 
 def test_gradients_of_each_sample():
@@ -122,7 +176,9 @@ def test_gradients_of_each_sample():
     ids, labels = random_batch([9, 9, 9])[0], torch.tensor([0, 2, 1])
 
     def loss(weights, ids, label):
-        return torch.nn.functional.cross_entropy(torch.func.functional_call(model, weights, (ids[None],)).logits, label[None])
+        return torch.nn.functional.cross_entropy(
+            torch.func.functional_call(model, weights, (ids[None],)).logits, label[None]
+        )
 
     found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, ids, labels)
     for row in range(3):
@@ -132,24 +188,33 @@ def test_gradients_of_each_sample():
             assert_same(found[name][row], parameter.grad, 1e-5, f"{name} of row {row}")
 
 
-# ------------------------------------------------------------------------------------------------------------------ export
+# ------------------------------------------------------------------------------------------------
+# export
 
 
 BATCH, LENGTH = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=128)
 DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: LENGTH}}
 
 
-@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification))
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification)
+)
 def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
-    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger than a slice of the CPU.
+    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger
+    # than a slice of the CPU.
     monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
-    program = torch.export.export(model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC)
+    program = torch.export.export(
+        model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC
+    )
     for lengths in ([12, 7], [5], [31, 2, 17, 30]):
         ids, mask = random_batch(lengths)
         with torch.no_grad():
-            actual, expected = program.module()(input_ids=ids, attention_mask=mask)[0], model(ids, attention_mask=mask)[0]
+            actual, expected = (
+                program.module()(input_ids=ids, attention_mask=mask)[0],
+                model(ids, attention_mask=mask)[0],
+            )
         if model_class is not NeoBERTForSequenceClassification:
             actual, expected = real(actual, mask), real(expected, mask)
         assert_same(actual, expected, 1e-5, f"exported output at {tuple(ids.shape)}")
@@ -160,17 +225,27 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
 def test_onnx(variant, tmp_path):
     pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    fields = {"neobert": {}, "learned": LEARNED, "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}[variant]
+    fields = {
+        "neobert": {},
+        "learned": LEARNED,
+        "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    }[variant]
     model = make_model(NeoBERTForMaskedLM, num_hidden_layers=1, **fields)
     ids, mask = random_batch([12, 7])
     path = str(tmp_path / "model.onnx")
     shapes = ({0: "batch", 1: "length"}, {0: "batch", 1: "length"})
-    kwargs = {"input_names": ["input_ids", "attention_mask"], "output_names": ["logits"], "dynamic_shapes": shapes}
+    kwargs = {
+        "input_names": ["input_ids", "attention_mask"],
+        "output_names": ["logits"],
+        "dynamic_shapes": shapes,
+    }
     torch.onnx.export(model, (ids, mask), path, dynamo=True, verbose=False, **kwargs)
     session = onnxruntime.InferenceSession(path)
     for lengths in ([12, 7], [5], [31, 2, 17]):
         ids, mask = random_batch(lengths)
-        actual = torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0])
+        actual = torch.from_numpy(
+            session.run(["logits"], {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+        )
         with torch.no_grad():
             expected = model(ids, attention_mask=mask).logits
         gap = (real(actual, mask) - real(expected, mask)).abs().max().item()
@@ -182,14 +257,18 @@ def test_jit_trace():
     ids, mask = random_batch([12, 7])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Untraced, padding is zero; traced, it holds what a padded query attends to: torch's own comparison would see that.
+        # Untraced, padding is zero; traced, it holds what a padded query attends to: torch's own
+        # comparison would see that.
         traced = torch.jit.trace(model, (ids, mask), check_trace=False)
     ids, mask = random_batch([9, 15, 3])
     with torch.no_grad():
-        assert_same(real(traced(ids, mask)[0], mask), real(model(ids, mask)[0], mask), 1e-5, "traced output")
+        assert_same(
+            real(traced(ids, mask)[0], mask), real(model(ids, mask)[0], mask), 1e-5, "traced output"
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpointing
+# ------------------------------------------------------------------------------------------------
+# checkpointing
 
 
 @pytest.mark.parametrize("packed", (True, False))
@@ -205,11 +284,15 @@ def test_gradient_checkpointing(use_reentrant, packed):
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         count = [0]
         for block in model.model.transformer_encoder:
-            block.ffn.register_forward_pre_hook(lambda *args, count=count: count.__setitem__(0, count[0] + 1))
+            block.ffn.register_forward_pre_hook(
+                lambda *args, count=count: count.__setitem__(0, count[0] + 1)
+            )
         model(ids, attention_mask=mask, labels=labels).loss.backward()
         runs.append(count[0])
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert runs == [3, 6], f"3 blocks ran {runs[1]} times with checkpointing and {runs[0]} times without."
+    assert runs == [3, 6], (
+        f"3 blocks ran {runs[1]} times with checkpointing and {runs[0]} times without."
+    )
     assert all(g is not None for g in gradients[1].values()), "A parameter got no gradient."
     for name, gradient in gradients[1].items():
         assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
@@ -235,7 +318,9 @@ def test_checkpointing_keeps_fewer_activations():
         return sum(sizes.values())
 
     plain, checkpointed = saved(False), saved(True)
-    assert checkpointed < plain / 3, f"{checkpointed} bytes are kept with checkpointing, {plain} without."
+    assert checkpointed < plain / 3, (
+        f"{checkpointed} bytes are kept with checkpointing, {plain} without."
+    )
 
 
 def test_checkpointing_with_frozen_embeddings():
@@ -250,7 +335,8 @@ def test_checkpointing_with_frozen_embeddings():
 
 
 def test_state_dict_round_trip_in_memory():
-    """torch.save and torch.load(weights_only=True) of a state dict; no buffer or stray tensor in it."""
+    """torch.save and torch.load(weights_only=True) of a state dict; no buffer or stray tensor in
+    it."""
     model = make_model(NeoBERTForMaskedLM)
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)

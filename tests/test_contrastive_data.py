@@ -1,5 +1,6 @@
-"""Pins the data of contrastive training: batches of one data set drawn by size^alpha, no text as its own negative, rows and judgements that
-become pairs, the paper's recipe, and instructions that reach the tokens of the query alone."""
+"""Pins the data of contrastive training: batches of one data set drawn by size^alpha, no text as
+its own negative, rows and judgements that become pairs, the paper's recipe, and instructions that
+reach the tokens of the query alone."""
 
 import collections
 import json
@@ -21,7 +22,14 @@ from torch.utils.data import ConcatDataset
 from neobert.common.errors import UserError
 from neobert.embeddings import contrastive
 from neobert.embeddings.contrastive import build_datasets, build_trainer, main, parse
-from neobert.embeddings.contrastive_data import PairSource, SizeAlphaBatchSampler, TextsBatchSampler, example, load_source, lookup
+from neobert.embeddings.contrastive_data import (
+    PairSource,
+    SizeAlphaBatchSampler,
+    TextsBatchSampler,
+    example,
+    load_source,
+    lookup,
+)
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 
@@ -30,17 +38,27 @@ RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "contrastive.yaml"
 
 def mixture(sizes, batch_size=4, **settings):
     parts = [
-        Dataset.from_dict({"anchor": [f"{k} a {i}" for i in range(n)], "positive": [f"{k} p {i}" for i in range(n)]})
+        Dataset.from_dict(
+            {
+                "anchor": [f"{k} a {i}" for i in range(n)],
+                "positive": [f"{k} p {i}" for i in range(n)],
+            }
+        )
         for k, n in enumerate(sizes)
     ]
     samplers = [TextsBatchSampler(part, batch_size=batch_size, seed=3) for part in parts]
-    return SizeAlphaBatchSampler(ConcatDataset(parts), batch_samplers=samplers, seed=3, **settings), parts
+    return SizeAlphaBatchSampler(
+        ConcatDataset(parts), batch_samplers=samplers, seed=3, **settings
+    ), parts
 
 
 def origins(sampler, sizes):
     bounds = torch.tensor(sizes).cumsum(0)
     batches = list(sampler)
-    owners = [set(torch.searchsorted(bounds, torch.tensor(batch), right=True).tolist()) for batch in batches]
+    owners = [
+        set(torch.searchsorted(bounds, torch.tensor(batch), right=True).tolist())
+        for batch in batches
+    ]
     assert all(len(owner) == 1 for owner in owners), "a batch mixes data sets"
     return [owner.pop() for owner in owners], batches
 
@@ -59,7 +77,9 @@ def test_batches_are_drawn_by_size_to_the_alpha(alpha):
     for number, weight in enumerate(weights):
         p = weight / sum(weights)
         error = (p * (1 - p) / len(drawn)) ** 0.5
-        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error), f"data set {number} is not drawn by size^{alpha}"
+        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error), (
+            f"data set {number} is not drawn by size^{alpha}"
+        )
 
 
 def test_the_sampler_repeats_itself_and_differs_between_epochs():
@@ -91,7 +111,9 @@ def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
     small = [index for owner, batch in zip(owners, batches) if owner == 1 for index in batch]
     assert len(small) > 16, "the small data set was hardly drawn, so this test would be vacuous"
     rounds = [tuple(small[i : i + 8]) for i in range(0, len(small) - 7, 8)]
-    assert all(sorted(part) == list(range(200, 208)) for part in rounds), "a text repeats before the data set was gone through"
+    assert all(sorted(part) == list(range(200, 208)) for part in rounds), (
+        "a text repeats before the data set was gone through"
+    )
     assert len(set(rounds)) > 1, "every round has the same order"
 
 
@@ -100,53 +122,96 @@ def test_the_processes_of_a_step_share_a_data_set():
     sampler, _ = mixture(sizes, alpha=0.5, group=4)
     owners, batches = origins(sampler, sizes)
     assert len(batches) == len(sampler) == 48
-    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4)), "neighbouring batches of one step differ in data set"
+    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4)), (
+        "neighbouring batches of one step differ in data set"
+    )
 
 
 def test_texts_per_batch_counts_every_column():
-    data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in ("anchor", "positive", "negative_1", "negative_2")})
-    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=24).batch_size == 6, "24 texts in 4 columns are 6 rows"
-    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=3).batch_size == 2, "a data set never has a batch of 0"
+    data = Dataset.from_dict(
+        {
+            name: [f"{name} {i}" for i in range(50)]
+            for name in ("anchor", "positive", "negative_1", "negative_2")
+        }
+    )
+    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=24).batch_size == 6, (
+        "24 texts in 4 columns are 6 rows"
+    )
+    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=3).batch_size == 2, (
+        "a data set never has a batch of 0"
+    )
 
 
 def test_no_text_is_its_own_negative():
-    data = Dataset.from_dict({"anchor": [f"a{i // 2}" for i in range(40)], "positive": [f"p{i}" for i in range(40)]})
+    data = Dataset.from_dict(
+        {"anchor": [f"a{i // 2}" for i in range(40)], "positive": [f"p{i}" for i in range(40)]}
+    )
     for batch in TextsBatchSampler(data, batch_size=8):
         anchors = [data[i]["anchor"] for i in batch]
         assert len(set(anchors)) == 8, "an anchor occurs twice in a batch"
 
 
 def test_no_text_is_a_negative_of_its_row_in_the_batches_of_all_processes():
-    """With --gather-negatives the batches of one step are one batch: 600 questions about 30 answers."""
-    data = Dataset.from_dict({"anchor": [f"q{i}" for i in range(600)], "positive": [f"p{i % 30}" for i in range(600)]})
+    """With --gather-negatives the batches of one step are one batch: 600 questions about 30
+    answers."""
+    data = Dataset.from_dict(
+        {"anchor": [f"q{i}" for i in range(600)], "positive": [f"p{i % 30}" for i in range(600)]}
+    )
     sampler = TextsBatchSampler(data, batch_size=8, group=2)
     batches = list(SizeAlphaBatchSampler(ConcatDataset([data]), batch_samplers=[sampler], group=2))
     assert len(batches) == len(sampler) == 74 and {len(batch) for batch in batches} == {8}
     for one, two in zip(batches[::2], batches[1::2]):
-        assert len(set(data[one + two]["positive"])) == 16, "an answer is a negative of its own question"
-    assert TextsBatchSampler(data, batch_size=64, group=4).rows == 7, "30 different answers are 4 batches of 7"
+        assert len(set(data[one + two]["positive"])) == 16, (
+            "an answer is a negative of its own question"
+        )
+    assert TextsBatchSampler(data, batch_size=64, group=4).rows == 7, (
+        "30 different answers are 4 batches of 7"
+    )
 
 
 def test_every_batch_reaches_a_process_whatever_its_size():
-    """accelerate drops batches of another size than the sampler's `batch_size`; data sets have batches of different sizes."""
+    """accelerate drops batches of another size than the sampler's `batch_size`; data sets have
+    batches of different sizes."""
     accelerate = pytest.importorskip("accelerate.data_loader")
-    parts = [Dataset.from_dict({name: [f"{k} {name} {i}" for i in range(40)] for name in ("anchor", "positive")}) for k in range(2)]
+    parts = [
+        Dataset.from_dict(
+            {name: [f"{k} {name} {i}" for i in range(40)] for name in ("anchor", "positive")}
+        )
+        for k in range(2)
+    ]
     samplers = [TextsBatchSampler(part, batch_size=size) for part, size in zip(parts, (4, 5))]
-    sampler = SizeAlphaBatchSampler(ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2)
+    sampler = SizeAlphaBatchSampler(
+        ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2
+    )
     shards = [list(accelerate.BatchSamplerShard(sampler, 2, process)) for process in (0, 1)]
-    assert {len(batch) for batch in sampler} == {4, 5}, "one data set was not drawn, so this test would be vacuous"
+    assert {len(batch) for batch in sampler} == {4, 5}, (
+        "one data set was not drawn, so this test would be vacuous"
+    )
     assert [batch for step in zip(*shards) for batch in step] == list(sampler)
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_gathered_negatives_ask_for_batches_that_go_together(model_folder, tmp_path, monkeypatch, gather):
+def test_gathered_negatives_ask_for_batches_that_go_together(
+    model_folder, tmp_path, monkeypatch, gather
+):
     rows = [{"anchor": f"question {i}", "positive": f"answer {i % 3}"} for i in range(60)]
     path = str(write_jsonl(tmp_path / "faq.jsonl", rows))
-    given, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--gather_negatives", str(gather).lower()))
+    given, training = parse(
+        arguments_for(
+            model_folder,
+            tmp_path / "out",
+            "--pairs",
+            path,
+            "--gather_negatives",
+            str(gather).lower(),
+        )
+    )
     monkeypatch.setattr(type(training), "world_size", 3)
     data, prompts = build_datasets(given, training, contrastive.check(given, training))
     build_trainer(load_sentence_transformer(**given.loading()), data, prompts, given, training)
-    assert training.batch_sampler(data["faq"], batch_size=8).rows == (1 if gather else 3), "three processes share 3 answers"
+    assert training.batch_sampler(data["faq"], batch_size=8).rows == (1 if gather else 3), (
+        "three processes share 3 answers"
+    )
     monkeypatch.setattr(type(training), "world_size", 4)
     if gather:
         with pytest.raises(UserError, match="at least 4 rows without a common text"):
@@ -155,28 +220,58 @@ def test_gathered_negatives_ask_for_batches_that_go_together(model_folder, tmp_p
 
 def test_a_batch_is_no_larger_than_the_rows_that_differ():
     def rows(positives):
-        return Dataset.from_dict({"anchor": [f"question {i}" for i in range(len(positives))], "positive": positives})
+        return Dataset.from_dict(
+            {"anchor": [f"question {i}" for i in range(len(positives))], "positive": positives}
+        )
 
-    assert TextsBatchSampler(rows([f"answer {max(i, 1)}" for i in range(10)]), batch_size=64).batch_size == 9, "two rows share an answer"
-    assert TextsBatchSampler(rows([f"answer {i}" for i in range(500)]), batch_size=64).batch_size == 64
+    assert (
+        TextsBatchSampler(
+            rows([f"answer {max(i, 1)}" for i in range(10)]), batch_size=64
+        ).batch_size
+        == 9
+    ), "two rows share an answer"
+    assert (
+        TextsBatchSampler(rows([f"answer {i}" for i in range(500)]), batch_size=64).batch_size == 64
+    )
     generator = random.Random(0)
-    # A chain of rows that share texts: how many go together depends on their order, and every epoch must find a batch.
-    knotted = Dataset.from_dict({name: [f"{name} {generator.randrange(12)}" for _ in range(40)] for name in ("anchor", "positive")})
-    sampler = SizeAlphaBatchSampler(ConcatDataset([knotted]), batch_samplers=[TextsBatchSampler(knotted, batch_size=64)])
+    # A chain of rows that share texts: how many go together depends on their order, and every epoch
+    # must find a batch.
+    knotted = Dataset.from_dict(
+        {
+            name: [f"{name} {generator.randrange(12)}" for _ in range(40)]
+            for name in ("anchor", "positive")
+        }
+    )
+    sampler = SizeAlphaBatchSampler(
+        ConcatDataset([knotted]), batch_samplers=[TextsBatchSampler(knotted, batch_size=64)]
+    )
     for epoch in range(20):
         sampler.set_epoch(epoch)
         batches = list(sampler)
-        assert len(batches) == len(sampler) > 0 and all(len(set(knotted[batch]["anchor"])) == len(batch) > 4 for batch in batches)
+        assert len(batches) == len(sampler) > 0 and all(
+            len(set(knotted[batch]["anchor"])) == len(batch) > 4 for batch in batches
+        )
 
 
-@pytest.mark.parametrize("instruction", [[], ["--instruction", "Find it."]], ids=["without", "with instruction"])
-def test_batches_of_training_have_the_rows_that_were_asked_for(model_folder, pairs, tmp_path, instruction):
-    """With instructions the library's trainer gives every row the name of its data set, a text that all rows share: it must not count."""
-    given, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, *instruction))
+@pytest.mark.parametrize(
+    "instruction", [[], ["--instruction", "Find it."]], ids=["without", "with instruction"]
+)
+def test_batches_of_training_have_the_rows_that_were_asked_for(
+    model_folder, pairs, tmp_path, instruction
+):
+    """With instructions the library's trainer gives every row the name of its data set, a text that
+    all rows share: it must not count."""
+    given, training = parse(
+        arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, *instruction)
+    )
     data, prompts = build_datasets(given, training, contrastive.check(given, training))
-    trainer = build_trainer(load_sentence_transformer(**given.loading()), data, prompts, given, training)
+    trainer = build_trainer(
+        load_sentence_transformer(**given.loading()), data, prompts, given, training
+    )
     batches = list(trainer.get_train_dataloader().batch_sampler)
-    assert {len(batch) for batch in batches} == {training.per_device_train_batch_size}, "a batch of one row has no negatives, and loss 0"
+    assert {len(batch) for batch in batches} == {training.per_device_train_batch_size}, (
+        "a batch of one row has no negatives, and loss 0"
+    )
     assert training.per_device_train_batch_size > 2
 
 
@@ -184,8 +279,16 @@ def test_a_data_set_without_a_batch_is_named():
     data = Dataset.from_dict({"anchor": ["a", "b"], "positive": ["c", "c"]})
     batches = TextsBatchSampler(data, batch_size=2)
     batches.batch_size = 2
-    with pytest.raises(UserError, match="the data set faq has too few different rows for a batch of 2"):
-        next(iter(SizeAlphaBatchSampler(ConcatDataset([data]), batch_samplers=[batches], names=["faq"])))
+    with pytest.raises(
+        UserError, match="the data set faq has too few different rows for a batch of 2"
+    ):
+        next(
+            iter(
+                SizeAlphaBatchSampler(
+                    ConcatDataset([data]), batch_samplers=[batches], names=["faq"]
+                )
+            )
+        )
 
 
 ROWS = {
@@ -205,18 +308,37 @@ def test_a_path_leads_into_the_row(path):
 
 
 def test_rows_become_examples_with_as_many_negatives_each():
-    source = PairSource(name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3)
+    source = PairSource(
+        name="x", path="x", anchor="q", positive="pos.0", negatives=["neg"], max_negatives=3
+    )
     row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
-    assert example(row, source, 3) == {"anchor": "q", "positive": "p", "negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
-    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", "a shorter list is repeated"
-    assert example({**row, "neg": []}, source, 3) is None, "a row without a negative would shift the columns"
-    assert example({**row, "pos": ["  "]}, source, 3) is None, "an empty positive does not make an example"
+    assert example(row, source, 3) == {
+        "anchor": "q",
+        "positive": "p",
+        "negative_1": "n1",
+        "negative_2": "n2",
+        "negative_3": "n3",
+    }
+    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", (
+        "a shorter list is repeated"
+    )
+    assert example({**row, "neg": []}, source, 3) is None, (
+        "a row without a negative would shift the columns"
+    )
+    assert example({**row, "pos": ["  "]}, source, 3) is None, (
+        "an empty positive does not make an example"
+    )
 
 
 def test_a_row_has_no_more_negatives_than_asked_for(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)],
+    )
     for place in (path, tmp_path):
-        data = load_source(PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2))
+        data = load_source(
+            PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2)
+        )
         assert data.column_names == ["anchor", "positive", "negative_1", "negative_2"]
         assert data["negative_1"][:] == ["n1"] * 3 and data["negative_2"][:] == ["n2"] * 3
 
@@ -224,28 +346,62 @@ def test_a_row_has_no_more_negatives_than_asked_for(tmp_path):
 def test_pairs_with_a_low_score_are_left_out(tmp_path):
     rows = [{"sentence1": f"s{i}", "sentence2": f"t{i}", "score": i / 2} for i in range(11)]
     path = str(write_jsonl(tmp_path / "sts.jsonl", rows))
-    data = load_source(PairSource(name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}))
-    assert data["anchor"] == ["s9", "s10"], "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
-    data = load_source(PairSource(name="sts", path=str(tmp_path), anchor="sentence1", positive="sentence2", above={"score": 4}))
+    data = load_source(
+        PairSource(
+            name="sts", path=path, anchor="sentence1", positive="sentence2", above={"score": 4}
+        )
+    )
+    assert data["anchor"] == ["s9", "s10"], (
+        "only pairs with a score above 4 (here 4.5 and 5) may be trained on"
+    )
+    data = load_source(
+        PairSource(
+            name="sts",
+            path=str(tmp_path),
+            anchor="sentence1",
+            positive="sentence2",
+            above={"score": 4},
+        )
+    )
     assert data["anchor"] == ["s9", "s10"], "the same of a data set that the library loads"
 
 
 def test_a_row_without_a_score_is_left_out(tmp_path):
-    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "score": None if i == 1 else i} for i in range(4)]
+    rows = [
+        {"anchor": f"a{i}", "positive": f"p{i}", "score": None if i == 1 else i} for i in range(4)
+    ]
     path = str(write_jsonl(tmp_path / "scores.jsonl", rows))
     for place in (path, str(tmp_path)):
-        assert load_source(PairSource(name="x", path=place, above={"score": 1}))["anchor"] == ["a2", "a3"]
+        assert load_source(PairSource(name="x", path=place, above={"score": 1}))["anchor"] == [
+            "a2",
+            "a3",
+        ]
 
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"max_negatives": "few"}, "max_negatives of the data set 'x' must be a whole number, but 'few' was given"),
-        ({"max_negatives": 0}, "max_negatives of the data set 'x' must be at least 1, but 0 was given"),
-        ({"max_rows": "x"}, "max_rows of the data set 'x' must be a whole number, but 'x' was given"),
+        (
+            {"max_negatives": "few"},
+            "max_negatives of the data set 'x' must be a whole number, but 'few' was given",
+        ),
+        (
+            {"max_negatives": 0},
+            "max_negatives of the data set 'x' must be at least 1, but 0 was given",
+        ),
+        (
+            {"max_rows": "x"},
+            "max_rows of the data set 'x' must be a whole number, but 'x' was given",
+        ),
         ({"max_rows": 0}, "max_rows of the data set 'x' must be at least 1, but 0 was given"),
-        ({"above": 3}, "above of the data set 'x' must be a mapping, each a number, but 3 was given"),
-        ({"above": {"score": "high"}}, "above of the data set 'x' must be a mapping, each a number"),
+        (
+            {"above": 3},
+            "above of the data set 'x' must be a mapping, each a number, but 3 was given",
+        ),
+        (
+            {"above": {"score": "high"}},
+            "above of the data set 'x' must be a mapping, each a number",
+        ),
         ({"anchor": ["a"]}, "anchor of the data set 'x' must be text"),
         ({"positive": None}, "positive of the data set 'x' must be text, but None was given"),
         ({"negatives": {"a": 1}}, "negatives of the data set 'x' must be a list, each text"),
@@ -260,45 +416,94 @@ def test_entries_of_a_wrong_type_are_one_sentence(more, sentence):
 
 
 def test_an_entry_in_other_words():
-    source = PairSource.from_dict({"name": 5, "path": "y", "max_negatives": "3", "negatives": "neg", "instruction": 7})
-    assert (source.name, source.max_negatives, source.negatives, source.instruction) == ("5", 3, ["neg"], "7")
+    source = PairSource.from_dict(
+        {"name": 5, "path": "y", "max_negatives": "3", "negatives": "neg", "instruction": 7}
+    )
+    assert (source.name, source.max_negatives, source.negatives, source.instruction) == (
+        "5",
+        3,
+        ["neg"],
+        "7",
+    )
 
 
 @pytest.mark.parametrize("kind", ["file", "data set of the library"])
 def test_a_sample_of_the_rows_is_drawn_by_the_seed(tmp_path, kind):
-    path = write_jsonl(tmp_path / "pairs.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}"} for i in range(60)])
+    path = write_jsonl(
+        tmp_path / "pairs.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}"} for i in range(60)]
+    )
     source = PairSource(name="x", path=str(path if kind == "file" else tmp_path), max_rows=12)
     samples = [load_source(source, seed)["anchor"][:] for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
     for sample in samples:
-        assert len(set(sample)) == 12 and max(int(anchor[1:]) for anchor in sample) > 12, "the first rows are no random sample"
+        assert len(set(sample)) == 12 and max(int(anchor[1:]) for anchor in sample) > 12, (
+            "the first rows are no random sample"
+        )
 
 
 def test_the_recipe_of_the_paper():
     values = yaml.safe_load(RECIPE.read_text())
-    arguments, training = parse([str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"])
+    arguments, training = parse(
+        [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
+    )
     sources = {source.name: source for source in arguments.sources()}
     assert len(sources) == len(values["datasets"]) == 22
-    assert all(source.instruction for source in sources.values()), "every data set has an instruction"
-    assert len({source.instruction for source in sources.values()}) == 22, "two data sets share an instruction"
+    assert all(source.instruction for source in sources.values()), (
+        "every data set has an instruction"
+    )
+    assert len({source.instruction for source in sources.values()}) == 22, (
+        "two data sets share an instruction"
+    )
     assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
-    assert (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps) == (0.07, 0.5, "mean", 2000)
-    assert training.get_warmup_steps(2000) == 100, "the warm-up is a small part of the run, not all of it"
-    assert {source.path for source in sources.values() if source.qrels} == {"mteb/fever", "mteb/msmarco"}
-    named_in_the_paper = {"ag-news", "med-mcqa", "npr", "yahoo-answers", "amazon-qa", "paq", "trivia-qa", "wikihow"}
+    assert (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps) == (
+        0.07,
+        0.5,
+        "mean",
+        2000,
+    )
+    assert training.get_warmup_steps(2000) == 100, (
+        "the warm-up is a small part of the run, not all of it"
+    )
+    assert {source.path for source in sources.values() if source.qrels} == {
+        "mteb/fever",
+        "mteb/msmarco",
+    }
+    named_in_the_paper = {
+        "ag-news",
+        "med-mcqa",
+        "npr",
+        "yahoo-answers",
+        "amazon-qa",
+        "paq",
+        "trivia-qa",
+        "wikihow",
+    }
     assert named_in_the_paper <= sources.keys()
     assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
 
 
-# A row of every data set of the recipe, in the columns that its card on the Hub documents: A anchor, P positive, N negatives.
+# A row of every data set of the recipe, in the columns that its card on the Hub documents: A
+# anchor, P positive, N negatives.
 SHAPES = {
     "ag-news": {"title": "A", "description": "P"},
     "all-nli": {"anchor": "A", "positive": "P", "negative": "N"},
     "amazon-qa": {"query": "A", "pos": ["P", "p"]},
-    "concurrent-qa": {"question": "A", "pos_paras": [{"title": "", "text": "P"}], "neg_paras": [{"text": "N"}, {"text": "N"}]},
+    "concurrent-qa": {
+        "question": "A",
+        "pos_paras": [{"title": "", "text": "P"}],
+        "neg_paras": [{"text": "N"}, {"text": "N"}],
+    },
     "github-issues": {"anchor": "A", "positive": "P"},
     "gooaq": {"question": "A", "answer": "P", **{f"negative_{i}": "N" for i in range(1, 6)}},
-    "med-mcqa": {"question": "A", "exp": "P", "cop": 1, "opa": "x", "opb": "x", "opc": "x", "opd": "x"},
+    "med-mcqa": {
+        "question": "A",
+        "exp": "P",
+        "cop": 1,
+        "opa": "x",
+        "opb": "x",
+        "opc": "x",
+        "opd": "x",
+    },
     "npr": {"title": "A", "body": "P"},
     "paq": {"set": ["A", "P"]},
     "pubmed-qa": {"anchor": "A", "positive": "P", **{f"negative_{i}": "N" for i in range(1, 21)}},
@@ -317,12 +522,18 @@ SHAPES = {
 
 def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
-    assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, "these two are read as queries, corpus and judgements"
+    assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, (
+        "these two are read as queries, corpus and judgements"
+    )
     for name, row in SHAPES.items():
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
         data = load_source(PairSource.from_dict({**sources[name], "path": path}))
         count = len([column for column in data.column_names if column.startswith("negative_")])
-        assert data[0] == {"anchor": "A", "positive": "P", **{f"negative_{i + 1}": "N" for i in range(count)}}, f"{name} is read wrongly"
+        assert data[0] == {
+            "anchor": "A",
+            "positive": "P",
+            **{f"negative_{i + 1}": "N" for i in range(count)},
+        }, f"{name} is read wrongly"
         assert (count > 0) == ("N" in json.dumps(row)), f"{name}: {count} negatives"
 
 
@@ -337,12 +548,22 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
         + "---\n"
     )
     judgements = [("q1", "d2", 1), ("q2", "d1", 1), ("q2", "d2", 0)]
-    write_jsonl(tmp_path / "default.jsonl", [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgements])
-    write_jsonl(tmp_path / "queries.jsonl", [{"_id": f"q{i}", "text": f"query {i}"} for i in (1, 2, 3)])
-    write_jsonl(tmp_path / "corpus.jsonl", [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)])
+    write_jsonl(
+        tmp_path / "default.jsonl",
+        [{"query-id": q, "corpus-id": d, "score": s} for q, d, s in judgements],
+    )
+    write_jsonl(
+        tmp_path / "queries.jsonl", [{"_id": f"q{i}", "text": f"query {i}"} for i in (1, 2, 3)]
+    )
+    write_jsonl(
+        tmp_path / "corpus.jsonl",
+        [{"_id": f"d{i}", "title": f"Title {i}", "text": f"text {i}"} for i in (1, 2, 3)],
+    )
     data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
-    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, "judgements of 0 are not positives"
+    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, (
+        "judgements of 0 are not positives"
+    )
 
 
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
@@ -351,7 +572,9 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
         {"name": "things", "path": pairs, "instruction": "Find the colour."},
     ]
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({"datasets": entries, "instruction_template": "I: {instruction} Q: "}))
+    recipe.write_text(
+        yaml.safe_dump({"datasets": entries, "instruction_template": "I: {instruction} Q: "})
+    )
     arguments, training = parse([str(recipe), *arguments_for(model_folder, tmp_path / "out")])
     sources = contrastive.check(arguments, training)
     data, prompts = build_datasets(arguments, training, sources)
@@ -360,13 +583,24 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     seen = set()
     for batch in build_trainer(model, data, prompts, arguments, training).get_train_dataloader():
         decoded = {
-            column: model.tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True) for column in ("anchor", "positive")
+            column: model.tokenizer.decode(
+                batch[f"{column}_input_ids"][0], skip_special_tokens=True
+            )
+            for column in ("anchor", "positive")
         }
-        expected = "i : find the animal. q :" if batch["dataset_name"] == "animals" else "i : find the colour. q :"
-        assert decoded["anchor"].startswith(expected), f"the query of {batch['dataset_name']} starts with {decoded['anchor'][:40]!r}"
+        expected = (
+            "i : find the animal. q :"
+            if batch["dataset_name"] == "animals"
+            else "i : find the colour. q :"
+        )
+        assert decoded["anchor"].startswith(expected), (
+            f"the query of {batch['dataset_name']} starts with {decoded['anchor'][:40]!r}"
+        )
         assert "find the" not in decoded["positive"], "documents carry no instruction"
         seen.add(batch["dataset_name"])
-    assert seen == {"animals", "things"}, "a data set was never drawn, so this test would be vacuous"
+    assert seen == {"animals", "things"}, (
+        "a data set was never drawn, so this test would be vacuous"
+    )
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
@@ -374,7 +608,17 @@ def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path, ending)
     texts = {"triplets": "Find the animal: its colour.", "pairs": ""}
     path = tmp_path / f"instructions.{ending}"
     path.write_text(json.dumps(texts) if ending == "json" else yaml.safe_dump(texts))
-    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path))
+    argv = arguments_for(
+        model_folder,
+        tmp_path / "out",
+        "--pairs",
+        triplets,
+        pairs,
+        "--instruction",
+        "ours",
+        "--instructions",
+        str(path),
+    )
     arguments, training = parse(argv)
     _, prompts = build_datasets(arguments, training, contrastive.check(arguments, training))
     assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
@@ -397,25 +641,51 @@ def test_the_papers_instructions_have_a_place_for_each_data_set(tmp_path):
     names = [entry["name"] for entry in yaml.safe_load(RECIPE.read_text())["datasets"]]
     path = tmp_path / "table6.yaml"
     path.write_text(yaml.safe_dump({name: f"Instruction of {name}." for name in names}))
-    argv = [str(RECIPE), "--model", "m", "--output", "o", "--use-cpu", "true", "--instructions", str(path)]
+    argv = [
+        str(RECIPE),
+        "--model",
+        "m",
+        "--output",
+        "o",
+        "--use-cpu",
+        "true",
+        "--instructions",
+        str(path),
+    ]
     sources = parse([*argv, "--bf16", "false"])[0].sources()
-    assert [source.instruction for source in sources] == [f"Instruction of {name}." for name in names]
+    assert [source.instruction for source in sources] == [
+        f"Instruction of {name}." for name in names
+    ]
 
 
 def test_pairs_of_a_csv_file(model_folder, tmp_path):
     path = tmp_path / "faq.csv"
-    path.write_text("anchor,positive\n" + "".join(f'"question, {i}",answer {i}\n' for i in range(9)))
+    path.write_text(
+        "anchor,positive\n" + "".join(f'"question, {i}",answer {i}\n' for i in range(9))
+    )
     arguments, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", str(path)))
     data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
-    assert data["faq"][3] == {"anchor": "question, 3", "positive": "answer 3"} and len(data["faq"]) == 9
+    assert (
+        data["faq"][3] == {"anchor": "question, 3", "positive": "answer 3"}
+        and len(data["faq"]) == 9
+    )
     path.write_text(path.read_text().replace("question, 3", "question, 99"))
     data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
-    assert data["faq"][3]["anchor"] == "question, 99", "the library's cache gave the rows of the file before its change"
+    assert data["faq"][3]["anchor"] == "question, 99", (
+        "the library's cache gave the rows of the file before its change"
+    )
 
 
 def test_a_small_data_set_with_shared_answers_trains(model_folder, tmp_path):
-    path = str(write_jsonl(tmp_path / "faq.jsonl", [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)]))
-    argv = arguments_for(model_folder, tmp_path / "out", "--pairs", path, "--per_device_train_batch_size", "64")
+    path = str(
+        write_jsonl(
+            tmp_path / "faq.jsonl",
+            [{"anchor": f"question {i}", "positive": f"answer {max(i, 1)}"} for i in range(10)],
+        )
+    )
+    argv = arguments_for(
+        model_folder, tmp_path / "out", "--pairs", path, "--per_device_train_batch_size", "64"
+    )
     assert main([*argv, "--max_steps", "-1", "--num_train_epochs", "2"]) == 0
     training = json.loads((tmp_path / "out" / "contrastive.json").read_text())["training"]
     assert training["rows_per_batch"] == {"faq": 9} and training["steps"] == 2

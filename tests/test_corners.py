@@ -1,5 +1,6 @@
-"""Pins corners of the model that one wrong word would break while every usual batch stays right: inputs of other strides and dtypes, masks of
-four dimensions, rows of padding, learned positions, and what a head does when it is asked for less usual things."""
+"""Pins corners of the model that one wrong word would break while every usual batch stays right:
+inputs of other strides and dtypes, masks of four dimensions, rows of padding, learned positions,
+and what a head does when it is asked for less usual things."""
 
 import pytest
 import torch
@@ -23,14 +24,20 @@ from neobert import (
 from neobert import modeling_neobert as modeling
 
 
-# ------------------------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------------
+# numbers
 
 
 @torch.no_grad()
 def test_embeddings_of_other_strides():
     model = make_model(NeoBERTModel)
     embeds = torch.randn(9, 2, 64).transpose(0, 1)
-    assert_same(model(inputs_embeds=embeds)[0], model(inputs_embeds=embeds.contiguous())[0], 1e-6, "other strides")
+    assert_same(
+        model(inputs_embeds=embeds)[0],
+        model(inputs_embeds=embeds.contiguous())[0],
+        1e-6,
+        "other strides",
+    )
 
 
 @torch.no_grad()
@@ -43,14 +50,21 @@ def test_the_epsilon_of_the_norms(fields):
 def test_eager_takes_its_softmax_in_float32():
     query, key, value = (torch.randn(1, 2, 300, 16).to(torch.bfloat16) for _ in range(3))
     weights = modeling.eager_attention_forward(nn.Module().eval(), query, key, value, None)[1]
-    assert torch.equal(weights, (query @ key.transpose(-1, -2) * 0.25).float().softmax(-1).to(torch.bfloat16))
+    assert torch.equal(
+        weights, (query @ key.transpose(-1, -2) * 0.25).float().softmax(-1).to(torch.bfloat16)
+    )
 
 
 @torch.no_grad()
 def test_positions_of_zeros_are_not_texts_of_one_token():
     model, ids = make_model(NeoBERTModel), random_batch([9])[0]
     alone = model(ids, position_ids=torch.zeros(1, 9, dtype=torch.long))[0]
-    assert_same(alone[0], model(ids.repeat(2, 1), position_ids=torch.zeros(2, 9, dtype=torch.long))[0][0], 1e-5, "a baseline")
+    assert_same(
+        alone[0],
+        model(ids.repeat(2, 1), position_ids=torch.zeros(2, 9, dtype=torch.long))[0][0],
+        1e-5,
+        "a baseline",
+    )
 
 
 def test_the_longest_of_positions_that_restart():
@@ -59,7 +73,8 @@ def test_the_longest_of_positions_that_restart():
     assert packing.max_length == 6 and packing.lengths == [4, 6]
 
 
-# ---------------------------------------------------------------------------------------------------------- rows of padding
+# ------------------------------------------------------------------------------------------------
+# rows of padding
 
 
 @torch.no_grad()
@@ -70,7 +85,12 @@ def test_a_row_of_padding_is_pooled_to_zero(pooling):
     model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling)
     outputs = model.model(ids, mask, keep_packed=True)
     assert (model.pool(outputs.last_hidden_state, outputs.packing)[1] == 0).all()
-    dense = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling, unpad_inputs=False)
+    dense = make_model(
+        NeoBERTForSequenceClassification,
+        num_labels=3,
+        classifier_pooling=pooling,
+        unpad_inputs=False,
+    )
     assert (dense.pool(dense.model(ids, mask)[0], attention_mask=mask)[1] == 0).all()
 
 
@@ -84,7 +104,8 @@ def test_the_padding_position_has_no_gradient():
 
 @torch.no_grad()
 def test_a_layer_that_records_its_output_keeps_it():
-    """RoPE turns queries and keys in place on the CPU, and the feed-forward runs in pieces, only where nobody looks."""
+    """RoPE turns queries and keys in place on the CPU, and the feed-forward runs in pieces, only
+    where nobody looks."""
     model, ids, seen = make_model(NeoBERTModel), random_batch([1100])[0], []
     for block in model.transformer_encoder:
         for layer in (block.qkv, block.ffn.w12):
@@ -128,26 +149,40 @@ def test_a_users_layer_without_bias_is_initialised():
     assert 0 < model.extra.weight.std() < 0.04
 
 
-# -------------------------------------------------------------------------------------------- learned positions, 4-D masks
+# --------------------------------------------------------------------------------------------
+# learned positions, 4-D masks
 
 
 @torch.no_grad()
 def test_what_counts_as_padding_for_learned_positions():
-    """The 2-D mask where there is one, else the padding token, whatever the other texts of the batch."""
+    """The 2-D mask where there is one, else the padding token, whatever the other texts of the
+    batch."""
     model = make_model(NeoBERTModel, **LEARNED)
     ids = torch.tensor([[5, 0, 7, 8], [5, 6, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    assert_same(model(ids[:1], attention_mask=mask[:1])[0][0], model(ids, attention_mask=mask)[0][0], 1e-5, "[PAD] in a text")
+    assert_same(
+        model(ids[:1], attention_mask=mask[:1])[0][0],
+        model(ids, attention_mask=mask)[0][0],
+        1e-5,
+        "[PAD] in a text",
+    )
     left, mask = torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]])
     dense = model(left, attention_mask=mask[:, None, None].bool())[0]
-    assert_same(dense[0, 2:], model(left, attention_mask=mask)[0][0, 2:], 1e-5, "a mask of four dimensions")
+    assert_same(
+        dense[0, 2:], model(left, attention_mask=mask)[0][0, 2:], 1e-5, "a mask of four dimensions"
+    )
 
 
 @torch.no_grad()
 def test_inputs_of_learned_positions():
     model, (ids, _) = make_model(NeoBERTModel, **LEARNED), random_batch([9, 9])
     assert_same(model(inputs_embeds=model.encoder(ids))[0], model(ids)[0], 1e-6, "embeddings")
-    assert_same(model(ids, attention_mask=torch.ones(2, 1, 9, 9))[0], model(ids)[0], 1e-5, "a mask of four dimensions")
+    assert_same(
+        model(ids, attention_mask=torch.ones(2, 1, 9, 9))[0],
+        model(ids)[0],
+        1e-5,
+        "a mask of four dimensions",
+    )
     model = make_model(NeoBERTModel, pad_token_id=None, **LEARNED)
     assert_same(model(ids)[0][0], reference_states(model, ids[0])[0][-1], 1e-5, "no padding token")
 
@@ -156,19 +191,36 @@ def test_inputs_of_learned_positions():
 def test_heads_under_a_mask_of_four_dimensions():
     ids, mask = random_batch([9, 9])[0], torch.ones(2, 1, 9, 9)
     for pooling in ("cls", "mean"):
-        model = make_model(NeoBERTForSequenceClassification, classifier_pooling=pooling, num_labels=3)
+        model = make_model(
+            NeoBERTForSequenceClassification, classifier_pooling=pooling, num_labels=3
+        )
         assert_same(model(ids, attention_mask=mask).logits, model(ids).logits, 1e-5, pooling)
     answers = make_model(NeoBERTForQuestionAnswering)
-    assert_same(answers(ids, attention_mask=mask).start_logits, answers(ids).start_logits, 1e-5, "question answering")
+    assert_same(
+        answers(ids, attention_mask=mask).start_logits,
+        answers(ids).start_logits,
+        1e-5,
+        "question answering",
+    )
     words = make_model(NeoBERTForMaskedLM)
-    assert_same(words(ids, attention_mask=mask, labels=ids).loss, words(ids, labels=ids).loss, 1e-5, "labels")
+    assert_same(
+        words(ids, attention_mask=mask, labels=ids).loss,
+        words(ids, labels=ids).loss,
+        1e-5,
+        "labels",
+    )
 
 
 @torch.no_grad()
 def test_one_mask_of_four_dimensions_for_all_rows():
     model, steps = make_model(NeoBERTModel), torch.arange(9)
     ids, near = random_batch([9, 9])[0], ((steps[:, None] - steps).abs() <= 2)[None, None]
-    assert_same(model(ids, attention_mask=near)[0], model(ids, attention_mask=near.expand(2, 1, 9, 9))[0], 1e-6, "one for all")
+    assert_same(
+        model(ids, attention_mask=near)[0],
+        model(ids, attention_mask=near.expand(2, 1, 9, 9))[0],
+        1e-6,
+        "one for all",
+    )
 
 
 @torch.no_grad()
@@ -177,7 +229,12 @@ def test_one_row_of_a_mask_for_all_rows():
     for head in (NeoBERTModel, NeoBERTForSequenceClassification, NeoBERTForQuestionAnswering):
         for unpad in (True, False):
             model = make_model(head, unpad_inputs=unpad)
-            assert_same(model(ids, attention_mask=row)[0], model(ids, attention_mask=row.expand(2, 9))[0], 1e-6, head.__name__)
+            assert_same(
+                model(ids, attention_mask=row)[0],
+                model(ids, attention_mask=row.expand(2, 9))[0],
+                1e-6,
+                head.__name__,
+            )
 
 
 @torch.no_grad()
@@ -193,11 +250,18 @@ def test_an_additive_mask_for_a_function_of_additive_masks():
 
 def test_a_mask_function_may_not_leave_its_mask_out():
     seen = {}
-    attention_neobert._own_mask(lambda **given: seen.update(given), None, None, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64))
+    attention_neobert._own_mask(
+        lambda **given: seen.update(given),
+        None,
+        None,
+        NeoBERTConfig(**FIELDS),
+        torch.zeros(2, 9, 64),
+    )
     assert seen["allow_is_causal_skip"] is seen["allow_is_bidirectional_skip"] is False
 
 
-# ------------------------------------------------------------------------------------------------------ labels and outputs
+# ------------------------------------------------------------------------------------------------
+# labels and outputs
 
 
 @torch.no_grad()
@@ -213,7 +277,9 @@ def test_labels_of_the_wrong_kind():
     ids = random_batch([9])[0]
     with pytest.raises(ValueError, match="whole numbers.*bool"):
         make_model(NeoBERTForMaskedLM)(ids, labels=ids > 0)
-    model = make_model(NeoBERTForSequenceClassification, num_labels=3, problem_type="multi_label_classification")
+    model = make_model(
+        NeoBERTForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
+    )
     with pytest.raises(ValueError, match="between 0 and 1, but -1.0"):
         model(ids, labels=torch.tensor([[0.0, 1.0, -1.0]]))
 
@@ -238,21 +304,30 @@ def test_compiled_sparse_prediction_has_logits_of_one_shape():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("unpad", [True, False])
 def test_scores_of_answers_stay_finite(dtype, unpad):
-    """Their sums, a smoothed loss, a distillation at a low temperature, and float16; and padding has no chance."""
+    """Their sums, a smoothed loss, a distillation at a low temperature, and float16; and padding
+    has no chance."""
     model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad).to(dtype)
     ids, mask = random_batch([9, 5])
     logits = model(ids, attention_mask=mask).start_logits
     assert (logits + logits).half().isfinite().all()
-    assert nn.functional.cross_entropy(logits.float(), torch.tensor([1, 1]), label_smoothing=0.1).isfinite()
+    assert nn.functional.cross_entropy(
+        logits.float(), torch.tensor([1, 1]), label_smoothing=0.1
+    ).isfinite()
     cold = (logits.float() / 0.5).log_softmax(-1)
     assert nn.functional.kl_div(cold, cold.exp(), reduction="batchmean").isfinite()
     assert (logits.float().softmax(-1)[mask == 0] == 0).all()
-    at_padding = model(ids, attention_mask=mask, start_positions=torch.tensor([2, 7]), end_positions=torch.tensor([3, 8])).loss
+    at_padding = model(
+        ids,
+        attention_mask=mask,
+        start_positions=torch.tensor([2, 7]),
+        end_positions=torch.tensor([3, 8]),
+    ).loss
     first = model(ids[:1], start_positions=torch.tensor([2]), end_positions=torch.tensor([3])).loss
     assert_same(at_padding, first, 2e-2, "labels at padding are left out")
 
 
-# ------------------------------------------------------------------------------------------------------------------- checks
+# ------------------------------------------------------------------------------------------------
+# checks
 
 
 @torch.no_grad()
@@ -267,12 +342,16 @@ def test_positions_of_the_wrong_kind():
     with pytest.raises(ValueError, match="position_ids.*bool"):
         make_model(NeoBERTModel)(ids, position_ids=ids > 0)
     with pytest.raises(ValueError, match=r"\(2, 6\) or \(1, 6\), but \(3, 6\)"):
-        make_model(NeoBERTModel)(torch.ones(2, 6, dtype=torch.long), position_ids=torch.arange(6).expand(3, 6))
+        make_model(NeoBERTModel)(
+            torch.ones(2, 6, dtype=torch.long), position_ids=torch.arange(6).expand(3, 6)
+        )
 
 
 def test_dynamic_rope_on_the_meta_device():
     with torch.device("meta"):
-        model = NeoBERTModel(NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
+        model = NeoBERTModel(
+            NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+        )
     ids = torch.ones(2, 6, dtype=torch.long, device="meta")
     assert model(ids, attention_mask=torch.ones(2, 6, device="meta"))[0].shape == (2, 6, 64)
 
@@ -293,7 +372,10 @@ def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
     monkeypatch.setattr(attention_neobert, "varlen_attn", object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 512, "num_attention_heads": 2})
-    assert attention_neobert._varlen_obstacle(config, torch.device("cuda"), torch.bfloat16, False) is None
+    assert (
+        attention_neobert._varlen_obstacle(config, torch.device("cuda"), torch.bfloat16, False)
+        is None
+    )
 
 
 class _OwnModules(modeling.NeoBERTPreTrainedModel):
@@ -309,30 +391,47 @@ class _OwnModules(modeling.NeoBERTPreTrainedModel):
 
 
 def test_modules_of_a_subclass_are_initialised(tmp_path):
-    """transformers 5 loads on the meta device: what nobody initialises is whatever the memory held."""
+    """transformers 5 loads on the meta device: what nobody initialises is whatever the memory
+    held."""
     make_model(NeoBERTModel).save_pretrained(tmp_path)
     filled = [torch.full((1536,), 7.0) for _ in range(50)]
     del filled
     model = _OwnModules.from_pretrained(tmp_path)
     assert 0.005 < model.convolution.weight.std() < 0.2 and model.convolution.weight.abs().max() < 1
-    if int(transformers.__version__.split(".")[0]) < 5 or transformers.__version__.startswith("5.0"):
-        return  # these initialise convolutions, and leave recurrent layers and running statistics to their modules
+    if int(transformers.__version__.split(".")[0]) < 5 or transformers.__version__.startswith(
+        "5.0"
+    ):
+        # these initialise convolutions, and leave recurrent layers and running statistics to their
+        # modules
+        return
     assert model.lstm.weight_hh_l0.abs().max() < 1
     assert (model.norm.running_mean == 0).all() and (model.norm.running_var == 1).all()
 
 
 @torch.no_grad()
 def test_fake_tensors():
-    model, (ids, mask) = make_model(NeoBERTForSequenceClassification, num_labels=2), random_batch([9, 5])
+    model, (ids, mask) = (
+        make_model(NeoBERTForSequenceClassification, num_labels=2),
+        random_batch([9, 5]),
+    )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
         outputs = model(**{name: mode.from_tensor(x) for name, x in fake.items()})
-        packed = model(mode.from_tensor(ids[:1]), position_ids=mode.from_tensor(torch.arange(9)[None]))
+        packed = model(
+            mode.from_tensor(ids[:1]), position_ids=mode.from_tensor(torch.arange(9)[None])
+        )
     assert outputs.logits.shape == (2, 2) and packed.logits.shape == (1, 2)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["layer_norm.weight", "transformer_encoder.0.ffn_norm.weight", "transformer_encoder.1.qkv.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm.weight",
+        "transformer_encoder.0.ffn_norm.weight",
+        "transformer_encoder.1.qkv.weight",
+    ],
+)
 def test_an_ensemble_over_one_weight(name):
     model, ids = make_model(NeoBERTModel), random_batch([9])[0]
     weights = torch.stack([model.get_parameter(name), 2 * model.get_parameter(name)])
@@ -359,10 +458,22 @@ def test_configurations_compare_and_copy():
 
 
 def test_berts_names_of_settings(tmp_path):
-    given = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "layer_norm_eps": 1e-3, "initializer_range": 0.05}
-    own = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "norm_eps": 1e-3, "classifier_init_range": 0.05}
+    given = {
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.3,
+        "layer_norm_eps": 1e-3,
+        "initializer_range": 0.05,
+    }
+    own = {
+        "hidden_dropout": 0.2,
+        "attention_dropout": 0.3,
+        "norm_eps": 1e-3,
+        "classifier_init_range": 0.05,
+    }
     config = NeoBERTConfig(**FIELDS, **given)
-    assert {name: getattr(config, name) for name in own} == own and {name: getattr(config, name) for name in given} == given
+    assert {name: getattr(config, name) for name in own} == own and {
+        name: getattr(config, name) for name in given
+    } == given
     assert not set(given) & set(config.to_dict()), "one name for one setting in config.json"
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
     assert NeoBERTConfig.from_pretrained(tmp_path, **given) == config

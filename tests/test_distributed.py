@@ -1,8 +1,10 @@
-"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's losses on the same global batch,
-and continue after a kill as if there had been none.
+"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's
+losses on the same global batch, and continue after a kill as if there had been none.
 
-They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through the converter and predicts the same.
-accelerate turns FSDP on for GPUs alone (with two CPU processes 1.15 starts plain DDP, whatever fsdp2.yaml says), so FSDP2 is torch's own `fully_shard` here, block by block as fsdp2.yaml asks for.
+They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through
+the converter and predicts the same. accelerate turns FSDP on for GPUs alone (with two CPU processes
+1.15 starts plain DDP, whatever fsdp2.yaml says), so FSDP2 is torch's own `fully_shard` here, block
+by block as fsdp2.yaml asks for.
 """
 
 import importlib.util
@@ -25,7 +27,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "recipes" / "accelerate"
-MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
 WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
@@ -41,7 +49,20 @@ def folder(tmp_path_factory):
     (folder / "path").mkdir()
     (folder / "path" / "neobert").symlink_to(ROOT)
     draw = random.Random(0)
-    words = ["river", "stone", "music", "paper", "table", "winter", "cold", "water", "hard", "rock", "sweet", "sound"]
+    words = [
+        "river",
+        "stone",
+        "music",
+        "paper",
+        "table",
+        "winter",
+        "cold",
+        "water",
+        "hard",
+        "rock",
+        "sweet",
+        "sound",
+    ]
     texts = [" ".join(draw.choices(words, k=draw.randint(2, 20))) for _ in range(300)]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
     return folder
@@ -49,13 +70,30 @@ def folder(tmp_path_factory):
 
 def _launch(folder, name, launcher, **more):
     values = {
-        "dataset": "texts.txt", "prepared": "prepared", "output": name, "model_config": json.dumps(MODEL), "max_length": 32,
-        "tokens_per_batch": 256, "tokens_per_step": 512, "max_steps": 6, "warmup_steps": 2, "learning_rate": 3e-3,
-        "logging_steps": 1, "save_steps": 3, "report_to": "none", "disable_tqdm": "true", "use_cpu": "true", "peak_tflops": 0.01,
+        "dataset": "texts.txt",
+        "prepared": "prepared",
+        "output": name,
+        "model_config": json.dumps(MODEL),
+        "max_length": 32,
+        "tokens_per_batch": 256,
+        "tokens_per_step": 512,
+        "max_steps": 6,
+        "warmup_steps": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": "true",
+        "use_cpu": "true",
+        "peak_tflops": 0.01,
         **more,
-    }  # fmt: skip
+    }
     given = {key: value for key, value in values.items() if value is not None}
-    arguments = [piece for key, value in given.items() for piece in (f"--{key.replace('_', '-')}", str(value))]
+    arguments = [
+        piece
+        for key, value in given.items()
+        for piece in (f"--{key.replace('_', '-')}", str(value))
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": str(folder / "path"),
@@ -80,7 +118,8 @@ def _fails(folder, name, launcher, **more):
 
 
 def _train(folder, name, launcher, **more):
-    """Runs six steps of two micro-batches, however many processes there are, and returns the log of each."""
+    """Runs six steps of two micro-batches, however many processes there are, and returns the log of
+    each."""
     run = _launch(folder, name, launcher, **more)
     assert run.returncode == 0, f"{name} failed:\n{run.stderr[-3000:]}"
     records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
@@ -92,13 +131,26 @@ def single(folder):
     return _train(
         folder,
         "single",
-        ("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml"), "--mixed_precision", "no", "--cpu"),
+        (
+            "accelerate.commands.launch",
+            "--config_file",
+            str(CONFIGS / "single.yaml"),
+            "--mixed_precision",
+            "no",
+            "--cpu",
+        ),
     )
 
 
 def _launcher(way):
     if way == "ddp":
-        return ("torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(_free_port()))
+        return (
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            str(_free_port()),
+        )
     config = ("--config_file", str(CONFIGS / f"{way}.yaml"))
     return (
         "accelerate.commands.launch",
@@ -118,23 +170,37 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
         pytest.skip("deepspeed is not installed")
     both = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
     result = json.loads((folder / way / "result.json").read_text())
-    assert (result["processes"], result["distributed"]) == (2, WAYS[way]), f"{way} must really have run, not {result['distributed']}"
+    assert (result["processes"], result["distributed"]) == (2, WAYS[way]), (
+        f"{way} must really have run, not {result['distributed']}"
+    )
     assert len(both) == len(single) == 6
-    assert single[0]["loss"] - single[-1]["loss"] > 0.2, "the losses must move, or the comparison says nothing"
+    assert single[0]["loss"] - single[-1]["loss"] > 0.2, (
+        "the losses must move, or the comparison says nothing"
+    )
     for one, two in zip(single, both):
-        assert abs(one["loss"] - two["loss"]) < 1e-4, f"{way}: loss {two['loss']} in step {one['step']}, {one['loss']} in one process"
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3), f"{way}: another gradient norm in step {one['step']}"
-        assert two["tokens_seen"] == one["tokens_seen"] and two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
+        assert abs(one["loss"] - two["loss"]) < 1e-4, (
+            f"{way}: loss {two['loss']} in step {one['step']}, {one['loss']} in one process"
+        )
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3), (
+            f"{way}: another gradient norm in step {one['step']}"
+        )
+        assert two["tokens_seen"] == one["tokens_seen"] and two["masked_accuracy"] == pytest.approx(
+            one["masked_accuracy"]
+        )
     # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
     (folder / way / "checkpoint-6" / MANIFEST).unlink()
     again = _train(folder, way, _launcher(way), raw_checkpoint="float32")
     numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
-    assert [[record[name] for name in numbers] for record in again] == [[record[name] for name in numbers] for record in both], (
-        f"{way}: the continued run must equal the uninterrupted one"
-    )
+    assert [[record[name] for name in numbers] for record in again] == [
+        [record[name] for name in numbers] for record in both
+    ], f"{way}: the continued run must equal the uninterrupted one"
     final = NeoBERTForMaskedLM.from_pretrained(folder / way, dtype=torch.float32).state_dict()
-    raw = torch.load(folder / way / "raw" / "model_checkpoints" / "6" / "state_dict.pt", weights_only=True)
-    assert all(torch.equal(raw[f"module.{name}"], value) for name, value in final.items()), "raw_checkpoint must be written for every way"
+    raw = torch.load(
+        folder / way / "raw" / "model_checkpoints" / "6" / "state_dict.pt", weights_only=True
+    )
+    assert all(torch.equal(raw[f"module.{name}"], value) for name, value in final.items()), (
+        "raw_checkpoint must be written for every way"
+    )
     if way == "zero2":
         _check_conversion(folder)
 
@@ -142,7 +208,11 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
 def test_zero_3_without_gathered_weights_is_refused(folder):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    config = (CONFIGS / "zero3.yaml").read_text().replace("zero3_save_16bit_model: true", "zero3_save_16bit_model: false")
+    config = (
+        (CONFIGS / "zero3.yaml")
+        .read_text()
+        .replace("zero3_save_16bit_model: true", "zero3_save_16bit_model: false")
+    )
     (folder / "ungathered.yaml").write_text(config)
     launcher = list(_launcher("zero3"))
     launcher[launcher.index(str(CONFIGS / "zero3.yaml"))] = str(folder / "ungathered.yaml")
@@ -154,7 +224,9 @@ def test_zero_3_without_gathered_weights_is_refused(folder):
 def _check_conversion(folder):
     """ZeRO-2's shards through convert_checkpoint.py, against the model that the run saved."""
     checkpoint, converted = folder / "zero2" / "checkpoint-6", folder / "converted"
-    assert list(checkpoint.rglob("*optim_states.pt")), "a ZeRO checkpoint must hold optimizer shards"
+    assert list(checkpoint.rglob("*optim_states.pt")), (
+        "a ZeRO checkpoint must hold optimizer shards"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, str(ROOT / "convert_checkpoint.py"), str(checkpoint), str(converted)],
@@ -164,12 +236,14 @@ def _check_conversion(folder):
     )
     ids = torch.randint(1996, 20_000, (2, 20), generator=torch.Generator().manual_seed(0))
     trained, again = (
-        NeoBERTForMaskedLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits for path in (folder / "zero2", converted)
+        NeoBERTForMaskedLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits
+        for path in (folder / "zero2", converted)
     )
     assert torch.equal(trained, again), "the converted model must predict what the trained one does"
 
 
-# Trains as one process or as two with sharded parameters; both see the same global batches and divide by the same number of masked tokens.
+# Trains as one process or as two with sharded parameters; both see the same global batches and
+# divide by the same number of masked tokens.
 _FULLY_SHARD = """
 import json, os, sys
 import torch
@@ -219,18 +293,39 @@ dist.barrier()
 dist.destroy_process_group()
 # What the interpreter takes down after the model is not tested here: a thread of gloo that is still there aborts it now and then.
 os._exit(0)
-"""
+"""  # noqa: E501
 
 
 def test_fully_sharded_processes_give_the_losses_of_one(folder):
     (folder / "fully_shard.py").write_text(_FULLY_SHARD)
     losses = []
     for processes in (1, 2):
-        environment = {**os.environ, "PYTHONPATH": str(folder / "path"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        launcher = ("torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(_free_port()))
-        command = [sys.executable, "-m", *launcher, str(folder / "fully_shard.py"), json.dumps(MODEL)]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder / "path"),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        launcher = (
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(processes),
+            "--master_port",
+            str(_free_port()),
+        )
+        command = [
+            sys.executable,
+            "-m",
+            *launcher,
+            str(folder / "fully_shard.py"),
+            json.dumps(MODEL),
+        ]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr[-3000:]
         losses.append(json.loads(run.stdout.strip().splitlines()[-1]))
-    assert losses[0][0] - losses[0][-1] > 0.1, "the losses must move, or the comparison says nothing"
-    assert max(abs(one - two) for one, two in zip(*losses)) < 1e-4, f"{losses[0]} in one process, {losses[1]} in two"
+    assert losses[0][0] - losses[0][-1] > 0.1, (
+        "the losses must move, or the comparison says nothing"
+    )
+    assert max(abs(one - two) for one, two in zip(*losses)) < 1e-4, (
+        f"{losses[0]} in one process, {losses[1]} in two"
+    )

@@ -1,5 +1,6 @@
-"""Pins examples/encode_ray.py on a local Ray cluster of two actors, one of which is killed on the way: no row lost or doubled, vectors bit for
-bit those of one process, and the same command continues with what is missing."""
+"""Pins examples/encode_ray.py on a local Ray cluster of two actors, one of which is killed on the
+way: no row lost or doubled, vectors bit for bit those of one process, and the same command
+continues with what is missing."""
 
 import json
 import os
@@ -32,30 +33,56 @@ FILES, ROWS = 6, 300
 @pytest.fixture
 def world(tmp_path, tokenizer_dir):
     torch.manual_seed(1)
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 64}
+    config = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+    }
     NeoBERTModel(NeoBERTConfig(**config)).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
     (tmp_path / "corpus").mkdir()
     for number in range(FILES):
         texts = [f"text {number} {i} " + "word " * ((7 * i) % 40) for i in range(ROWS)]
         table = pyarrow.table({"id": [number * ROWS + i for i in range(ROWS)], "text": texts})
-        pyarrow.parquet.write_table(table, tmp_path / "corpus" / f"{number}.parquet", row_group_size=100)
+        pyarrow.parquet.write_table(
+            table, tmp_path / "corpus" / f"{number}.parquet", row_group_size=100
+        )
     return tmp_path
 
 
 def command(world, *more):
-    script = [sys.executable, str(ROOT / "examples" / "encode_ray.py"), str(world / "corpus"), str(world / "out")]
+    script = [
+        sys.executable,
+        str(ROOT / "examples" / "encode_ray.py"),
+        str(world / "corpus"),
+        str(world / "out"),
+    ]
     return [*script, "--model", str(world / "model"), "--rows", "64", "--dtype", "float32", *more]
 
 
 def start(world, *more):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
-    return subprocess.Popen(command(world, *more), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    }
+    return subprocess.Popen(
+        command(world, *more),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def actors():
     """Process ids of the encoders, by the title that Ray gives them."""
-    found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    found = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True
+    ).stdout.splitlines()
     return [int(line.split()[0]) for line in found if "ray::MapWorker(MapBatches(Encoder))" in line]
 
 
@@ -71,18 +98,26 @@ def test_an_actor_dies_and_no_row_is_lost_or_doubled(world):
         assert time.monotonic() < limit and process.poll() is None, process.communicate()[0][-3000:]
         time.sleep(0.02)
     mine = sorted(set(actors()) - before)
-    assert len(mine) == 2 and len(written(world)) < FILES * 3, "vacuous: there are no two actors at work"
+    assert len(mine) == 2 and len(written(world)) < FILES * 3, (
+        "vacuous: there are no two actors at work"
+    )
     os.kill(mine[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0 and "18 files, 18 of them by this run" in output, output[-3000:]
 
-    table = pyarrow.concat_tables([pyarrow.parquet.read_table(world / "out" / name) for name in written(world)])
-    assert table["id"].to_pylist() == list(range(FILES * ROWS)), "rows are lost, doubled or out of their files"
+    table = pyarrow.concat_tables(
+        [pyarrow.parquet.read_table(world / "out" / name) for name in written(world)]
+    )
+    assert table["id"].to_pylist() == list(range(FILES * ROWS)), (
+        "rows are lost, doubled or out of their files"
+    )
     torch.set_num_threads(1)
     encoder = PackedEncoder(str(world / "model"), dtype="float32", device="cpu")
     source = pyarrow.parquet.read_table(world / "corpus")["text"].to_pylist()
     groups = [source[start : start + 100] for start in range(0, len(source), 100)]
-    expected = np.concatenate([encoder.encode(group[i : i + 64]) for group in groups for i in (0, 64)])
+    expected = np.concatenate(
+        [encoder.encode(group[i : i + 64]) for group in groups for i in (0, 64)]
+    )
     found = np.array(table["embedding"].to_pylist(), dtype=np.float32)
     assert np.array_equal(found, expected), "the vectors are not, bit for bit, those of one process"
 

@@ -1,5 +1,5 @@
-"""Pins what `neobert encode` may remove and write over: only what it wrote itself; everything that a user has in, beside or in place of
-the output stays."""
+"""Pins what `neobert encode` may remove and write over: only what it wrote itself; everything that
+a user has in, beside or in place of the output stays."""
 
 import os
 
@@ -28,12 +28,21 @@ def test_a_damaged_part_is_made_anew(corpus, model_folder, tmp_path, format, dam
     embed(corpus, tmp_path / "out", model_folder, shard_rows=16, format=format)
     path = tmp_path / "out" / f"part-000001.{format}"
     content = path.read_bytes()
-    path.unlink() if damage == "gone" else path.write_bytes(content[:-7] if damage == "cut" else b"")
-    assert embed(corpus, tmp_path / "out", model_folder, shard_rows=16, format=format)["encoded_rows"] == 16
+    path.unlink() if damage == "gone" else path.write_bytes(
+        content[:-7] if damage == "cut" else b""
+    )
+    assert (
+        embed(corpus, tmp_path / "out", model_folder, shard_rows=16, format=format)["encoded_rows"]
+        == 16
+    )
     again = (read_parquet if format == "parquet" else load_file)(path)
     path.write_bytes(content)
     before = (read_parquet if format == "parquet" else load_file)(path)
-    assert again[0].equals(before[0]) if format == "parquet" else np.array_equal(again["embeddings"], before["embeddings"])
+    assert (
+        again[0].equals(before[0])
+        if format == "parquet"
+        else np.array_equal(again["embeddings"], before["embeddings"])
+    )
 
 
 def test_a_strangers_file_with_the_name_of_a_part(corpus, model_folder, tmp_path):
@@ -48,15 +57,24 @@ def test_a_strangers_file_with_the_name_of_a_part(corpus, model_folder, tmp_path
     assert path.read_bytes() == content
 
 
-# ---------------------------------------------------------------------------------------------------------------- --overwrite
+# ------------------------------------------------------------------------------------------------
+# --overwrite
 
 
 def files_of(folder):
-    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+    }
 
 
-@pytest.mark.parametrize("output", ["corpus.jsonl", ".", "link", "to_corpus.jsonl", "mine", "mine.parquet", "mine.safetensors"])
-def test_overwrite_removes_nothing_that_encode_did_not_write(tmp_path, corpus, model_folder, output):
+@pytest.mark.parametrize(
+    "output",
+    ["corpus.jsonl", ".", "link", "to_corpus.jsonl", "mine", "mine.parquet", "mine.safetensors"],
+)
+def test_overwrite_removes_nothing_that_encode_did_not_write(
+    tmp_path, corpus, model_folder, output
+):
     (tmp_path / "link").symlink_to(".")
     (tmp_path / "to_corpus.jsonl").symlink_to("corpus.jsonl")
     (tmp_path / "mine").mkdir()
@@ -64,26 +82,39 @@ def test_overwrite_removes_nothing_that_encode_did_not_write(tmp_path, corpus, m
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "mine.parquet")
     save_file({"a": np.zeros(1)}, tmp_path / "mine.safetensors")
     before = files_of(tmp_path)
-    with pytest.raises(UserError, match="the input|was not written by neobert encode|holds other files"):
+    with pytest.raises(
+        UserError, match="the input|was not written by neobert encode|holds other files"
+    ):
         main([str(corpus), str(tmp_path / output), "--model", str(model_folder), "--overwrite"])
     assert files_of(tmp_path) == before
 
 
 def test_overwrite_of_a_folder_with_files_of_the_user(tmp_path, corpus, model_folder):
     """Spark's files begin as ours do."""
-    arguments = [str(corpus), str(tmp_path / "out"), "--model", str(model_folder), "--shard-rows", "40"]
+    arguments = [
+        str(corpus),
+        str(tmp_path / "out"),
+        "--model",
+        str(model_folder),
+        "--shard-rows",
+        "40",
+    ]
     assert main(arguments) == 0
     mine = {"notes.txt": b"mine", "part-00000-6ba7b810.snappy.parquet": b"mine too"}
     for name, content in mine.items():
         (tmp_path / "out" / name).write_bytes(content)
     assert main([*arguments, "--normalize", "--overwrite"]) == 0
     parts = {"part-000000.parquet", "part-000001.parquet", "encode.json", "plan.json"}
-    assert files_of(tmp_path / "out").items() >= mine.items() and files_of(tmp_path / "out").keys() == mine.keys() | parts
+    assert (
+        files_of(tmp_path / "out").items() >= mine.items()
+        and files_of(tmp_path / "out").keys() == mine.keys() | parts
+    )
 
 
 @pytest.mark.parametrize("name", ["out", "out.parquet", "out.safetensors"])
 def test_overwrite_of_its_own_output(tmp_path, corpus, model_folder, name, monkeypatch):
-    """The old output is complete until the new one is, also when the new run is interrupted and continued."""
+    """The old output is complete until the new one is, also when the new run is interrupted and
+    continued."""
     output = tmp_path / name
     arguments = [str(corpus), str(output), "--model", str(model_folder), "--shard-rows", "40"]
     assert main(arguments) == 0
@@ -99,28 +130,40 @@ def test_overwrite_of_its_own_output(tmp_path, corpus, model_folder, name, monke
     with pytest.raises(KeyboardInterrupt):
         main([*arguments, "--normalize", "--overwrite"])
     kept = output / ".before-overwrite" if name == "out" else output
-    assert (files_of(kept) if kept.is_dir() else kept.read_bytes()) == old, "the old output went before the new one was complete"
+    assert (files_of(kept) if kept.is_dir() else kept.read_bytes()) == old, (
+        "the old output went before the new one was complete"
+    )
     monkeypatch.setattr(encode_workers, "write_part", write)
     assert main([*arguments, "--normalize", "--overwrite"]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", name], "something stayed beside the output"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", name], (
+        "something stayed beside the output"
+    )
     assert (files_of(output) if output.is_dir() else output.read_bytes()) != old
 
 
 def test_what_a_user_has_beside_the_output_stays(corpus, model_folder, tmp_path):
-    """A folder with the name that a replaced output would have, and a hidden file whose name begins as a left-over's does."""
+    """A folder with the name that a replaced output would have, and a hidden file whose name begins
+    as a left-over's does."""
     embed(corpus, tmp_path / "old", model_folder)
-    (tmp_path / "old").rename(tmp_path / "out.replaced")  # an output that the user keeps under this name
+    (tmp_path / "old").rename(
+        tmp_path / "out.replaced"
+    )  # an output that the user keeps under this name
     (tmp_path / ".out.parquet.2024").write_text("mine")
     before = files_of(tmp_path / "out.replaced")
     embed(corpus, tmp_path / "out", model_folder)
     embed(corpus, tmp_path / "out.parquet", model_folder)
-    assert files_of(tmp_path / "out.replaced") == before and (tmp_path / ".out.parquet.2024").read_text() == "mine"
+    assert (
+        files_of(tmp_path / "out.replaced") == before
+        and (tmp_path / ".out.parquet.2024").read_text() == "mine"
+    )
     embed(corpus, tmp_path / "out", model_folder, normalize=True, overwrite=True)
     assert files_of(tmp_path / "out.replaced") == before
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_what_has_the_name_of_a_part_and_is_no_file(corpus, model_folder, tmp_path, monkeypatch, kind):
+def test_what_has_the_name_of_a_part_and_is_no_file(
+    corpus, model_folder, tmp_path, monkeypatch, kind
+):
     interrupt_once(monkeypatch, 1)
     with pytest.raises(KeyboardInterrupt):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
@@ -130,16 +173,21 @@ def test_what_has_the_name_of_a_part_and_is_no_file(corpus, model_folder, tmp_pa
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
 
 
-def test_what_comes_to_the_output_while_the_run_works_stays(corpus, model_folder, tmp_path, monkeypatch):
+def test_what_comes_to_the_output_while_the_run_works_stays(
+    corpus, model_folder, tmp_path, monkeypatch
+):
     output, write = tmp_path / "out.parquet", encode_workers.write_part
-    monkeypatch.setattr(encode_workers, "write_part", lambda *part: (output.write_text("mine"), write(*part)))
+    monkeypatch.setattr(
+        encode_workers, "write_part", lambda *part: (output.write_text("mine"), write(*part))
+    )
     with pytest.raises(UserError, match="out.parquet was not written by neobert encode"):
         embed(corpus, output, model_folder)
     assert output.read_text() == "mine" and [path.name for path in tmp_path.glob(".out*")] == []
 
 
 def test_another_run_given_up_for_this_one(corpus, model_folder, tmp_path, monkeypatch):
-    """Its parts go, and a part that still comes of it, from a rank on another machine, is not taken for one of this run."""
+    """Its parts go, and a part that still comes of it, from a rank on another machine, is not taken
+    for one of this run."""
     interrupt_once(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         embed(corpus, tmp_path / "out", model_folder, shard_rows=16)
@@ -157,23 +205,34 @@ def test_another_run_given_up_for_this_one(corpus, model_folder, tmp_path, monke
 
 
 def test_the_second_of_two_runs_moves_nothing(corpus, model_folder, tmp_path):
-    """It set the old output aside before it asked for the lock, and the first run went on with its parts."""
+    """It set the old output aside before it asked for the lock, and the first run went on with its
+    parts."""
     embed(corpus, tmp_path / "out", model_folder)
     before = files_of(tmp_path / "out")
     with locked(tmp_path / "out"), pytest.raises(UserError, match="is in use by another run"):
         embed(corpus, tmp_path / "out", model_folder, normalize=True, overwrite=True)
-    assert files_of(tmp_path) == {**files_of(tmp_path), **{f"out/{name}": content for name, content in before.items()}}
-    assert not (tmp_path / "out.before-overwrite").exists() and not (tmp_path / "out" / ".before-overwrite").exists()
+    assert files_of(tmp_path) == {
+        **files_of(tmp_path),
+        **{f"out/{name}": content for name, content in before.items()},
+    }
+    assert (
+        not (tmp_path / "out.before-overwrite").exists()
+        and not (tmp_path / "out" / ".before-overwrite").exists()
+    )
 
 
 def test_files_in_the_folder_of_parts_stay(corpus, model_folder, tmp_path, capsys, monkeypatch):
     """The parts of a single file are removed at its end, and nothing else."""
     write = encode_workers.write_part
     monkeypatch.setattr(
-        encode_workers, "write_part", lambda path, *rest: ((path.parent / "notes.txt").write_text("mine"), write(path, *rest))
+        encode_workers,
+        "write_part",
+        lambda path, *rest: ((path.parent / "notes.txt").write_text("mine"), write(path, *rest)),
     )
     embed(corpus, tmp_path / "out.parquet", model_folder)
-    assert (tmp_path / "out.parquet.parts" / "notes.txt").read_text() == "mine" and (tmp_path / "out.parquet").is_file()
+    assert (tmp_path / "out.parquet.parts" / "notes.txt").read_text() == "mine" and (
+        tmp_path / "out.parquet"
+    ).is_file()
     assert "out.parquet is complete; " in capsys.readouterr().err
 
 
@@ -192,9 +251,13 @@ def test_outputs_that_cannot_be(corpus, model_folder, tmp_path):
 
 def test_the_same_command_again(corpus, model_folder, tmp_path, capsys):
     arguments = [str(corpus), str(tmp_path / "out.parquet"), "--model", str(model_folder)]
-    assert main(arguments) == main(arguments) == 0, "a finished file is left alone by the command that wrote it"
+    assert main(arguments) == main(arguments) == 0, (
+        "a finished file is left alone by the command that wrote it"
+    )
     assert "finished already with these settings" in capsys.readouterr().out
-    with pytest.raises(UserError, match="out.parquet exists already; choose another name, or give --overwrite"):
+    with pytest.raises(
+        UserError, match="out.parquet exists already; choose another name, or give --overwrite"
+    ):
         main([*arguments, "--normalize"])
 
 
@@ -202,12 +265,16 @@ def test_tables_made_of_an_output_are_not_its_own(corpus, model_folder, tmp_path
     """They keep the mark in the metadata, but not the rows and columns."""
     embed(corpus, tmp_path / "out.parquet", model_folder)
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
-    pyarrow.parquet.write_table(table.append_column("label", pyarrow.array([1] * len(table))), tmp_path / "labelled.parquet")
+    pyarrow.parquet.write_table(
+        table.append_column("label", pyarrow.array([1] * len(table))), tmp_path / "labelled.parquet"
+    )
     pyarrow.parquet.write_table(table.slice(0, 7), tmp_path / "short.parquet")
     before = files_of(tmp_path)
     for name in ("labelled.parquet", "short.parquet"):
         for overwrite in (False, True):  # --overwrite is not offered where it would be refused
-            with pytest.raises(UserError, match="was not written by neobert encode, so it is not replaced"):
+            with pytest.raises(
+                UserError, match="was not written by neobert encode, so it is not replaced"
+            ):
                 embed(corpus, tmp_path / name, model_folder, overwrite=overwrite)
     assert files_of(tmp_path) == before
 

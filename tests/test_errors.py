@@ -14,8 +14,12 @@ def test_text_of_a_stranger_is_escaped_in_every_message():
 
 def test_the_error_of_a_loaders_worker_is_its_sentence():
     """torch raises it again with the worker's traceback before it."""
-    traceback = 'Original Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise UserError("x")\n'
+    traceback = (
+        'Original Traceback (most recent call last):\n  File "a.py", line 3, in f\n    raise '
+        'UserError("x")\n'
+    )
     message = (
-        f"Caught UserError in DataLoader worker process 0.\n{traceback}neobert.common.errors.UserError: a.csv, line 9: a quote is open\n"
+        "Caught UserError in DataLoader worker process "
+        f"0.\n{traceback}neobert.common.errors.UserError: a.csv, line 9: a quote is open\n"
     )
     assert str(UserError(message)) == "a.csv, line 9: a quote is open"

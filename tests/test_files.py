@@ -1,5 +1,6 @@
-"""Pins what may be removed and what may be told: a command replaces only what it made itself, restores it when the replacement fails, never
-touches its input, and hides secrets in everything it writes.
+"""Pins what may be removed and what may be told: a command replaces only what it made itself,
+restores it when the replacement fails, never touches its input, and hides secrets in everything it
+writes.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ from neobert.common.runs import OWNER
 def digests(folder):
     """{relative path: digest or link target} of everything below a folder."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.is_file() and files.sha256(path)
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.is_file() and files.sha256(path)
         for path in sorted(folder.rglob("*"))
     }
 
@@ -39,8 +42,13 @@ def test_written_completely_with_a_manifest(tmp_path):
     output = write(tmp_path / "out")
     manifest = json.loads((output / "convert.json").read_text())
     written = (output / "sub" / "a.txt").stat()
-    assert manifest == {"command": "convert", "files": {"sub/a.txt": [written.st_size, written.st_mtime_ns]}}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "something was left beside the output"
+    assert manifest == {
+        "command": "convert",
+        "files": {"sub/a.txt": [written.st_size, written.st_mtime_ns]},
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], (
+        "something was left beside the output"
+    )
 
 
 def test_own_output_is_replaced_and_nothing_stays_beside_it(tmp_path):
@@ -59,10 +67,22 @@ def test_own_output_is_replaced_and_nothing_stays_beside_it(tmp_path):
         lambda out: (out / "convert.json").unlink(),
         lambda out: (out / "convert.json").write_text("{}"),
         lambda out: (out / "convert.json").write_text('{"command": "encode", "files": {}}'),
-        lambda out: (out / "convert.json").write_text((out / "convert.json").read_text().replace('"convert"', '"encode"')),
+        lambda out: (out / "convert.json").write_text(
+            (out / "convert.json").read_text().replace('"convert"', '"encode"')
+        ),
         lambda out: os.mkfifo(out / "pipe"),
     ],
-    ids=["added", "edited", "git", "link", "no manifest", "empty manifest", "another command's", "another command's files", "fifo"],
+    ids=[
+        "added",
+        "edited",
+        "git",
+        "link",
+        "no manifest",
+        "empty manifest",
+        "another command's",
+        "another command's files",
+        "fifo",
+    ],
 )
 def test_anything_else_is_left_alone(tmp_path, spoil):
     output = write(tmp_path / "out", "old")
@@ -139,7 +159,11 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_all_may_read_it(tmp_path,
 
     def checked(take_name):
         def run(source, target):
-            sources = [Path(source)] if Path(source).is_file() else [path for path in Path(source).rglob("*") if path.is_file()]
+            sources = (
+                [Path(source)]
+                if Path(source).is_file()
+                else [path for path in Path(source).rglob("*") if path.is_file()]
+            )
             assert sources and all(path.stat().st_ino in synced for path in sources)
             take_name(source, target)
 
@@ -158,7 +182,11 @@ def test_what_dead_processes_of_this_machine_left_goes(tmp_path):
     ended.wait()
     here = files.socket.gethostname()
     stays = [
-        *("part-1.parquet", f".part-1.parquet.{here}-{os.getpid()}-abcd1234", f".part-1.parquet.another-{here}-{ended.pid}-abcd1234"),
+        *(
+            "part-1.parquet",
+            f".part-1.parquet.{here}-{os.getpid()}-abcd1234",
+            f".part-1.parquet.another-{here}-{ended.pid}-abcd1234",
+        ),
         *(f".notes.{here}-{ended.pid}-abcd1234", ".part-1.parquet"),
     ]
     for name in (*stays, f".part-2.parquet.{here}-{ended.pid}-abcd1234"):
@@ -189,7 +217,12 @@ with outputs.new_folder(sys.argv[1], "convert") as folder:
 def killed_writer(tmp_path):
     """Starts a process that writes a folder; the value is a function that kills it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "out"], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, tmp_path / "out"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
     assert process.stdout.readline() == "written\n"
 
     def kill():
@@ -207,7 +240,9 @@ def test_what_a_killed_process_left_goes_but_a_living_one_keeps_its_place(tmp_pa
     killed_writer()
     (tmp_path / "out").mkdir()
     write(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "what the killed process left is still there"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], (
+        "what the killed process left is still there"
+    )
 
 
 def workplace(folder, name):
@@ -228,7 +263,9 @@ def test_what_has_the_name_of_a_workplace_and_is_not_ours_stays(tmp_path):
     (workplace(tmp_path, "out") / OWNER).write_text('{"command": "export", "output": "out"}')
     before = digests(tmp_path)
     write(tmp_path / "out")
-    assert {name: digest for name, digest in digests(tmp_path).items() if not name.startswith("out")} == before
+    assert {
+        name: digest for name, digest in digests(tmp_path).items() if not name.startswith("out")
+    } == before
 
 
 @pytest.mark.parametrize("name", ["out", "out[1]"])
@@ -251,7 +288,10 @@ def test_the_old_output_stays_where_somebody_else_took_its_name(tmp_path):
 
 
 def test_folders_made_for_a_refused_output_go_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), outputs.new_folder(tmp_path / "a" / "b" / "out", "convert"):
+    with (
+        pytest.raises(ZeroDivisionError),
+        outputs.new_folder(tmp_path / "a" / "b" / "out", "convert"),
+    ):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
@@ -260,8 +300,13 @@ def test_folders_made_for_a_refused_output_go_again(tmp_path):
 def test_another_process_was_faster(tmp_path, replace):
     """Two writers of one new output: the second one says so, and the first one's output stays."""
     output = tmp_path / "out"
-    message = "not written by neobert convert" if replace else "written by another process meanwhile"
-    with pytest.raises(UserError, match=message), outputs.new_folder(output, "convert", replace=replace) as folder:
+    message = (
+        "not written by neobert convert" if replace else "written by another process meanwhile"
+    )
+    with (
+        pytest.raises(UserError, match=message),
+        outputs.new_folder(output, "convert", replace=replace) as folder,
+    ):
         (folder / "a.txt").write_text("slow")
         output.mkdir()
         (output / "theirs.txt").write_text("fast")
@@ -301,12 +346,21 @@ def test_a_link_as_output_stays_a_link(tmp_path):
     (tmp_path / "link").symlink_to("real")
     for text in ("old", "new"):
         write(tmp_path / "link", text, replace=True)
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "sub" / "a.txt").read_text() == text
+        assert (tmp_path / "link").is_symlink() and (
+            tmp_path / "real" / "sub" / "a.txt"
+        ).read_text() == text
 
 
 @pytest.mark.parametrize(
     "output, message",
-    [("run", "holds"), ("run/step", "itself"), ("run/step/out", "inside"), ("to_run", "holds"), ("to_run/step", "itself"), (".", "holds")],
+    [
+        ("run", "holds"),
+        ("run/step", "itself"),
+        ("run/step/out", "inside"),
+        ("to_run", "holds"),
+        ("to_run/step", "itself"),
+        (".", "holds"),
+    ],
 )
 def test_input_and_output_apart(tmp_path, output, message):
     (tmp_path / "run" / "step").mkdir(parents=True)
@@ -317,11 +371,16 @@ def test_input_and_output_apart(tmp_path, output, message):
 
 
 def test_input_and_output_apart_under_two_names_of_one_folder(tmp_path, monkeypatch):
-    """As on a disk that ignores case, or one that is mounted twice: `samefile` says what the names do not."""
+    """As on a disk that ignores case, or one that is mounted twice: `samefile` says what the names
+    do not."""
     (tmp_path / "run").mkdir()
     (tmp_path / "RUN").mkdir()
     same = os.path.samefile
-    monkeypatch.setattr(os.path, "samefile", lambda a, b: {Path(a).name, Path(b).name} == {"run", "RUN"} or same(a, b))
+    monkeypatch.setattr(
+        os.path,
+        "samefile",
+        lambda a, b: {Path(a).name, Path(b).name} == {"run", "RUN"} or same(a, b),
+    )
     for output, message in (("RUN", "itself"), ("RUN/out", "inside")):
         with pytest.raises(UserError, match=message):
             outputs.check_apart(tmp_path / output, tmp_path / "run")
@@ -331,14 +390,20 @@ def test_result_files_of_others_are_not_replaced(tmp_path):
     data = tmp_path / "table.json"
 
     def check():
-        outputs.check_result_files(tmp_path, "glue", outputs.earlier_result(data, "rows"), "table.json", "table.md")
+        outputs.check_result_files(
+            tmp_path, "glue", outputs.earlier_result(data, "rows"), "table.json", "table.md"
+        )
 
     check()
     outputs.check_result_files(tmp_path / "new", "glue", None, "table.md")
     for content in (b"mine", b"\xff", b"[]", b'{"other": 1}', b"[" * 100_000):
         data.write_bytes(content)
         with pytest.raises(
-            UserError, match="table.json was not made by neobert glue, so it is not replaced; move it, or choose another folder"
+            UserError,
+            match=(
+                "table.json was not made by neobert glue, so it is not replaced; move it, or "
+                "choose another folder"
+            ),
         ):
             check()
     data.unlink()
@@ -358,19 +423,40 @@ def test_result_files_of_others_are_not_replaced(tmp_path):
         (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
         (lambda path: path.write_text("[1, 2"), "not valid JSON"),
         (lambda path: path.write_text("[" * 100_000), "not valid JSON"),
-        (lambda path: path.write_text("[" * 51 + "]" * 51), "not valid JSON .*nested more than 50 deep"),
+        (
+            lambda path: path.write_text("[" * 51 + "]" * 51),
+            "not valid JSON .*nested more than 50 deep",
+        ),
         (lambda path: path.write_text("[NaN]"), "not valid JSON .*NaN is not a finite number"),
-        (lambda path: path.write_text("[-1e999]"), "not valid JSON .*-1e999 is not a finite number"),
+        (
+            lambda path: path.write_text("[-1e999]"),
+            "not valid JSON .*-1e999 is not a finite number",
+        ),
         (lambda path: path.write_text("9" * 5000), "not valid JSON"),
         (lambda path: path.write_text(" " * 1001), "more than 1,000 bytes"),
         (lambda path: path.symlink_to("/dev/zero"), "not a file, but a pipe, socket or device"),
     ],
-    ids=["absent", "pipe", "folder", "bytes", "cut", "deep", "too deep", "nan", "infinite", "digits", "large", "device"],
+    ids=[
+        "absent",
+        "pipe",
+        "folder",
+        "bytes",
+        "cut",
+        "deep",
+        "too deep",
+        "nan",
+        "infinite",
+        "digits",
+        "large",
+        "device",
+    ],
 )
 def test_what_cannot_be_read_is_one_sentence(tmp_path, make, message):
     make(tmp_path / "a.json")
     with pytest.raises(UserError, match=message):
-        files.read_json(tmp_path / "a.json", limit=1000 if message.startswith("more") else 1_000_000)
+        files.read_json(
+            tmp_path / "a.json", limit=1000 if message.startswith("more") else 1_000_000
+        )
 
 
 def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path):
@@ -388,8 +474,16 @@ def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path):
 
 
 def test_safetensors_in_pieces_equal_the_library(tmp_path):
-    tensors = {"b": torch.randn(3, 5), "a.weight": torch.randn(7), "c": torch.randn(()), "half": torch.randn(3).half()}
-    layout = {name: ("F16" if name == "half" else "F32", tuple(value.shape)) for name, value in tensors.items()}
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a.weight": torch.randn(7),
+        "c": torch.randn(()),
+        "half": torch.randn(3).half(),
+    }
+    layout = {
+        name: ("F16" if name == "half" else "F32", tuple(value.shape))
+        for name, value in tensors.items()
+    }
 
     def pieces(name):
         data = tensors[name].flatten().view(torch.uint8).numpy()
@@ -399,7 +493,12 @@ def test_safetensors_in_pieces_equal_the_library(tmp_path):
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     data = (tmp_path / "ours").read_bytes()
     assert data == (tmp_path / "theirs").read_bytes()
-    assert row == {"file": "ours", "tensors": 4, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert row == {
+        "file": "ours",
+        "tensors": 4,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
     with pytest.raises(ValueError, match="a.weight has 4 bytes where its dtype and shape take 28"):
         files.write_safetensors(tmp_path / "short", layout, lambda name: pieces(name)[:1])
 
@@ -407,7 +506,9 @@ def test_safetensors_in_pieces_equal_the_library(tmp_path):
 @pytest.mark.parametrize("length", range(1, 9))
 def test_the_numbers_of_a_safetensors_file_are_aligned(tmp_path, length):
     tensors = {"x" * length: torch.ones(3)}
-    files.write_safetensors(tmp_path / "ours", {"x" * length: ("F32", (3,))}, lambda name: [tensors[name].numpy()])
+    files.write_safetensors(
+        tmp_path / "ours", {"x" * length: ("F32", (3,))}, lambda name: [tensors[name].numpy()]
+    )
     save_file(tensors, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
@@ -421,7 +522,8 @@ def test_a_digest_in_blocks_is_that_of_the_whole_file(tmp_path, monkeypatch):
 
 
 def test_text_of_any_name_can_be_written(tmp_path):
-    """A file's name on Linux need not be UTF-8: Python has it with half surrogate pairs, and it comes into results with the command."""
+    """A file's name on Linux need not be UTF-8: Python has it with half surrogate pairs, and it
+    comes into results with the command."""
     name = os.fsdecode(b"caf\xe9-caf\xc3\xa9.jsonl")
     files.write_json(tmp_path / "a.json", {"command": name})
     files.write_text(tmp_path / "a.md", name)
@@ -442,7 +544,10 @@ def test_the_rights_are_those_that_the_umask_leaves(tmp_path, mask):
         files.write_text(tmp_path / "out" / "a.txt", "text")
     finally:
         os.umask(before)
-    modes = {path: path.stat().st_mode & 0o777 for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]}
+    modes = {
+        path: path.stat().st_mode & 0o777
+        for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    }
     assert modes == {path: (0o777 if path.is_dir() else 0o666) & ~mask for path in modes}
 
 
@@ -473,18 +578,29 @@ SECRET = "s3cr3t-Value"
     ],
 )
 def test_secrets_are_not_written(tmp_path, monkeypatch, arguments):
-    monkeypatch.setattr("sys.argv", ["neobert", *arguments, "--tokens_per_batch", "512", "--tokenizer", "folder"])
+    monkeypatch.setattr(
+        "sys.argv", ["neobert", *arguments, "--tokens_per_batch", "512", "--tokenizer", "folder"]
+    )
     command = environment()["command"]
     assert SECRET not in command and "hf_" not in command and files.HIDDEN in command
     assert "--tokens_per_batch 512 --tokenizer folder" in command, "more than secrets was hidden"
-    files.write_json(tmp_path / "result.json", {"settings": [{arguments[0].lstrip("-").partition("=")[0]: arguments[-1]}], "steps": 3})
+    files.write_json(
+        tmp_path / "result.json",
+        {"settings": [{arguments[0].lstrip("-").partition("=")[0]: arguments[-1]}], "steps": 3},
+    )
     text = (tmp_path / "result.json").read_text()
     assert SECRET not in text and "hf_" not in text and json.loads(text)["steps"] == 3
 
 
 def test_secrets_in_lists_are_hidden_and_options_behind_a_missing_one_are_not():
-    assert files.redacted({"addresses": ("https://me:pw@host", 3)}) == {"addresses": [f"https://{files.HIDDEN}@host", 3]}
-    assert files.redacted_arguments(["--hub_token", "--seed", "3"]) == ["--hub_token", "--seed", "3"]
+    assert files.redacted({"addresses": ("https://me:pw@host", 3)}) == {
+        "addresses": [f"https://{files.HIDDEN}@host", 3]
+    }
+    assert files.redacted_arguments(["--hub_token", "--seed", "3"]) == [
+        "--hub_token",
+        "--seed",
+        "3",
+    ]
 
 
 def test_classes_of_an_auto_map_are_not_secrets(tmp_path):

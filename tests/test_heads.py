@@ -1,5 +1,6 @@
-"""Pins the task heads: logits and losses against formulas in float64, `num_items_in_batch` (accumulated gradients are the whole batch's),
-pooling under any padding and packed, `sparse_prediction`, and the sentences about wrong labels.
+"""Pins the task heads: logits and losses against formulas in float64, `num_items_in_batch`
+(accumulated gradients are the whole batch's), pooling under any padding and packed,
+`sparse_prediction`, and the sentences about wrong labels.
 """
 
 import pytest
@@ -25,7 +26,9 @@ def log_softmax(logits):
 def cross_entropy(logits, labels):
     """Sum over labels other than -100 of -log p(label), and their number."""
     logits, labels = logits.flatten(0, -2), labels.flatten()
-    rows = [-log_softmax(logits[i])[label] for i, label in enumerate(labels.tolist()) if label != -100]
+    rows = [
+        -log_softmax(logits[i])[label] for i, label in enumerate(labels.tolist()) if label != -100
+    ]
     return sum(rows, torch.zeros((), dtype=torch.float64)), len(rows)
 
 
@@ -46,7 +49,8 @@ def close(actual, expected, what="loss"):
     assert_same(torch.as_tensor(actual), torch.as_tensor(expected), 1e-5, what)
 
 
-# ------------------------------------------------------------------------------------------------------------ masked LM
+# ------------------------------------------------------------------------------------------------
+# masked LM
 
 
 def mlm_batch():
@@ -83,16 +87,27 @@ def test_masked_lm_without_a_label_has_loss_zero():
             loss = model(**batch, num_items_in_batch=items).loss
             assert loss.item() == 0, f"The loss of no label is {loss.item()}."
             loss.backward()
-            assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+            assert all(
+                torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
+            )
 
 
 def test_sparse_prediction_gives_the_same_loss_and_gradients():
-    everything, masked = make_model(NeoBERTForMaskedLM), make_model(NeoBERTForMaskedLM, sparse_prediction=True)
+    everything, masked = (
+        make_model(NeoBERTForMaskedLM),
+        make_model(NeoBERTForMaskedLM, sparse_prediction=True),
+    )
     batch = mlm_batch()
     seen = []
     first, second = everything(**batch), masked(**batch)
-    close(second.logits, first.logits[batch["labels"] != -100], "logits of labelled tokens, in the order of the rows")
-    masked.decoder.register_forward_hook(lambda module, args, out: seen.append(args[0].numel() // 64))
+    close(
+        second.logits,
+        first.logits[batch["labels"] != -100],
+        "logits of labelled tokens, in the order of the rows",
+    )
+    masked.decoder.register_forward_hook(
+        lambda module, args, out: seen.append(args[0].numel() // 64)
+    )
     first, second = everything(**batch), masked(**batch)
     assert seen == [5], f"The decoder ran on {seen} tokens in place of the 5 labelled ones."
     close(second.loss, first.loss)
@@ -103,7 +118,9 @@ def test_sparse_prediction_gives_the_same_loss_and_gradients():
     for (name, p), q in zip(everything.named_parameters(), masked.parameters()):
         assert_same(q.grad, p.grad, 1e-5, f"gradient of {name}")
     labels = batch.pop("labels")
-    assert masked(**batch).logits.shape == (2, 14, 200), "Without labels there are logits for every token."
+    assert masked(**batch).logits.shape == (2, 14, 200), (
+        "Without labels there are logits for every token."
+    )
     close(masked(**batch, labels=labels, num_items_in_batch=9).loss, first.loss * 5 / 9)
 
 
@@ -115,9 +132,13 @@ def test_labels_at_padding_do_not_dilute_the_loss(head, unpad_inputs):
     ids, mask = random_batch([14, 6])
     labels = torch.randint(0, 3, ids.shape)
     expected = model(ids, attention_mask=mask, labels=labels).loss
-    close(expected, model(ids, attention_mask=mask, labels=labels.masked_fill(mask == 0, -100)).loss)
+    close(
+        expected, model(ids, attention_mask=mask, labels=labels.masked_fill(mask == 0, -100)).loss
+    )
     for items in (28, torch.tensor(28)):
-        close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=items).loss, expected)
+        close(
+            model(ids, attention_mask=mask, labels=labels, num_items_in_batch=items).loss, expected
+        )
 
 
 def test_losses_are_taken_in_float32():
@@ -129,7 +150,8 @@ def test_losses_are_taken_in_float32():
     assert abs(out.loss.item() - expected.item()) < 0.05 * expected.item()
 
 
-# ---------------------------------------------------------------------------------------------------- pooling, sequences
+# ------------------------------------------------------------------------------------------------
+# pooling, sequences
 
 
 def classify(model, pooled):
@@ -140,25 +162,54 @@ def classify(model, pooled):
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 @torch.no_grad()
 def test_pooling(pooling, unpad_inputs):
-    """tanh(dense(pooled)) -> classifier, pooled over real tokens: right, left, no padding, packed, or the text alone."""
-    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling, unpad_inputs=unpad_inputs)
+    """tanh(dense(pooled)) -> classifier, pooled over real tokens: right, left, no padding, packed,
+    or the text alone."""
+    model = make_model(
+        NeoBERTForSequenceClassification,
+        num_labels=3,
+        classifier_pooling=pooling,
+        unpad_inputs=unpad_inputs,
+    )
     lengths = [10, 4, 7]
     right, right_mask = random_batch(lengths)
     left, left_mask = random_batch(lengths, side="left")
     texts = [right[row, :n] for row, n in enumerate(lengths)]
-    assert all(torch.equal(left[row][left_mask[row].bool()], text) for row, text in enumerate(texts))
+    assert all(
+        torch.equal(left[row][left_mask[row].bool()], text) for row, text in enumerate(texts)
+    )
     hidden = [hidden_of(model, text) for text in texts]
-    expected = torch.stack([classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden])
-    assert (expected[0] - expected[1]).abs().max() > 0.01, "The texts must differ for this test to mean something."
-    assert_same(model(right, attention_mask=right_mask).logits, expected, 2e-5, "right-padded logits")
+    expected = torch.stack(
+        [classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden]
+    )
+    assert (expected[0] - expected[1]).abs().max() > 0.01, (
+        "The texts must differ for this test to mean something."
+    )
+    assert_same(
+        model(right, attention_mask=right_mask).logits, expected, 2e-5, "right-padded logits"
+    )
     assert_same(model(left, attention_mask=left_mask).logits, expected, 2e-5, "left-padded logits")
     assert_same(model(texts[0][None]).logits[0], expected[0], 2e-5, "logits of a text alone")
     bounds = torch.tensor([0, 10, 14, 21], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 10, "max_length_k": 10}
+    packed = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 10,
+        "max_length_k": 10,
+    }
     assert_same(model(torch.cat(texts)[None], **packed).logits, expected, 2e-5, "packed logits")
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    assert_same(model(torch.cat(texts)[None], position_ids=positions).logits, expected, 2e-5, "logits of restarting positions")
-    assert_same(model(torch.cat(texts)[None], position_ids=positions[0]).logits, expected, 2e-5, "logits of restarting positions (T,)")
+    assert_same(
+        model(torch.cat(texts)[None], position_ids=positions).logits,
+        expected,
+        2e-5,
+        "logits of restarting positions",
+    )
+    assert_same(
+        model(torch.cat(texts)[None], position_ids=positions[0]).logits,
+        expected,
+        2e-5,
+        "logits of restarting positions (T,)",
+    )
 
 
 @pytest.mark.parametrize("pooling", ("cls", "mean"))
@@ -180,7 +231,9 @@ def test_pooling_of_empty_packed_texts(pooling):
 @pytest.mark.parametrize("dtype,value", ((torch.bfloat16, 1), (torch.float16, 100)))
 def test_mean_pooling_sums_in_float32(dtype, value):
     """bfloat16 has 8 bits: a running sum of 4,000 ones stops at 256; float16 ends at 65,504."""
-    model = make_model(NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean").to(dtype)
+    model = make_model(
+        NeoBERTForSequenceClassification, num_labels=2, classifier_pooling="mean"
+    ).to(dtype)
     hidden = torch.full((1, 4000, 64), float(value), dtype=dtype)
     packing = Packing(torch.tensor([0, 1000, 4000], dtype=torch.int32), 3000)
     for pooled in (
@@ -189,7 +242,9 @@ def test_mean_pooling_sums_in_float32(dtype, value):
         model.pool(hidden, packing=packing),
     ):
         assert pooled.dtype == dtype
-        assert ((pooled / value - 1).abs() < 0.01).all(), f"The mean of {value} is {pooled.flatten()[0].item()}."
+        assert ((pooled / value - 1).abs() < 0.01).all(), (
+            f"The mean of {value} is {pooled.flatten()[0].item()}."
+        )
 
 
 def test_head_dropout_acts_in_training_only():
@@ -197,7 +252,9 @@ def test_head_dropout_acts_in_training_only():
     ids, _ = random_batch([8])
     assert torch.equal(model(ids).logits, model(ids).logits), "Dropout is active in eval."
     model.train()
-    assert not torch.equal(model(ids).logits, model(ids).logits), "The head has no dropout in training."
+    assert not torch.equal(model(ids).logits, model(ids).logits), (
+        "The head has no dropout in training."
+    )
 
 
 def sequence_model(**fields):
@@ -224,7 +281,10 @@ def test_regression(problem):
         out = one(ids, attention_mask=mask, labels=labels)
         squares = (out.logits.double().flatten() - labels.flatten()) ** 2
         close(out.loss, squares.mean())
-        close(one(ids, attention_mask=mask, labels=labels, num_items_in_batch=8).loss, squares.sum() / 8)
+        close(
+            one(ids, attention_mask=mask, labels=labels, num_items_in_batch=8).loss,
+            squares.sum() / 8,
+        )
     several = sequence_model(num_labels=3, problem_type="regression")
     labels = torch.randn(2, 3)
     out = several(ids, attention_mask=mask, labels=labels)
@@ -241,10 +301,13 @@ def test_multi_label(problem, dtype):
     p = 1 / (1 + torch.exp(-out.logits.double()))
     terms = -(labels * p.log() + (1 - labels) * (1 - p).log())
     close(out.loss, terms.mean())
-    close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=12).loss, terms.sum() / 12)
+    close(
+        model(ids, attention_mask=mask, labels=labels, num_items_in_batch=12).loss, terms.sum() / 12
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- other heads
+# ------------------------------------------------------------------------------------------------
+# other heads
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))
@@ -255,7 +318,9 @@ def test_token_classification(unpad_inputs):
     labels[0, 2] = -100
     out = model(ids, attention_mask=mask, labels=labels)
     for row, n in enumerate((9, 4)):
-        close(out.logits[row, :n], linear(model.classifier, hidden_of(model, ids[row, :n])), "logits")
+        close(
+            out.logits[row, :n], linear(model.classifier, hidden_of(model, ids[row, :n])), "logits"
+        )
     total, count = cross_entropy(out.logits, labels)
     assert count == 12
     close(out.loss, total / 12)
@@ -272,9 +337,16 @@ def test_question_answering():
     close(out.end_logits[1, :6], logits[:, 1], "end logits")
     first, second = cross_entropy(out.start_logits, start)[0], cross_entropy(out.end_logits, end)[0]
     close(out.loss, (first + second) / 2 / 3)
-    column = model(ids, attention_mask=mask, start_positions=start[:, None], end_positions=end[:, None])
+    column = model(
+        ids, attention_mask=mask, start_positions=start[:, None], end_positions=end[:, None]
+    )
     close(column.loss, out.loss)
-    close(model(ids, attention_mask=mask, start_positions=start, end_positions=end, num_items_in_batch=6).loss, out.loss / 2)
+    close(
+        model(
+            ids, attention_mask=mask, start_positions=start, end_positions=end, num_items_in_batch=6
+        ).loss,
+        out.loss / 2,
+    )
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))
@@ -283,21 +355,38 @@ def test_question_answering_does_not_depend_on_padding(unpad_inputs):
     model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad_inputs)
     ids, mask = random_batch([6, 15], length=20)
     start, end = torch.tensor([1, 14]), torch.tensor([5, 14])
-    alone = [model(ids[i : i + 1, :n], start_positions=start[i : i + 1], end_positions=end[i : i + 1]).loss for i, n in enumerate((6, 15))]
+    alone = [
+        model(
+            ids[i : i + 1, :n], start_positions=start[i : i + 1], end_positions=end[i : i + 1]
+        ).loss
+        for i, n in enumerate((6, 15))
+    ]
     out = model(ids, attention_mask=mask, start_positions=start, end_positions=end)
     close(out.loss, sum(alone) / 2)
     padding = mask == 0
-    assert (out.start_logits.softmax(-1)[padding] == 0).all() and (out.end_logits.softmax(-1)[padding] == 0).all()
+    assert (out.start_logits.softmax(-1)[padding] == 0).all() and (
+        out.end_logits.softmax(-1)[padding] == 0
+    ).all()
 
 
 def test_question_answering_ignores_answers_outside_of_the_row():
     model = make_model(NeoBERTForQuestionAnswering)
     ids, _ = random_batch([9, 9, 9])
-    out = model(ids, start_positions=torch.tensor([1, 9, 400]), end_positions=torch.tensor([3, -1, 8]))
+    out = model(
+        ids, start_positions=torch.tensor([1, 9, 400]), end_positions=torch.tensor([3, -1, 8])
+    )
     first = cross_entropy(out.start_logits[:1], torch.tensor([1]))[0]
-    second = sum(cross_entropy(out.end_logits[i : i + 1], torch.tensor([p]))[0] for i, p in ((0, 3), (2, 8))) / 2
+    second = (
+        sum(
+            cross_entropy(out.end_logits[i : i + 1], torch.tensor([p]))[0]
+            for i, p in ((0, 3), (2, 8))
+        )
+        / 2
+    )
     close(out.loss, (first + second) / 2)
-    nowhere = model(ids, start_positions=torch.tensor([9, 9, 9]), end_positions=torch.tensor([9, 9, 9]))
+    nowhere = model(
+        ids, start_positions=torch.tensor([9, 9, 9]), end_positions=torch.tensor([9, 9, 9])
+    )
     assert nowhere.loss.item() == 0
 
 
@@ -305,8 +394,18 @@ def test_question_answering_ignores_answers_outside_of_the_row():
 def test_question_answering_ignores_answers_at_padding(unpad_inputs):
     model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad_inputs)
     ids, mask = random_batch([5, 9])
-    at_padding = model(ids, attention_mask=mask, start_positions=torch.tensor([8, 1]), end_positions=torch.tensor([8, 4]))
-    outside = model(ids, attention_mask=mask, start_positions=torch.tensor([9, 1]), end_positions=torch.tensor([9, 4]))
+    at_padding = model(
+        ids,
+        attention_mask=mask,
+        start_positions=torch.tensor([8, 1]),
+        end_positions=torch.tensor([8, 4]),
+    )
+    outside = model(
+        ids,
+        attention_mask=mask,
+        start_positions=torch.tensor([9, 1]),
+        end_positions=torch.tensor([9, 4]),
+    )
     close(at_padding.loss, outside.loss)
     assert at_padding.loss < 10
 
@@ -324,15 +423,24 @@ def test_multiple_choice(pooling):
     }
     out = model(**shaped, labels=labels)
     hidden = [hidden_of(model, ids[row, :n]) for row, n in enumerate(lengths)]
-    scores = torch.stack([classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden]).view(2, 3)
+    scores = torch.stack(
+        [classify(model, h[0] if pooling == "cls" else h.mean(0)) for h in hidden]
+    ).view(2, 3)
     assert_same(out.logits, scores, 2e-5, "logits")
     total, _ = cross_entropy(scores, labels)
     close(out.loss, total / 2)
     close(model(**shaped, labels=labels, num_items_in_batch=8).loss, total / 8)
     embeds = model.get_input_embeddings()(shaped["input_ids"])
-    assert_same(model(inputs_embeds=embeds, attention_mask=shaped["attention_mask"]).logits, scores, 2e-5, "logits of inputs_embeds")
+    assert_same(
+        model(inputs_embeds=embeds, attention_mask=shaped["attention_mask"]).logits,
+        scores,
+        2e-5,
+        "logits of inputs_embeds",
+    )
     positions = torch.arange(9).expand(2, 3, 9)
-    assert_same(model(**shaped, position_ids=positions).logits, scores, 2e-5, "logits with position_ids")
+    assert_same(
+        model(**shaped, position_ids=positions).logits, scores, 2e-5, "logits with position_ids"
+    )
 
 
 @torch.no_grad()
@@ -341,14 +449,25 @@ def test_one_choice_is_not_taken_for_a_packed_batch():
     ids, _ = random_batch([6])
     expected = model(ids.view(1, 1, 6)).logits
     assert expected.shape == (1, 1)
-    assert model(ids.view(1, 1, 6), position_ids=torch.tensor([0, 1, 2, 0, 1, 2]).view(1, 1, 6)).logits.shape == (1, 1)
+    assert model(
+        ids.view(1, 1, 6), position_ids=torch.tensor([0, 1, 2, 0, 1, 2]).view(1, 1, 6)
+    ).logits.shape == (1, 1)
 
 
 @pytest.mark.parametrize(
     "given,words",
     (
-        ({"input_ids": torch.ones(1, 1, 9, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4, 9])}, "takes no packed batch"),
-        ({"input_ids": torch.ones(1, 2, 9, dtype=torch.long), "position_ids": torch.arange(9)}, r"position_ids of .*\(9,\) was given"),
+        (
+            {
+                "input_ids": torch.ones(1, 1, 9, dtype=torch.long),
+                "cu_seq_lens_q": torch.tensor([0, 4, 9]),
+            },
+            "takes no packed batch",
+        ),
+        (
+            {"input_ids": torch.ones(1, 2, 9, dtype=torch.long), "position_ids": torch.arange(9)},
+            r"position_ids of .*\(9,\) was given",
+        ),
     ),
 )
 def test_bad_multiple_choice(given, words):
@@ -366,7 +485,8 @@ def test_labels_of_a_quantised_model():
     assert abs(loss - expected) < 0.1 * expected
 
 
-# ---------------------------------------------------------------------------------------------- gradient accumulation
+# ----------------------------------------------------------------------------------------------
+# gradient accumulation
 
 
 def batches():
@@ -379,19 +499,40 @@ def batches():
     candidates["input_ids"][:, 1] = candidates["input_ids"][:, 1] * 2 % 200
     return {
         "masked LM": (NeoBERTForMaskedLM, {}, {**common, "labels": words}),
-        "masked LM, labelled logits": (NeoBERTForMaskedLM, {"sparse_prediction": True}, {**common, "labels": words}),
-        "single label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": torch.tensor([0, 2, 1, -100, 0])}),
-        "regression": (NeoBERTForSequenceClassification, {"num_labels": 1}, {**common, "labels": torch.randn(5)}),
-        "multi label": (NeoBERTForSequenceClassification, {"num_labels": 3}, {**common, "labels": (torch.rand(5, 3) > 0.5).float()}),
+        "masked LM, labelled logits": (
+            NeoBERTForMaskedLM,
+            {"sparse_prediction": True},
+            {**common, "labels": words},
+        ),
+        "single label": (
+            NeoBERTForSequenceClassification,
+            {"num_labels": 3},
+            {**common, "labels": torch.tensor([0, 2, 1, -100, 0])},
+        ),
+        "regression": (
+            NeoBERTForSequenceClassification,
+            {"num_labels": 1},
+            {**common, "labels": torch.randn(5)},
+        ),
+        "multi label": (
+            NeoBERTForSequenceClassification,
+            {"num_labels": 3},
+            {**common, "labels": (torch.rand(5, 3) > 0.5).float()},
+        ),
         "tokens": (NeoBERTForTokenClassification, {"num_labels": 3}, {**common, "labels": tokens}),
-        "choices": (NeoBERTForMultipleChoice, {}, {**candidates, "labels": torch.tensor([0, 1, 1, 0, 1])}),
+        "choices": (
+            NeoBERTForMultipleChoice,
+            {},
+            {**candidates, "labels": torch.tensor([0, 1, 1, 0, 1])},
+        ),
     }
 
 
 @pytest.mark.parametrize("items", ("int", "tensor"))
 @pytest.mark.parametrize("head", list(batches()))
 def test_accumulation_gives_the_gradients_of_the_whole_batch(head, items):
-    """Micro-batches of 3 and 2 rows, divided by the label count that Trainer passes, add up to the batch of 5."""
+    """Micro-batches of 3 and 2 rows, divided by the label count that Trainer passes, add up to the
+    batch of 5."""
     model_class, fields, batch = batches()[head]
     model = make_model(model_class, **fields)
 
@@ -406,17 +547,24 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(head, items):
 
     count = (batch["labels"] != -100).sum()
     whole, expected = gradients([slice(0, 5)])
-    parts, actual = gradients([slice(0, 3), slice(3, 5)], num_items_in_batch=count if items == "tensor" else count.item())
-    assert abs(whole - parts) < 1e-5 * abs(whole), f"The accumulated loss is {parts}, the whole batch's {whole}."
+    parts, actual = gradients(
+        [slice(0, 3), slice(3, 5)], num_items_in_batch=count if items == "tensor" else count.item()
+    )
+    assert abs(whole - parts) < 1e-5 * abs(whole), (
+        f"The accumulated loss is {parts}, the whole batch's {whole}."
+    )
     for name, gradient in actual.items():
         # The gradient of the choices' common bias is zero but for rounding.
         if expected[name].abs().max() > 1e-7:
             assert_same(gradient, expected[name], 2e-5, f"accumulated gradient of {name}")
     ignored, _ = gradients([slice(0, 3), slice(3, 5)])
-    assert abs(ignored - whole) > 1e-3 * abs(whole), "num_items_in_batch makes no difference here, so this test would be vacuous."
+    assert abs(ignored - whole) > 1e-3 * abs(whole), (
+        "num_items_in_batch makes no difference here, so this test would be vacuous."
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ bad labels
+# ------------------------------------------------------------------------------------------------
+# bad labels
 
 
 IDS = torch.ones(2, 6, dtype=torch.long)
@@ -429,24 +577,54 @@ BAD_LABELS = {
         {"labels": torch.tensor([0, 3])},
         "between 0 and 2.*3 was",
     ),
-    "one label for two texts": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.tensor([0])}, r"\(2,\).*\(1,\)"),
+    "one label for two texts": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3},
+        {"labels": torch.tensor([0])},
+        r"\(2,\).*\(1,\)",
+    ),
     "float classes": (
         NeoBERTForSequenceClassification,
         {"num_labels": 3, "problem_type": "single_label_classification"},
         {"labels": torch.tensor([0.0, 1.0])},
         "whole numbers.*float32",
     ),
-    "multi-label width": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.ones(2, 4)}, r"\(2, 3\).*\(2, 4\)"),
-    "multi-label range": (NeoBERTForSequenceClassification, {"num_labels": 3}, {"labels": torch.ones(2, 3) * 2}, "between 0 and 1.*2"),
-    "regression length": (NeoBERTForSequenceClassification, {"num_labels": 1}, {"labels": torch.ones(3)}, r"\(2,\).*\(3,\)"),
-    "token labels per text": (NeoBERTForTokenClassification, {"num_labels": 3}, {"labels": torch.tensor([0, 1])}, r"\(2, 6\).*\(2,\)"),
+    "multi-label width": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3},
+        {"labels": torch.ones(2, 4)},
+        r"\(2, 3\).*\(2, 4\)",
+    ),
+    "multi-label range": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3},
+        {"labels": torch.ones(2, 3) * 2},
+        "between 0 and 1.*2",
+    ),
+    "regression length": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 1},
+        {"labels": torch.ones(3)},
+        r"\(2,\).*\(3,\)",
+    ),
+    "token labels per text": (
+        NeoBERTForTokenClassification,
+        {"num_labels": 3},
+        {"labels": torch.tensor([0, 1])},
+        r"\(2, 6\).*\(2,\)",
+    ),
     "one answer for two texts": (
         NeoBERTForQuestionAnswering,
         {},
         {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([1])},
         r"start_positions.*\(2,\).*\(1,\)",
     ),
-    "start without end": (NeoBERTForQuestionAnswering, {}, {"start_positions": torch.tensor([1, 1])}, "start_positions.*end_positions"),
+    "start without end": (
+        NeoBERTForQuestionAnswering,
+        {},
+        {"start_positions": torch.tensor([1, 1])},
+        "start_positions.*end_positions",
+    ),
 }
 
 
@@ -469,15 +647,25 @@ def test_bad_choices():
 
 
 @pytest.mark.parametrize(
-    "problem, labels", [("regression", [[0.5, 1.25], [2.0, -1.0]]), ("multi_label_classification", [[1.0, 0.0], [0.0, 1.0]])]
+    "problem, labels",
+    [
+        ("regression", [[0.5, 1.25], [2.0, -1.0]]),
+        ("multi_label_classification", [[1.0, 0.0], [0.0, 1.0]]),
+    ],
 )
 def test_these_losses_are_taken_in_float32_too(problem, labels):
-    model = make_model(NeoBERTForSequenceClassification, num_labels=2, problem_type=problem).to(torch.bfloat16)
+    model = make_model(NeoBERTForSequenceClassification, num_labels=2, problem_type=problem).to(
+        torch.bfloat16
+    )
     ids, mask = random_batch([9, 4])
     labels = torch.tensor(labels)
     outputs = model(ids, attention_mask=mask, labels=labels)
     logits = outputs.logits.double()
-    expected = (logits - labels).square() if problem == "regression" else (1 + logits.exp()).log() - labels * logits
+    expected = (
+        (logits - labels).square()
+        if problem == "regression"
+        else (1 + logits.exp()).log() - labels * logits
+    )
     assert outputs.loss.dtype == torch.float32
     close(outputs.loss, expected.mean())
 
@@ -487,7 +675,10 @@ def test_sparse_prediction_of_a_batch_that_the_caller_packed():
     mask = batch["attention_mask"].bool()
     packed = {"input_ids": batch["input_ids"][mask][None], "labels": batch["labels"][mask][None]}
     packed["cu_seq_lens_q"] = torch.tensor([0, 14, 20], dtype=torch.int32)
-    sparse, dense = make_model(NeoBERTForMaskedLM, sparse_prediction=True)(**packed), make_model(NeoBERTForMaskedLM)(**packed)
+    sparse, dense = (
+        make_model(NeoBERTForMaskedLM, sparse_prediction=True)(**packed),
+        make_model(NeoBERTForMaskedLM)(**packed),
+    )
     close(sparse.loss, dense.loss)
     close(sparse.logits, dense.logits[packed["labels"] != -100], "logits of the labelled tokens")
 
@@ -495,13 +686,18 @@ def test_sparse_prediction_of_a_batch_that_the_caller_packed():
 def test_labels_of_exchanged_axes_are_refused():
     ids, mask = random_batch([9, 4])
     for model_class in (NeoBERTForMaskedLM, NeoBERTForTokenClassification):
-        with pytest.raises(ValueError, match=r"labels must have shape \(2, 9\), but \(9, 2\) was given"):
-            make_model(model_class, num_labels=3)(ids, attention_mask=mask, labels=torch.zeros(9, 2, dtype=torch.long))
+        with pytest.raises(
+            ValueError, match=r"labels must have shape \(2, 9\), but \(9, 2\) was given"
+        ):
+            make_model(model_class, num_labels=3)(
+                ids, attention_mask=mask, labels=torch.zeros(9, 2, dtype=torch.long)
+            )
 
 
 @pytest.mark.parametrize("items", (0, torch.tensor(0)))
 def test_a_batch_without_items_has_a_finite_loss(items):
-    """An accumulated batch in which no token is masked: the sum of its losses is zero. With padding and without."""
+    """An accumulated batch in which no token is masked: the sum of its losses is zero. With padding
+    and without."""
     batch = {**mlm_batch(), "num_items_in_batch": items}
     batch["labels"] = torch.full_like(batch["labels"], -100)
     model = make_model(NeoBERTForMaskedLM)

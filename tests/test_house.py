@@ -1,4 +1,5 @@
-"""Pins the house: rooms import downward only, `common/` no room at all, no file the package itself, and none in a circle."""
+"""Pins the house: rooms import downward only, `common/` no room at all, no file the package itself,
+and none in a circle."""
 
 import ast
 from pathlib import Path
@@ -9,14 +10,29 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # From the top down; a room may import those after it. The last three are the Hub's own files.
 ROOMS = (
-    *("__main__", "benchmarks", "export", "convert_checkpoint", "conversion", "pretraining", "finetuning", "embeddings", "common"),
+    *(
+        "__main__",
+        "benchmarks",
+        "export",
+        "convert_checkpoint",
+        "conversion",
+        "pretraining",
+        "finetuning",
+        "embeddings",
+        "common",
+    ),
     *("modeling_neobert", "configuration_neobert", "attention_neobert"),
 )
-FILES = {path.relative_to(ROOT): path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS}
+FILES = {
+    path.relative_to(ROOT): path
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0].removesuffix(".py") in ROOMS
+}
 
 
 def imported(place, source):
-    """Files of this package that a file imports, anywhere in it: paths relative to the root, `__init__.py` for a package.
+    """Files of this package that a file imports, anywhere in it: paths relative to the root,
+    `__init__.py` for a package.
 
     Args:
         place: the file, relative to the root.
@@ -26,22 +42,34 @@ def imported(place, source):
         if isinstance(node, ast.Import):
             names = [(alias.name.split("."), None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            start = ["neobert", *place.parts][: 1 + len(place.parts) - node.level] if node.level else []
-            names = [([*start, *(node.module or "").split(".")] if node.module else start, alias.name) for alias in node.names]
+            start = (
+                ["neobert", *place.parts][: 1 + len(place.parts) - node.level] if node.level else []
+            )
+            names = [
+                ([*start, *(node.module or "").split(".")] if node.module else start, alias.name)
+                for alias in node.names
+            ]
         else:
             continue
         for (first, *parts), name in names:
             if first == "neobert":
-                # `from .room import name`: a file room/name.py, or a name in room.py or room/__init__.py.
-                options = [*([Path(*parts, f"{name}.py")] if name else []), *([Path(*parts).with_suffix(".py")] if parts else [])]
+                # `from .room import name`: a file room/name.py, or a name in room.py or
+                # room/__init__.py.
+                options = [
+                    *([Path(*parts, f"{name}.py")] if name else []),
+                    *([Path(*parts).with_suffix(".py")] if parts else []),
+                ]
                 yield next((path for path in options if path in FILES), Path(*parts, "__init__.py"))
 
 
-IMPORTS = {place: set(imported(place, path.read_text(encoding="utf-8"))) for place, path in FILES.items()}
+IMPORTS = {
+    place: set(imported(place, path.read_text(encoding="utf-8"))) for place, path in FILES.items()
+}
 
 
 def names_of(source):
-    """Names that a module has after its import: defined, assigned or imported anywhere outside of functions and classes."""
+    """Names that a module has after its import: defined, assigned or imported anywhere outside of
+    functions and classes."""
     todo, found = [ast.parse(source)], set()
     while todo:
         for node in ast.iter_child_nodes(todo.pop()):
@@ -74,9 +102,18 @@ def circle(imports, start):
 
 def test_the_reader_of_imports_sees_what_is_there():
     assert {place.parts[0].removesuffix(".py") for place in FILES} >= set(ROOMS) - {"export"}
-    source = "from .onnx import x\nfrom . import c\nfrom .. import name\ndef f():\n    import neobert.common.rows\n    from ..common import files"
+    source = (
+        "from .onnx import x\nfrom . import c\nfrom .. import name\ndef f():\n    import "
+        "neobert.common.rows\n    from ..common import files"
+    )
     found = set(map(str, imported(Path("export/a.py"), source)))
-    assert found == {"export/onnx.py", "export/__init__.py", "__init__.py", "common/rows.py", "common/files.py"}
+    assert found == {
+        "export/onnx.py",
+        "export/__init__.py",
+        "__init__.py",
+        "common/rows.py",
+        "common/files.py",
+    }
     assert (
         circle({"a": {"b"}, "b": {"c"}, "c": {"b", "a"}}, "a") == ["a", "b", "c"]
         and circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}, "a") is None
@@ -89,8 +126,12 @@ def test_a_file_imports_downward_and_in_no_circle(place):
     above = ROOMS[: ROOMS.index(own)]
     upward = [str(other) for other in IMPORTS[place] if other.parts[0].removesuffix(".py") in above]
     assert not upward, f"{place} imports {', '.join(upward)}, which is above {own}"
-    assert Path("__init__.py") not in IMPORTS[place], f"{place} imports the package, which imports everything"
-    assert circle(IMPORTS, place) is None, f"a circle of imports: {' -> '.join(map(str, circle(IMPORTS, place)))}"
+    assert Path("__init__.py") not in IMPORTS[place], (
+        f"{place} imports the package, which imports everything"
+    )
+    assert circle(IMPORTS, place) is None, (
+        f"a circle of imports: {' -> '.join(map(str, circle(IMPORTS, place)))}"
+    )
 
 
 @pytest.mark.parametrize("place", FILES, ids=str)
@@ -100,5 +141,9 @@ def test_what_a_file_imports_is_there(place):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:
             start = [*place.parts][: len(place.parts) - node.level]
             other = Path(*start, *node.module.split(".")).with_suffix(".py")
-            missing = [alias.name for alias in node.names if other in NAMES and alias.name not in NAMES[other]]
+            missing = [
+                alias.name
+                for alias in node.names
+                if other in NAMES and alias.name not in NAMES[other]
+            ]
             assert not missing, f"{place} imports {', '.join(missing)}, which {other} does not have"

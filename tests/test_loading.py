@@ -1,7 +1,9 @@
-"""Pins loading and saving: byte-equal round trips with the code beside the weights, remote code, folders of the other major version,
-initialisation of what a checkpoint lacks, tying, resizing, pickling, device maps and dtypes.
+"""Pins loading and saving: byte-equal round trips with the code beside the weights, remote code,
+folders of the other major version, initialisation of what a checkpoint lacks, tying, resizing,
+pickling, device maps and dtypes.
 
-NEOBERT_EXCHANGE names a folder in which runs on different transformers versions leave models for each other.
+NEOBERT_EXCHANGE names a folder in which runs on different transformers versions leave models for
+each other.
 """
 
 import copy
@@ -17,11 +19,22 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import neobert
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel, modeling_neobert
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+    modeling_neobert,
+)
 from neobert.configuration_neobert import AUTO_MAP
 
 from .reference import FIELDS, LEARNED, assert_same, make_model, random_batch
@@ -48,7 +61,11 @@ def remote(monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.utils.hub.HF_MODULES_CACHE", modules, raising=False)
     before = set(sys.modules)
     path = list(sys.path)
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("transformers_modules")}
+    kept = {
+        name: sys.modules.pop(name)
+        for name in list(sys.modules)
+        if name.startswith("transformers_modules")
+    }
     yield {"trust_remote_code": True, "dtype": torch.float32}
     sys.path[:] = path
     for name in set(sys.modules) - before:
@@ -63,25 +80,39 @@ def files(folder):
 
 def outputs(model):
     ids, mask = random_batch([9, 5])
-    if isinstance(model, neobert.NeoBERTForMultipleChoice) or type(model).__name__ == "NeoBERTForMultipleChoice":
+    if (
+        isinstance(model, neobert.NeoBERTForMultipleChoice)
+        or type(model).__name__ == "NeoBERTForMultipleChoice"
+    ):
         ids, mask = ids[None], mask[None]
     with torch.no_grad():
         return model.eval()(ids, attention_mask=mask)[0]
 
 
-# -------------------------------------------------------------------------------------------------------------- round trips
+# ------------------------------------------------------------------------------------------------
+# round trips
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_save_load_save_is_byte_equal(head, tmp_path):
     model = make_model(HEADS[head], num_labels=3)
     model.save_pretrained(tmp_path / "first")
-    assert files(tmp_path / "first") == {"config.json", "model.safetensors"} | CODE, "The code must travel with the weights."
-    again, info = HEADS[head].from_pretrained(tmp_path / "first", output_loading_info=True, dtype=torch.float32)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    assert files(tmp_path / "first") == {"config.json", "model.safetensors"} | CODE, (
+        "The code must travel with the weights."
+    )
+    again, info = HEADS[head].from_pretrained(
+        tmp_path / "first", output_loading_info=True, dtype=torch.float32
+    )
+    assert (
+        not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ), info
     again.save_pretrained(tmp_path / "second")
-    match, mismatch, errors = filecmp.cmpfiles(tmp_path / "first", tmp_path / "second", files(tmp_path / "first"), shallow=False)
-    assert not mismatch and not errors, f"These files changed by loading and saving: {mismatch + errors}"
+    match, mismatch, errors = filecmp.cmpfiles(
+        tmp_path / "first", tmp_path / "second", files(tmp_path / "first"), shallow=False
+    )
+    assert not mismatch and not errors, (
+        f"These files changed by loading and saving: {mismatch + errors}"
+    )
     # Where tensors lie in memory decides the last bit of some kernels.
     assert_same(outputs(again), outputs(model), 1e-6)
 
@@ -90,10 +121,21 @@ def test_save_load_save_is_byte_equal(head, tmp_path):
 def test_saved_config(head, tmp_path):
     make_model(HEADS[head], num_labels=3).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    published = {"AutoModel": ["NeoBERT"], "AutoModelForMaskedLM": ["NeoBERTLMHead", "NeoBERTForMaskedLM"]}
-    assert config["architectures"] == published.get(head, [HEADS[head].__name__]), "Other tools match on the published class names."
+    published = {
+        "AutoModel": ["NeoBERT"],
+        "AutoModelForMaskedLM": ["NeoBERTLMHead", "NeoBERTForMaskedLM"],
+    }
+    assert config["architectures"] == published.get(head, [HEADS[head].__name__]), (
+        "Other tools match on the published class names."
+    )
     assert config["auto_map"] == AUTO_MAP and config["model_type"] == "neobert"
-    assert not {"max_length", "kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head"} & set(config)
+    assert not {
+        "max_length",
+        "kwargs",
+        "trust_remote_code",
+        "pretrained_model_name_or_path",
+        "dim_head",
+    } & set(config)
     for file in CODE:
         source = Path(modeling_neobert.__file__).resolve().parent / file
         assert (tmp_path / file).read_bytes() == source.read_bytes(), f"{file} changed on the way."
@@ -104,7 +146,10 @@ def test_architectures_do_not_grow(tmp_path):
     for _ in range(2):
         config = NeoBERTConfig.from_pretrained(tmp_path)
         config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["NeoBERTLMHead", "NeoBERTForMaskedLM"]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        "NeoBERTLMHead",
+        "NeoBERTForMaskedLM",
+    ]
 
 
 def test_where_a_model_is_saved(tmp_path):
@@ -113,7 +158,9 @@ def test_where_a_model_is_saved(tmp_path):
     model.save_pretrained(tmp_path / "a" / "new" / "folder")
     assert files(tmp_path / "a" / "new" / "folder") == {"config.json", "model.safetensors"} | CODE
     model.save_pretrained(tmp_path / "second", is_main_process=False)
-    assert not (tmp_path / "second").is_dir() or not files(tmp_path / "second") & (CODE | {"config.json"})
+    assert not (tmp_path / "second").is_dir() or not files(tmp_path / "second") & (
+        CODE | {"config.json"}
+    )
 
 
 def test_folders_of_the_code_before_name_what_there_is():
@@ -126,8 +173,15 @@ def test_unknown_tensors_of_a_decoder_are_reported(tmp_path):
     """A class without a decoder leaves it out quietly, a masked LM does not."""
     make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "decoder.extra": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    for model_class, expected in ((NeoBERTForMaskedLM, {"decoder.extra"}), (NeoBERTForSequenceClassification, set())):
+    save_file(
+        {**tensors, "decoder.extra": torch.zeros(2)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    for model_class, expected in (
+        (NeoBERTForMaskedLM, {"decoder.extra"}),
+        (NeoBERTForSequenceClassification, set()),
+    ):
         info = model_class.from_pretrained(tmp_path, output_loading_info=True)[1]
         assert set(info["unexpected_keys"]) == expected, model_class
 
@@ -135,7 +189,10 @@ def test_unknown_tensors_of_a_decoder_are_reported(tmp_path):
 def test_saved_tensor_names_are_the_published_ones(golden, tmp_path):
     model = NeoBERTForMaskedLM.from_pretrained(golden / "neobert_tiny")
     model.save_pretrained(tmp_path)
-    published, saved = load_file(golden / "neobert_tiny" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    published, saved = (
+        load_file(golden / "neobert_tiny" / "model.safetensors"),
+        load_file(tmp_path / "model.safetensors"),
+    )
     assert set(saved) == set(published)
     assert all(torch.equal(saved[name], published[name]) for name in saved)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -145,8 +202,12 @@ def test_saved_tensor_names_are_the_published_ones(golden, tmp_path):
 def test_sharded_round_trip(tmp_path):
     model = make_model(NeoBERTForMaskedLM)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert (tmp_path / "model.safetensors.index.json").exists() and len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert torch.equal(outputs(NeoBERTForMaskedLM.from_pretrained(tmp_path, dtype=torch.float32)), outputs(model))
+    assert (tmp_path / "model.safetensors.index.json").exists() and len(
+        list(tmp_path.glob("*.safetensors"))
+    ) > 1
+    assert torch.equal(
+        outputs(NeoBERTForMaskedLM.from_pretrained(tmp_path, dtype=torch.float32)), outputs(model)
+    )
 
 
 @pytest.mark.parametrize("variant", ("learned", "yarn", "settings"))
@@ -170,12 +231,14 @@ def test_variants_round_trip(variant, tmp_path):
     assert torch.equal(outputs(again), outputs(model))
 
 
-# -------------------------------------------------------------------------------------------------------------- remote code
+# ------------------------------------------------------------------------------------------------
+# remote code
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_remote_code(head, tmp_path, remote):
-    """A folder that we saved loads through the Auto classes with its own code, and saves that code again."""
+    """A folder that we saved loads through the Auto classes with its own code, and saves that code
+    again."""
     model = make_model(HEADS[head], num_labels=3)
     model.save_pretrained(tmp_path / "first")
     # Without this, the installed classes would be preferred to the folder's.
@@ -188,16 +251,21 @@ def test_remote_code(head, tmp_path, remote):
     assert files(tmp_path / "second") == {"config.json", "model.safetensors"} | CODE
     assert json.loads((tmp_path / "second" / "config.json").read_text()) == config
     for file in ("model.safetensors", *CODE):
-        assert filecmp.cmp(tmp_path / "first" / file, tmp_path / "second" / file, shallow=False), f"{file} changed."
+        assert filecmp.cmp(tmp_path / "first" / file, tmp_path / "second" / file, shallow=False), (
+            f"{file} changed."
+        )
 
 
 def strange_type(folder):
-    """Renames the model type, so that the installed package cannot answer for the folder: only its own code can."""
+    """Renames the model type, so that the installed package cannot answer for the folder: only its
+    own code can."""
     config = json.loads((folder / "config.json").read_text())
     config["model_type"] = "neobert-elsewhere"
     (folder / "config.json").write_text(json.dumps(config))
     source = (folder / "configuration_neobert.py").read_text()
-    (folder / "configuration_neobert.py").write_text(source.replace('model_type = "neobert"', 'model_type = "neobert-elsewhere"'))
+    (folder / "configuration_neobert.py").write_text(
+        source.replace('model_type = "neobert"', 'model_type = "neobert-elsewhere"')
+    )
 
 
 def test_the_folders_own_code_runs(tmp_path, remote):
@@ -213,20 +281,28 @@ def test_the_folders_own_code_runs(tmp_path, remote):
     assert torch.equal(outputs(again), outputs(model))
     base = AutoModel.from_pretrained(tmp_path / "second", attn_implementation="eager", **remote)
     assert base.config._attn_implementation == "eager"
-    assert torch.equal(base(random_batch([9])[0])[0], loaded.set_attn_implementation("eager") or loaded.model(random_batch([9])[0])[0])
+    assert torch.equal(
+        base(random_batch([9])[0])[0],
+        loaded.set_attn_implementation("eager") or loaded.model(random_batch([9])[0])[0],
+    )
 
 
 def test_a_fine_tuned_remote_head_travels(tmp_path, remote):
     make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path / "base")
     strange_type(tmp_path / "base")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=4, **remote)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=4, **remote
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids, mask = random_batch([9, 5])
     model.train()(ids, attention_mask=mask, labels=torch.tensor([1, 3])).loss.backward()
     optimizer.step()
     model.save_pretrained(tmp_path / "tuned")
     config = json.loads((tmp_path / "tuned" / "config.json").read_text())
-    assert config["architectures"] == ["NeoBERTForSequenceClassification"] and config["auto_map"] == AUTO_MAP
+    assert (
+        config["architectures"] == ["NeoBERTForSequenceClassification"]
+        and config["auto_map"] == AUTO_MAP
+    )
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned", **remote)
     assert again.num_labels == 4 and torch.equal(outputs(again), outputs(model))
 
@@ -239,13 +315,20 @@ def test_a_folder_of_a_subclass_has_its_code(tmp_path, remote):
     make_model(Unregistered).save_pretrained(tmp_path)
     assert {*CODE, "config.json", "model.safetensors"} == {path.name for path in tmp_path.iterdir()}
     assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
-    assert type(AutoModelForSequenceClassification.from_pretrained(tmp_path, **remote)).__name__ == "NeoBERTForSequenceClassification"
+    assert (
+        type(AutoModelForSequenceClassification.from_pretrained(tmp_path, **remote)).__name__
+        == "NeoBERTForSequenceClassification"
+    )
 
 
 def test_a_users_remote_class_survives_a_save(tmp_path, remote):
-    """As `AutoModel...from_pretrained` does without this package: it takes the class of the folder and registers it."""
+    """As `AutoModel...from_pretrained` does without this package: it takes the class of the folder
+    and registers it."""
     make_model(NeoBERTForSequenceClassification).save_pretrained(tmp_path / "first")
-    code = "from .modeling_neobert import NeoBERTForSequenceClassification\n\n\nclass Mine(NeoBERTForSequenceClassification):\n    pass\n"
+    code = (
+        "from .modeling_neobert import NeoBERTForSequenceClassification\n\n\nclass "
+        "Mine(NeoBERTForSequenceClassification):\n    pass\n"
+    )
     (tmp_path / "first" / "mine.py").write_text(code)
     for source, target in (("first", "second"), ("second", "third")):
         get_class_from_dynamic_module("configuration_neobert.NeoBERTConfig", str(tmp_path / source))
@@ -268,16 +351,24 @@ def test_the_auto_classes_know_neobert(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is NeoBERTForMaskedLM, "No remote code is needed with the package."
+    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is NeoBERTForMaskedLM, (
+        "No remote code is needed with the package."
+    )
 
 
 def test_the_checkout_is_a_configuration():
     config = NeoBERTConfig.from_pretrained(Path(modeling_neobert.__file__).resolve().parent)
-    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size, config.max_position_embeddings) == (768, 28, 30522, 4096)
+    assert (
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.vocab_size,
+        config.max_position_embeddings,
+    ) == (768, 28, 30522, 4096)
     assert config.auto_map == AUTO_MAP
 
 
-# ------------------------------------------------------------------------------------------------- the other major version
+# ------------------------------------------------------------------------------------------------
+# the other major version
 
 
 def seeded(fields):
@@ -309,17 +400,22 @@ def test_configurations_of_both_majors(written_by, variant, tmp_path):
         "pad_token_id",
         "norm_type",
     ):
-        assert getattr(config, name) == getattr(expected, name), f"{name} is {getattr(config, name)!r}, not {getattr(expected, name)!r}."
+        assert getattr(config, name) == getattr(expected, name), (
+            f"{name} is {getattr(config, name)!r}, not {getattr(expected, name)!r}."
+        )
     model = seeded(EXCHANGED[variant])
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     again = NeoBERTForMaskedLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert torch.equal(outputs(again), outputs(model)), f"The model that {written_by} describes answers differently."
+    assert torch.equal(outputs(again), outputs(model)), (
+        f"The model that {written_by} describes answers differently."
+    )
 
 
 @pytest.mark.parametrize("variant", EXCHANGED)
 def test_exchange_with_the_other_version(variant, tmp_path, remote):
-    """Leaves a folder for the other versions and loads what they left, with the code that they saved."""
+    """Leaves a folder for the other versions and loads what they left, with the code that they
+    saved."""
     exchange = os.environ.get("NEOBERT_EXCHANGE")
     if not exchange:
         pytest.skip("NEOBERT_EXCHANGE is not set: no folder to exchange models in")
@@ -327,18 +423,33 @@ def test_exchange_with_the_other_version(variant, tmp_path, remote):
     seeded(EXCHANGED[variant]).save_pretrained(mine)
     for folder in sorted(Path(exchange).glob(f"{variant}-*")):
         loaded = AutoModelForMaskedLM.from_pretrained(folder, **remote)
-        assert_same(outputs(loaded), outputs(seeded(EXCHANGED[variant])), 1e-6, f"model left in {folder.name}")
+        assert_same(
+            outputs(loaded),
+            outputs(seeded(EXCHANGED[variant])),
+            1e-6,
+            f"model left in {folder.name}",
+        )
         loaded.save_pretrained(tmp_path / folder.name)
         saved = tmp_path / folder.name / "model.safetensors"
-        assert saved.read_bytes() == (folder / "model.safetensors").read_bytes(), f"{folder.name} changed."
+        assert saved.read_bytes() == (folder / "model.safetensors").read_bytes(), (
+            f"{folder.name} changed."
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- initialisation
+# ------------------------------------------------------------------------------------------------
+# initialisation
 
 
 def test_initialisation_is_the_papers():
-    """Uniform within the bounds for body and decoder, normal for heads, ones and zeros for norms and biases."""
-    fields = {**FIELDS, "hidden_size": 128, "embedding_init_range": 0.05, "decoder_init_range": 0.03, "classifier_init_range": 0.04}
+    """Uniform within the bounds for body and decoder, normal for heads, ones and zeros for norms
+    and biases."""
+    fields = {
+        **FIELDS,
+        "hidden_size": 128,
+        "embedding_init_range": 0.05,
+        "decoder_init_range": 0.03,
+        "classifier_init_range": 0.04,
+    }
     model = NeoBERTForSequenceClassification(NeoBERTConfig(**fields, num_labels=3))
     lm = NeoBERTForMaskedLM(NeoBERTConfig(**fields))
     for name, p in [*model.named_parameters(), *lm.named_parameters()]:
@@ -348,25 +459,41 @@ def test_initialisation_is_the_papers():
             assert (p == 1).all(), name
         elif name.startswith(("dense", "classifier")):
             if p.numel() > 1000:
-                assert abs(p.std().item() - 0.04) < 0.002 and p.abs().max() > 0.1, f"{name} is not normal(0, 0.04)."
+                assert abs(p.std().item() - 0.04) < 0.002 and p.abs().max() > 0.1, (
+                    f"{name} is not normal(0, 0.04)."
+                )
         else:
             bound = 0.05 if name == "model.encoder.weight" else 0.03
-            assert p.abs().max() <= bound and p.abs().max() > 0.98 * bound, f"{name} is not uniform within {bound}."
-            assert abs(p.std().item() - bound / 3**0.5) < 0.03 * bound, f"{name} has the wrong spread for a uniform distribution."
+            assert p.abs().max() <= bound and p.abs().max() > 0.98 * bound, (
+                f"{name} is not uniform within {bound}."
+            )
+            assert abs(p.std().item() - bound / 3**0.5) < 0.03 * bound, (
+                f"{name} has the wrong spread for a uniform distribution."
+            )
             assert abs(p.mean().item()) < 0.02 * bound
 
 
-@pytest.mark.parametrize("head", [name for name in HEADS if name not in ("AutoModel", "AutoModelForMaskedLM")])
+@pytest.mark.parametrize(
+    "head", [name for name in HEADS if name not in ("AutoModel", "AutoModelForMaskedLM")]
+)
 def test_a_new_head_on_a_loaded_body(head, golden, tmp_path):
     """The head is drawn as the paper says, and no loaded weight is touched."""
     published = load_file(golden / "neobert_tiny" / "model.safetensors")
-    model, info = HEADS[head].from_pretrained(golden / "neobert_tiny", num_labels=50, output_loading_info=True, dtype=torch.float32)
-    assert not info["unexpected_keys"], f"The decoder should be left out quietly: {info['unexpected_keys']}"
-    assert info["missing_keys"] and not any(name.startswith("model.") for name in info["missing_keys"])
+    model, info = HEADS[head].from_pretrained(
+        golden / "neobert_tiny", num_labels=50, output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["unexpected_keys"], (
+        f"The decoder should be left out quietly: {info['unexpected_keys']}"
+    )
+    assert info["missing_keys"] and not any(
+        name.startswith("model.") for name in info["missing_keys"]
+    )
     state = model.state_dict()
     for name in published:
         if name.startswith("model."):
-            assert torch.equal(state[name], published[name]), f"{name} was overwritten while the head was initialised."
+            assert torch.equal(state[name], published[name]), (
+                f"{name} was overwritten while the head was initialised."
+            )
     for name in info["missing_keys"]:
         if name.endswith("bias"):
             assert (state[name] == 0).all(), name
@@ -375,7 +502,9 @@ def test_a_new_head_on_a_loaded_body(head, golden, tmp_path):
                 f"{name} has spread {state[name].std()}, not 0.02."
             )
             # A uniform of this spread would end at 0.035.
-            assert state[name].numel() < 1000 or state[name].abs().max() > 0.045, f"{name} is not normal."
+            assert state[name].numel() < 1000 or state[name].abs().max() > 0.045, (
+                f"{name} is not normal."
+            )
 
 
 def test_a_head_loads_into_the_base_and_the_base_into_a_head(tmp_path):
@@ -384,8 +513,15 @@ def test_a_head_loads_into_the_base_and_the_base_into_a_head(tmp_path):
     base = NeoBERTModel.from_pretrained(tmp_path / "head", dtype=torch.float32)
     assert all(torch.equal(p, q) for p, q in zip(base.parameters(), head.model.parameters()))
     base.save_pretrained(tmp_path / "base")
-    again, info = NeoBERTForSequenceClassification.from_pretrained(tmp_path / "base", output_loading_info=True, dtype=torch.float32)
-    assert set(info["missing_keys"]) == {"dense.weight", "dense.bias", "classifier.weight", "classifier.bias"}
+    again, info = NeoBERTForSequenceClassification.from_pretrained(
+        tmp_path / "base", output_loading_info=True, dtype=torch.float32
+    )
+    assert set(info["missing_keys"]) == {
+        "dense.weight",
+        "dense.bias",
+        "classifier.weight",
+        "classifier.bias",
+    }
     assert all(torch.equal(p, q) for p, q in zip(again.model.parameters(), head.model.parameters()))
 
 
@@ -398,7 +534,8 @@ def test_a_missing_body_tensor_is_reported(golden, tmp_path):
     assert set(info["missing_keys"]) == {"model.transformer_encoder.1.wo.weight"}
 
 
-# --------------------------------------------------------------------------------------------------------- tying, resizing
+# ------------------------------------------------------------------------------------------------
+# tying, resizing
 
 
 def test_untied_by_default_and_tied_on_request(tmp_path):
@@ -408,8 +545,12 @@ def test_untied_by_default_and_tied_on_request(tmp_path):
     tied = make_model(NeoBERTForMaskedLM, tie_word_embeddings=True)
     assert tied.decoder.weight is tied.model.encoder.weight
     tied.save_pretrained(tmp_path)
-    assert "decoder.weight" not in load_file(tmp_path / "model.safetensors"), "A shared weight is stored once."
-    again, info = NeoBERTForMaskedLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float32)
+    assert "decoder.weight" not in load_file(tmp_path / "model.safetensors"), (
+        "A shared weight is stored once."
+    )
+    again, info = NeoBERTForMaskedLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32
+    )
     assert again.decoder.weight is again.model.encoder.weight and not info["missing_keys"]
     assert torch.equal(outputs(again), outputs(tied))
 
@@ -424,12 +565,19 @@ def test_resize_token_embeddings(tied, size, tmp_path):
     weight, bias = model.decoder.weight.detach().clone(), model.decoder.bias.detach().clone()
     model.resize_token_embeddings(size)
     kept = min(size, 200)
-    assert model.config.vocab_size == size and model.get_input_embeddings().weight.shape == (size, 64)
+    assert model.config.vocab_size == size and model.get_input_embeddings().weight.shape == (
+        size,
+        64,
+    )
     assert model.decoder.weight.shape == (size, 64) and model.decoder.bias.shape == (size,)
-    assert torch.equal(model.decoder.weight[:kept], weight[:kept]) and torch.equal(model.decoder.bias[:kept], bias[:kept])
+    assert torch.equal(model.decoder.weight[:kept], weight[:kept]) and torch.equal(
+        model.decoder.bias[:kept], bias[:kept]
+    )
     assert (model.decoder.weight is model.model.encoder.weight) == tied
     with torch.no_grad():
-        assert_same(model(ids).logits[..., :150], before[..., :150], 1e-6, "logits of the old tokens")
+        assert_same(
+            model(ids).logits[..., :150], before[..., :150], 1e-6, "logits of the old tokens"
+        )
     last = torch.full_like(ids, size - 1)
     model(last, labels=last).loss.backward()
     with pytest.raises(ValueError, match=f"labels must lie between 0 and {size - 1}"):
@@ -442,7 +590,8 @@ def test_resize_token_embeddings(tied, size, tmp_path):
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-# ---------------------------------------------------------------------------------------------------- copies, devices, dtype
+# ------------------------------------------------------------------------------------------------
+# copies, devices, dtype
 
 
 def test_pickle_and_deepcopy():
@@ -460,7 +609,11 @@ def test_set_attn_implementation(tmp_path):
     expected = outputs(model)
     for implementation in ("eager", "flex_attention", "sdpa"):
         model.set_attn_implementation(implementation)
-        assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
+        assert (
+            model.config._attn_implementation
+            == model.model.config._attn_implementation
+            == implementation
+        )
         assert_same(outputs(model), expected, 1e-5, implementation)
     model.save_pretrained(tmp_path)
     for implementation in ("eager", "sdpa"):
@@ -478,22 +631,37 @@ def test_device_map(device_map, tmp_path):
     model.save_pretrained(tmp_path)
     again = NeoBERTForMaskedLM.from_pretrained(tmp_path, device_map=device_map, dtype=torch.float32)
     assert again.device.type == "cpu" or torch.cuda.is_available()
-    assert_same(outputs(again.to("cpu") if device_map != "auto" else again), outputs(model), 1e-5, "placed model")
+    assert_same(
+        outputs(again.to("cpu") if device_map != "auto" else again),
+        outputs(model),
+        1e-5,
+        "placed model",
+    )
 
 
 def test_disk_offload_by_blocks(tmp_path):
-    """Half of the blocks wait on disk and come in one by one: `_no_split_modules` names the block."""
+    """Half of the blocks wait on disk and come in one by one: `_no_split_modules` names the
+    block."""
     accelerate = pytest.importorskip("accelerate", reason="offloading needs accelerate")
     model = make_model(NeoBERTForMaskedLM)
     expected = outputs(model)
     placed = accelerate.dispatch_model(
         model,
-        {"model.encoder": "cpu", "model.embedding_dropout": "cpu", "model.transformer_encoder.0": "cpu", "model.transformer_encoder.1": "disk",
-         "model.transformer_encoder.2": "disk", "model.layer_norm": "cpu", "decoder": "cpu"},
+        {
+            "model.encoder": "cpu",
+            "model.embedding_dropout": "cpu",
+            "model.transformer_encoder.0": "cpu",
+            "model.transformer_encoder.1": "disk",
+            "model.transformer_encoder.2": "disk",
+            "model.layer_norm": "cpu",
+            "decoder": "cpu",
+        },
         main_device="cpu",
         offload_dir=tmp_path,
-    )  # fmt: skip
-    assert placed.model.transformer_encoder[1].qkv.weight.device.type == "meta", "Nothing was offloaded, so this test would be vacuous."
+    )
+    assert placed.model.transformer_encoder[1].qkv.weight.device.type == "meta", (
+        "Nothing was offloaded, so this test would be vacuous."
+    )
     assert torch.equal(outputs(placed), expected)
 
 
@@ -513,7 +681,10 @@ def test_dtype(dtype, tmp_path):
 def test_the_meta_device():
     with torch.device("meta"):
         model = NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS))
-        out = model(torch.ones(2, 6, dtype=torch.long, device="meta"), attention_mask=torch.ones(2, 6, device="meta"))
+        out = model(
+            torch.ones(2, 6, dtype=torch.long, device="meta"),
+            attention_mask=torch.ones(2, 6, device="meta"),
+        )
     assert out.logits.shape == (2, 6, 200) and out.logits.device.type == "meta"
 
 

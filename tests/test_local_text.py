@@ -1,4 +1,5 @@
-"""Pins the text of packages: WordNet and GCIDE as sentences, absent sources that say what to install, and held-out parts by key."""
+"""Pins the text of packages: WordNet and GCIDE as sentences, absent sources that say what to
+install, and held-out parts by key."""
 
 import gzip
 import json
@@ -14,25 +15,40 @@ def test_wordnet_lines_become_sentences(tmp_path):
     (tmp_path / "data.noun").write_text(
         head
         + "00000002 03 n 01 fishnet 0 000 | a net for catching fish  \n"
-        + '00000010 06 n 02 landing_net 0 gaff 1 001 @ 00000002 n 0000 | a bag-shaped net; lifts a fish; "he used a landing net"; "his net"  \n'
+        + (
+            "00000010 06 n 02 landing_net 0 gaff 1 001 @ 00000002 n 0000 | a bag-shaped net; "
+            'lifts a fish; "he used a landing net"; "his net"  \n'
+        )
     )
-    (tmp_path / "data.verb").write_text(head + '00000020 29 v 01 take_in 2 000 01 + 08 00 | fool or hoax; "The man took me in"  \n')
-    (tmp_path / "data.adj").write_text(head + "00000030 00 a 01 galore(ip) 0 000 | existing in abundance  \n")
+    (tmp_path / "data.verb").write_text(
+        head + '00000020 29 v 01 take_in 2 000 01 + 08 00 | fool or hoax; "The man took me in"  \n'
+    )
+    (tmp_path / "data.adj").write_text(
+        head + "00000030 00 a 01 galore(ip) 0 000 | existing in abundance  \n"
+    )
     (tmp_path / "data.adv").write_text(head)
     rows = {row["id"]: row["text"] for row in local_text.wordnet_entries(tmp_path)}
     assert rows == {
         "noun-00000002": "fishnet: a net for catching fish.",
-        "noun-00000010": "landing net, gaff: a bag-shaped net; lifts a fish. a landing net is a kind of fishnet. he used a landing net. his net.",
+        "noun-00000010": (
+            "landing net, gaff: a bag-shaped net; lifts a fish. a landing net is a kind of "
+            "fishnet. he used a landing net. his net."
+        ),
         "verb-00000020": "take in: fool or hoax. The man took me in.",
         "adj-00000030": "galore: existing in abundance.",
     }
-    assert [row["text"] for row in local_text.wordnet_sentences(tmp_path)] == ["he used a landing net.", "The man took me in."]
+    assert [row["text"] for row in local_text.wordnet_sentences(tmp_path)] == [
+        "he used a landing net.",
+        "The man took me in.",
+    ]
 
 
 def test_dictionary_entries_lose_their_apparatus(tmp_path):
     entries = (
-        'Laminar \\Lam"i*nar\\, Laminal \\Lam"i*nal\\, a. [Cf. F. laminaire.\n   See {Lamina}]\n   In, or consisting of, thin plates or layers.\n'
-        "   [1913 Webster]\n\nDowse \\Dowse\\, v. t. [imp. & p. p. {Dowsed} (doust).] [Cf. OD. doesen to strike.]\n   1. To plunge, or duck into water.\n"
+        'Laminar \\Lam"i*nar\\, Laminal \\Lam"i*nal\\, a. [Cf. F. laminaire.\n   See {Lamina}]\n   '
+        "In, or consisting of, thin plates or layers.\n"
+        "   [1913 Webster]\n\nDowse \\Dowse\\, v. t. [imp. & p. p. {Dowsed} (doust).] [Cf. OD. "
+        "doesen to strike.]\n   1. To plunge, or duck into water.\n"
         "      [1913 Webster]\n\n            A poor man was dowsed.   --Tillotson.\n"
     )
     with gzip.open(tmp_path / "gcide.dict.dz", "wt") as file:
@@ -49,7 +65,10 @@ def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.delenv("NEOBERT_SENTIMENT", raising=False)
     for read, words in (
         (lambda: local_text.wordnet_entries(tmp_path), "apt-get install wordnet-base"),
-        (lambda: local_text.gcide_entries(tmp_path / "gcide.dict.dz"), "apt-get install dict-gcide"),
+        (
+            lambda: local_text.gcide_entries(tmp_path / "gcide.dict.dz"),
+            "apt-get install dict-gcide",
+        ),
         (lambda: local_text.sentiment_sentences("movie"), "pip download .* vaderSentiment==3.3.2"),
         (lambda: local_text.sentiment_sentences("films"), "choose one of movie"),
     ):
@@ -62,12 +81,19 @@ def test_the_held_out_part_is_a_function_of_the_key(tmp_path):
     counts = local_text.write_split(rows, tmp_path / "a", 2.0)
     local_text.write_split(reversed(rows), tmp_path / "b", 2.0)
     assert counts["train"] + counts["heldout"] == 5000 and 60 < counts["heldout"] < 140
-    keys = [{json.loads(line)["id"] for line in (tmp_path / name / "heldout.jsonl").read_text().splitlines()} for name in "ab"]
+    keys = [
+        {
+            json.loads(line)["id"]
+            for line in (tmp_path / name / "heldout.jsonl").read_text().splitlines()
+        }
+        for name in "ab"
+    ]
     assert keys[0] == keys[1], "the split must not depend on the order"
     assert local_text.is_held_out("noun-00000013") == ("noun-00000013" in keys[0])
 
 
 def test_long_texts_are_joined_from_neighbours():
-    assert list(local_text.join_texts(["a b", "c", "d e f g", "h", "i"], 3)) == ["a b c", "d e f g"], (
-        "what does not reach the length is dropped"
-    )
+    assert list(local_text.join_texts(["a b", "c", "d e f g", "h", "i"], 3)) == [
+        "a b c",
+        "d e f g",
+    ], "what does not reach the length is dropped"

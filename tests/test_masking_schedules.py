@@ -1,4 +1,5 @@
-"""Pins masking (rates, kinds, special tokens, seeds), schedules and optimizer groups against their formulas."""
+"""Pins masking (rates, kinds, special tokens, seeds), schedules and optimizer groups against their
+formulas."""
 
 import math
 
@@ -38,8 +39,12 @@ def test_20_percent_always_by_the_mask_token(tokenizer):
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     assert not (chosen & special).any(), "special tokens must never be predicted"
     # 70,000 real tokens: the standard deviation of the share is 0.0015.
-    assert abs(chosen[~special].float().mean() - 0.2) < 0.006, "20 % of the real tokens must be predicted"
-    assert (hidden[chosen] == tokenizer.mask_token_id).all(), "every predicted token must be replaced by [MASK]"
+    assert abs(chosen[~special].float().mean() - 0.2) < 0.006, (
+        "20 % of the real tokens must be predicted"
+    )
+    assert (hidden[chosen] == tokenizer.mask_token_id).all(), (
+        "every predicted token must be replaced by [MASK]"
+    )
     assert torch.equal(hidden[~chosen], ids[~chosen]), "all other tokens must stay as they are"
     assert torch.equal(labels[chosen], ids[chosen]), "the label must be the token that was there"
 
@@ -49,24 +54,34 @@ def test_bert_masking_15_percent_80_10_10(tokenizer):
     hidden, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
     chosen = labels != -100
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert abs(chosen[~special].float().mean() - 0.15) < 0.006, "15 % of the real tokens must be predicted"
+    assert abs(chosen[~special].float().mean() - 0.15) < 0.006, (
+        "15 % of the real tokens must be predicted"
+    )
     masked = (hidden == tokenizer.mask_token_id)[chosen].float().mean()
     kept = (hidden == ids)[chosen].float().mean()
-    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015, f"expected 80/10/10, got {masked:.3f} masked and {kept:.3f} kept"
+    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015, (
+        f"expected 80/10/10, got {masked:.3f} masked and {kept:.3f} kept"
+    )
     replaced = hidden[chosen & (hidden != ids) & (hidden != tokenizer.mask_token_id)]
     assert len(replaced) > 800, "about 10 % must be replaced by other tokens"
-    assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any(), "a random token must be an ordinary one"
+    assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any(), (
+        "a random token must be an ordinary one"
+    )
 
 
 def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
     masking, ids = TokenMasking(tokenizer), _text(tokenizer, 1000)
-    first, again, other = (masking(ids, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2))
+    first, again, other = (
+        masking(ids, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2)
+    )
     assert torch.equal(first, again), "one seed must give one mask"
     assert not torch.equal(first, other), "another seed must give another mask"
     text = torch.tensor([[tokenizer.cls_token_id, 2000, tokenizer.sep_token_id]])
     for seed in range(20):
         labels = masking(text, torch.Generator().manual_seed(seed))[1]
-        assert labels.tolist() == [[-100, 2000, -100]], "a batch with one real token must predict it"
+        assert labels.tolist() == [[-100, 2000, -100]], (
+            "a batch with one real token must predict it"
+        )
 
 
 @pytest.mark.parametrize("shares", [(0.0, 1, 0), (1.0, 1, 0), (0.2, 0.9, 0.2), (0.2, -0.1, 0)])
@@ -80,7 +95,9 @@ def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
     ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
         labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
-        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006, f"after {progress} of the run"
+        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006, (
+            f"after {progress} of the run"
+        )
     with pytest.raises(UserError, match="mask_schedule must be two shares"):
         TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
     with pytest.raises(UserError, match="mask_schedule must lie between 0 and 1"):
@@ -100,7 +117,8 @@ def _rates(kind, warmup, steps, kwargs=None, peak=1.0):
 
 
 def _papers(step, warmup, steps):
-    """Section 4: linear warm-up, cosine to 10 % of the peak over 90 % of the steps, then constant."""
+    """Section 4: linear warm-up, cosine to 10 % of the peak over 90 % of the steps, then
+    constant."""
     if step < warmup:
         return step / warmup
     t = min(1.0, (step - warmup) / (0.9 * steps - warmup))
@@ -110,7 +128,9 @@ def _papers(step, warmup, steps):
 @pytest.mark.parametrize("warmup, steps", [(20, 1000), (0, 100), (1, 10), (100, 2800)])
 def test_the_librarys_schedule_is_the_papers(warmup, steps):
     given = paper_schedule(steps, warmup)
-    rates = _rates(given["lr_scheduler_type"], warmup, steps, given["lr_scheduler_kwargs"], peak=6e-4)
+    rates = _rates(
+        given["lr_scheduler_type"], warmup, steps, given["lr_scheduler_kwargs"], peak=6e-4
+    )
     expected = [6e-4 * _papers(step, warmup, steps) for step in range(steps)]
     assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
@@ -119,36 +139,70 @@ def test_the_papers_schedule_at_its_turning_points():
     given = paper_schedule(1_000_000, 2000)
     assert given["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
     scheduler = make_schedule(
-        given["lr_scheduler_type"], torch.optim.SGD([torch.zeros(1)], 1.0), 2000, 1_000_000, given["lr_scheduler_kwargs"]
+        given["lr_scheduler_type"],
+        torch.optim.SGD([torch.zeros(1)], 1.0),
+        2000,
+        1_000_000,
+        given["lr_scheduler_kwargs"],
     )
     (factor,) = scheduler.lr_lambdas
     assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
-    assert math.isclose(factor(451_000), 0.55), "half-way down the cosine the rate is the mean of 1 and 0.1"
+    assert math.isclose(factor(451_000), 0.55), (
+        "half-way down the cosine the rate is the mean of 1 and 0.1"
+    )
     assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
-    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1), "10 % from 90 % of the steps on"
+    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1), (
+        "10 % from 90 % of the steps on"
+    )
 
 
 def test_linear_and_constant_schedules():
-    assert [_rates("linear", 10, 110)[step] for step in (0, 5, 10, 60)] == pytest.approx([0, 0.5, 1, 0.5])
-    assert [_rates("constant_with_warmup", 10, 110)[step] for step in (5, 10, 109)] == pytest.approx([0.5, 1, 1])
+    assert [_rates("linear", 10, 110)[step] for step in (0, 5, 10, 60)] == pytest.approx(
+        [0, 0.5, 1, 0.5]
+    )
+    assert [
+        _rates("constant_with_warmup", 10, 110)[step] for step in (5, 10, 109)
+    ] == pytest.approx([0.5, 1, 1])
 
 
 def test_warm_up_stable_decay():
-    rates = _rates("warmup_stable_decay", 10, 100, {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.0})
+    rates = _rates(
+        "warmup_stable_decay",
+        10,
+        100,
+        {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.0},
+    )
     expected = [i / 10 for i in range(10)] + [1.0] * 70 + [1 - math.sqrt(i / 20) for i in range(20)]
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("extra", [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}],
+)
 def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
     model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **extra))
-    arguments = TrainingArguments(output_dir=str(tmp_path), weight_decay=0.1, learning_rate=6e-4, report_to="none", use_cpu=True)
-    optimizer = PretrainingTrainer(model=model, args=arguments, run=RunArguments()).create_optimizer()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        weight_decay=0.1,
+        learning_rate=6e-4,
+        report_to="none",
+        use_cpu=True,
+    )
+    optimizer = PretrainingTrainer(
+        model=model, args=arguments, run=RunArguments()
+    ).create_optimizer()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, free = ({names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups)
+    decayed, free = (
+        {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert decayed | free == set(names.values()) and not decayed & free, "every parameter must be in one group"
-    assert all("norm" in name or name.endswith("bias") for name in free), f"only norms and biases are free of decay, not {free}"
+    assert decayed | free == set(names.values()) and not decayed & free, (
+        "every parameter must be in one group"
+    )
+    assert all("norm" in name or name.endswith("bias") for name in free), (
+        f"only norms and biases are free of decay, not {free}"
+    )
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
     # With zero gradients decoupled decay alone moves a weight: w (1 - lr * decay).
     before = model.decoder.weight.detach().clone()

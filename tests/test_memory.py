@@ -1,5 +1,6 @@
-"""Pins the peak memory that results publish: what is held at the start is not growth, what is freed before the end still counts, and where the
-system tells nothing there is no figure. And that training on the CPU keeps freed memory."""
+"""Pins the peak memory that results publish: what is held at the start is not growth, what is freed
+before the end still counts, and where the system tells nothing there is no figure. And that
+training on the CPU keeps freed memory."""
 
 import ctypes
 import pathlib
@@ -17,15 +18,23 @@ from neobert.common.memory import PeakMemory, mebibytes
 
 
 MIB = 2**20
-linux = pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="resident memory is read from Linux's /proc")
+linux = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(),
+    reason="resident memory is read from Linux's /proc",
+)
 
 
 @pytest.fixture(autouse=True)
 def _malloc_as_a_process_starts_with_it():
-    """Other tests of the process call `keep_freed_memory`, after which small tensors take new memory beside freed large ones."""
+    """Other tests of the process call `keep_freed_memory`, after which small tensors take new
+    memory beside freed large ones."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in ((-4, 65536), (-3, 2**17), (-1, 2**17)):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        for parameter, value in (
+            (-4, 65536),
+            (-3, 2**17),
+            (-1, 2**17),
+        ):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             mallopt(parameter, value)
 
 
@@ -36,15 +45,20 @@ def test_growth_is_that_of_the_work():
         torch.ones(48 * MIB // 4)  # freed at once
         torch.ones(16 * MIB // 4)
     assert 44 * MIB < first.growth < 60 * MIB, (
-        f"48 MiB lived at once, beside 64 that were there before, but {mebibytes(first.growth)} were seen"
+        f"48 MiB lived at once, beside 64 that were there before, but {mebibytes(first.growth)} "
+        "were seen"
     )
-    assert first.peak == first.before + first.growth and first.before > held.nbytes, "the peak counts what was held at the start"
+    assert first.peak == first.before + first.growth and first.before > held.nbytes, (
+        "the peak counts what was held at the start"
+    )
     peak = first.peak
     more = torch.ones(96 * MIB // 4)
     assert first.peak == peak, "what comes after the with does not count"
     with PeakMemory("cpu") as second:
         pass
-    assert second.growth < 16 * MIB, f"an earlier, higher peak is forgotten, but {mebibytes(second.growth)} MiB were seen"
+    assert second.growth < 16 * MIB, (
+        f"an earlier, higher peak is forgotten, but {mebibytes(second.growth)} MiB were seen"
+    )
     del more
 
 
@@ -57,16 +71,30 @@ def test_without_a_with_it_goes_on():
 
 
 def test_on_cuda_it_is_what_torch_reserved(monkeypatch):
-    """A stand-in for the allocator's counters: cached blocks are given back, the peak is reset, then read."""
+    """A stand-in for the allocator's counters: cached blocks are given back, the peak is reset,
+    then read."""
     calls = []
-    for name, value in (("synchronize", None), ("empty_cache", None), ("reset_peak_memory_stats", None), ("memory_reserved", 10 * MIB),
-                        ("max_memory_reserved", 25 * MIB)):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda *device, name=name, value=value: calls.append(name) or value)
+    for name, value in (
+        ("synchronize", None),
+        ("empty_cache", None),
+        ("reset_peak_memory_stats", None),
+        ("memory_reserved", 10 * MIB),
+        ("max_memory_reserved", 25 * MIB),
+    ):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *device, name=name, value=value: calls.append(name) or value
+        )
     with PeakMemory("cuda") as peak:
         calls.append("work")
-    assert calls[:3] == ["synchronize", "empty_cache", "reset_peak_memory_stats"], "garbage goes before the peak is reset"
-    assert (peak.before, peak.peak, peak.growth) == (10 * MIB, 25 * MIB, 15 * MIB), "10 MiB of weights, 15 of work"
-    assert calls.index("work") < calls.index("max_memory_reserved"), "the peak is read after the work"
+    assert calls[:3] == ["synchronize", "empty_cache", "reset_peak_memory_stats"], (
+        "garbage goes before the peak is reset"
+    )
+    assert (peak.before, peak.peak, peak.growth) == (10 * MIB, 25 * MIB, 15 * MIB), (
+        "10 MiB of weights, 15 of work"
+    )
+    assert calls.index("work") < calls.index("max_memory_reserved"), (
+        "the peak is read after the work"
+    )
 
 
 def test_where_the_system_tells_nothing(monkeypatch):
@@ -93,9 +121,16 @@ def test_freed_memory_is_used_again_without_new_pages():
         usual = pages()
         keep_freed_memory()
         print(usual, [pages() for _ in range(10)][-1])  # the first calls grow the heap, by how much depends on what lies in it
-    """
-    usual, kept = map(int, subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
-    assert usual > 20 * kept, f"{kept} pages were made anew for 4 x 40 MiB; {usual} without the setting"
+    """  # noqa: E501
+    usual, kept = map(
+        int,
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.split(),
+    )
+    assert usual > 20 * kept, (
+        f"{kept} pages were made anew for 4 x 40 MiB; {usual} without the setting"
+    )
 
 
 @pytest.mark.parametrize("device, times", [("cpu", 1), ("cuda", 0)])
@@ -107,6 +142,8 @@ def test_training_on_the_cpu_keeps_freed_memory(device, times, tmp_path, monkeyp
     same = lambda *given, **named: None  # noqa: E731
     trained = lambda **given: TrainOutput(1, 0.0, {})  # noqa: E731
     callbacks = {"add_callback": same, "remove_callback": same}
-    trainer = SimpleNamespace(args=arguments, state=state, train=trained, _save_checkpoint=same, **callbacks)
+    trainer = SimpleNamespace(
+        args=arguments, state=state, train=trained, _save_checkpoint=same, **callbacks
+    )
     checkpoints.train(trainer)
     assert len(called) == times

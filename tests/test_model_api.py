@@ -1,4 +1,5 @@
-"""Pins what a BERT user may pass to the model and what comes back: masks, positions, hidden states, attentions, return_dict, bad input."""
+"""Pins what a BERT user may pass to the model and what comes back: masks, positions, hidden states,
+attentions, return_dict, bad input."""
 
 import logging
 
@@ -22,7 +23,8 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
 @pytest.fixture
 def warnings(caplog):
-    """Warnings that the model logs; each is given once a process, so the memory of that is cleared."""
+    """Warnings that the model logs; each is given once a process, so the memory of that is
+    cleared."""
     modeling_neobert.logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger=modeling_neobert.logger.name):
         yield lambda text: [r for r in caplog.records if text in r.getMessage()]
@@ -33,7 +35,8 @@ def model():
     return make_model(NeoBERTModel)
 
 
-# ------------------------------------------------------------------------------------------------------------- arithmetic
+# ------------------------------------------------------------------------------------------------
+# arithmetic
 
 
 @pytest.mark.parametrize("variant", ("neobert", "learned", "mixed"))
@@ -41,7 +44,11 @@ def model():
 @torch.no_grad()
 def test_hidden_states_are_the_formulas(implementation, variant):
     """n + 1 of them, the embedding first and the normed output last, at real tokens."""
-    fields = {"neobert": {}, "learned": LEARNED, "mixed": {"norm_type": "layer", "rope_theta": 500.0}}[variant]
+    fields = {
+        "neobert": {},
+        "learned": LEARNED,
+        "mixed": {"norm_type": "layer", "rope_theta": 500.0},
+    }[variant]
     model = make_model(NeoBERTModel, attn_implementation=implementation, **fields)
     lengths = [17, 9, 1]
     ids, mask = random_batch(lengths)
@@ -58,14 +65,17 @@ def test_hidden_states_are_the_formulas(implementation, variant):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
 def test_attentions(implementation, warnings):
-    """Weights of the formula under every implementation, also with padding; one warning where the implementation has none."""
+    """Weights of the formula under every implementation, also with padding; one warning where the
+    implementation has none."""
     model = make_model(NeoBERTModel, attn_implementation=implementation)
     lengths = [11, 6]
     ids, mask = random_batch(lengths)
     out = model(ids, attention_mask=mask, output_attentions=True)
     model(ids, attention_mask=mask, output_attentions=True)
     found = warnings("eager function is used instead")
-    assert len(found) == (0 if implementation == "eager" else 1), f"{len(found)} warnings were given."
+    assert len(found) == (0 if implementation == "eager" else 1), (
+        f"{len(found)} warnings were given."
+    )
     assert len(out.attentions) == 3
     for row, n in enumerate(lengths):
         states, attentions = reference_states(model, ids[row, :n])
@@ -82,19 +92,29 @@ def test_attentions_of_a_packed_batch(model):
     ids, _ = random_batch([5, 8, 5], length=8)
     packed = torch.cat([ids[0, :5], ids[1], ids[2, :5]])[None]
     bounds = torch.tensor([0, 5, 13, 18], dtype=torch.int32)
-    kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    kwargs = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 8,
+        "max_length_k": 8,
+    }
     out = model(packed, output_attentions=True, **kwargs)
     for start, stop, row in ((0, 5, 0), (5, 13, 1), (13, 18, 2)):
         expected = reference_states(model, ids[row, : stop - start])[1][-1]
         weights = out.attentions[-1][0]
         assert_same(weights[:, start:stop, start:stop], expected, 1e-5, f"weights of text {row}")
-        assert weights[:, start:stop, :start].sum() == 0 and weights[:, start:stop, stop:].sum() == 0
+        assert (
+            weights[:, start:stop, :start].sum() == 0 and weights[:, start:stop, stop:].sum() == 0
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------- masks
+# ------------------------------------------------------------------------------------------------
+# masks
 
 
-@pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16))
+@pytest.mark.parametrize(
+    "dtype", (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16)
+)
 @pytest.mark.parametrize("side", ("left", "right"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
@@ -107,14 +127,16 @@ def test_mask_dtypes_and_sides(implementation, side, dtype):
         for row in range(len(lengths)):
             real = mask[row].bool()
             expected = reference_states(model, ids[row][real])[0][-1]
-            # On the left, the positions start later: the same up to rounding, as only relative positions matter.
+            # On the left, the positions start later: the same up to rounding, as only relative
+            # positions matter.
             assert_same(out[row][real], expected, 2e-5, f"text {row} ({side} padding, {dtype})")
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
 @torch.no_grad()
 def test_learned_positions_count_real_tokens(side):
-    """From 1 over real tokens, wherever the padding is; tokens equal to pad_token_id are padding when no mask is given."""
+    """From 1 over real tokens, wherever the padding is; tokens equal to pad_token_id are padding
+    when no mask is given."""
     lengths = [10, 4]
     ids, mask = random_batch(lengths, side=side)
     for given in (mask, None):
@@ -123,9 +145,19 @@ def test_learned_positions_count_real_tokens(side):
             out = model(ids, attention_mask=given).last_hidden_state
             row = 1 if given is not None else 0
             real = mask[row].bool()
-            assert_same(out[row][real], reference_states(model, ids[row][real])[0][-1], 1e-5, "learned positions")
+            assert_same(
+                out[row][real],
+                reference_states(model, ids[row][real])[0][-1],
+                1e-5,
+                "learned positions",
+            )
     explicit = model(ids[:1], position_ids=torch.arange(10)[None] + 5).last_hidden_state
-    assert_same(explicit[0], reference_states(model, ids[0], torch.arange(10) + 5)[0][-1], 1e-5, "explicit learned positions")
+    assert_same(
+        explicit[0],
+        reference_states(model, ids[0], torch.arange(10) + 5)[0][-1],
+        1e-5,
+        "explicit learned positions",
+    )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -148,7 +180,9 @@ def test_scattered_masks_keep_positions(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
-    model = make_model(NeoBERTForMaskedLM, attn_implementation=implementation, unpad_inputs=unpad_inputs)
+    model = make_model(
+        NeoBERTForMaskedLM, attn_implementation=implementation, unpad_inputs=unpad_inputs
+    )
     ids, mask = random_batch([9, 0, 5])
     for given in (mask, torch.zeros_like(mask)):
         model.zero_grad()
@@ -156,12 +190,16 @@ def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
         # torch has no backward of flex_attention on the CPU.
         with torch.set_grad_enabled(implementation != "flex_attention"):
             out = model(ids, attention_mask=given, labels=labels, output_hidden_states=True)
-        assert all(torch.isfinite(x).all() for x in (out.loss, out.logits, *out.hidden_states)), "NaN or infinity in the outputs."
+        assert all(torch.isfinite(x).all() for x in (out.loss, out.logits, *out.hidden_states)), (
+            "NaN or infinity in the outputs."
+        )
         if implementation == "flex_attention":
             continue
         out.loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        assert grads and all(torch.isfinite(g).all() for g in grads), "NaN or infinity in the gradients."
+        assert grads and all(torch.isfinite(g).all() for g in grads), (
+            "NaN or infinity in the gradients."
+        )
     with torch.no_grad():
         out = model(ids, attention_mask=mask)
     for row, n in ((0, 9), (2, 5)):
@@ -179,14 +217,17 @@ def test_padding_is_zero_where_the_model_packed_and_content_of_padding_is_irrele
     assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, out)
 
 
-# ------------------------------------------------------------------------------------------------------------ other inputs
+# ------------------------------------------------------------------------------------------------
+# other inputs
 
 
 @torch.no_grad()
 def test_inputs_embeds(model):
     ids, mask = random_batch([9, 5])
     embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask)[0], model(ids, attention_mask=mask)[0])
+    assert torch.equal(
+        model(inputs_embeds=embeds, attention_mask=mask)[0], model(ids, attention_mask=mask)[0]
+    )
     assert torch.equal(model(inputs_embeds=embeds)[0], model(ids)[0])
 
 
@@ -195,14 +236,20 @@ def test_token_type_ids_are_ignored(model):
     ids, mask = random_batch([9, 5])
     out = model(ids, attention_mask=mask, token_type_ids=torch.ones_like(ids))
     assert torch.equal(out[0], model(ids, attention_mask=mask)[0])
-    assert torch.equal(model(ids, mask, torch.ones_like(ids))[0], out[0]), "The third positional argument is token_type_ids, as in BERT."
+    assert torch.equal(model(ids, mask, torch.ones_like(ids))[0], out[0]), (
+        "The third positional argument is token_type_ids, as in BERT."
+    )
 
 
 @torch.no_grad()
 def test_return_dict(model):
     ids, _ = random_batch([9])
     out = model(ids, return_dict=False)
-    assert isinstance(out, tuple) and len(out) == 1 and torch.equal(out[0], model(ids).last_hidden_state)
+    assert (
+        isinstance(out, tuple)
+        and len(out) == 1
+        and torch.equal(out[0], model(ids).last_hidden_state)
+    )
     everything = model(ids, return_dict=False, output_hidden_states=True, output_attentions=True)
     assert len(everything) == 3 and len(everything[1]) == 4 and len(everything[2]) == 3
     head = make_model(NeoBERTForMaskedLM)
@@ -239,7 +286,9 @@ def test_dropout_acts_in_training_only(field, implementation):
     assert_same(run()[0], reference_states(model, ids[0])[0][-1], 1e-5, "output in eval")
     assert torch.equal(run(), run()), "Dropout is active in eval."
     model.train()
-    assert not torch.allclose(run(), run()), f"{field} does nothing in training, so the check in eval would be vacuous."
+    assert not torch.allclose(run(), run()), (
+        f"{field} does nothing in training, so the check in eval would be vacuous."
+    )
 
 
 @torch.no_grad()
@@ -248,7 +297,9 @@ def test_one_warning_past_the_trained_length(model, warnings):
     out = model(ids).last_hidden_state
     model(ids)
     found = warnings("longer than the 128 of max_position_embeddings")
-    assert len(found) == 1, f"Texts past the trained length must give one warning, not {len(found)}."
+    assert len(found) == 1, (
+        f"Texts past the trained length must give one warning, not {len(found)}."
+    )
     assert "yarn" in found[0].getMessage(), "The warning should say what to do."
     assert_same(out[0], reference_states(model, ids[0])[0][-1], 1e-5, "long text")
 
@@ -277,7 +328,8 @@ def test_float64_stays_float64():
 
 @torch.no_grad()
 def test_bf16_and_fp16_are_close_to_fp32():
-    """Twice the error of a plain implementation would be the bound on real kernels; here: a small share of the largest output."""
+    """Twice the error of a plain implementation would be the bound on real kernels; here: a small
+    share of the largest output."""
     model = make_model(NeoBERTModel)
     ids, mask = random_batch([20, 11])
     expected = model(ids, attention_mask=mask).last_hidden_state
@@ -287,42 +339,88 @@ def test_bf16_and_fp16_are_close_to_fp32():
 
 
 def test_rms_norm_keeps_float32_inside():
-    """The squares' mean is taken in float32: in bfloat16 256 + 1 is 256 and 8 bits of every norm would be lost."""
+    """The squares' mean is taken in float32: in bfloat16 256 + 1 is 256 and 8 bits of every norm
+    would be lost."""
     norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)
     x = (torch.randn(64, 64) * 3 + 0.5).to(torch.bfloat16)
-    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    exact = (
+        x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    )
     # One rounding at the end, half a unit in 8 bits; a norm in bfloat16 rounds four times.
     relative = ((norm(x).double() - exact).abs() / exact.abs().clamp(min=1e-6)).max().item()
     assert relative <= 1.05 * 2**-8, f"RMSNorm's relative error in bfloat16 is {relative:.2e}."
 
 
-# --------------------------------------------------------------------------------------------------------------- bad input
+# ------------------------------------------------------------------------------------------------
+# bad input
 
 
 IDS = torch.ones(2, 6, dtype=torch.long)
 BAD_INPUTS = {
     "neither": ({}, "neither was given"),
-    "lists": ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, but a list was given; .*return_tensors"),
-    "a mask in numpy": ({"input_ids": IDS, "attention_mask": IDS.numpy()}, "attention_mask must be a tensor, but a ndarray"),
+    "lists": (
+        {"input_ids": IDS.tolist()},
+        "input_ids must be a tensor, but a list was given; .*return_tensors",
+    ),
+    "a mask in numpy": (
+        {"input_ids": IDS, "attention_mask": IDS.numpy()},
+        "attention_mask must be a tensor, but a ndarray",
+    ),
     "both": ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both were given"),
     "ids of 1 dimension": ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
     "float ids": ({"input_ids": IDS.float()}, "int64 or int32.*float32"),
     "bool ids": ({"input_ids": IDS.bool()}, "int64 or int32.*bool"),
     "id beyond the vocabulary": ({"input_ids": IDS * 200}, "between 0 and 199, but 200"),
     "negative id": ({"input_ids": -IDS}, "between 0 and 199, but -1"),
-    "embeds of 2 dimensions": ({"inputs_embeds": torch.zeros(6, 64)}, r"\(batch, length, 64\).*\(6, 64\)"),
+    "embeds of 2 dimensions": (
+        {"inputs_embeds": torch.zeros(6, 64)},
+        r"\(batch, length, 64\).*\(6, 64\)",
+    ),
     "embeds of another width": ({"inputs_embeds": torch.zeros(2, 6, 32)}, r"\(2, 6, 32\)"),
-    "whole-number embeds": ({"inputs_embeds": torch.zeros(2, 6, 64, dtype=torch.long)}, "floating-point.*int64"),
-    "mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).*\(2, 5\)"),
-    "mask of another batch": ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, r"\(2, 6\).*\(3, 6\)"),
-    "4-D mask of another length": ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)}, r"\(2, 6\).*\(2, 1, 6, 5\)"),
-    "additive mask": ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for real tokens and 0"),
-    "segment numbers as mask": ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for real tokens and 0"),
-    "positions of another length": ({"input_ids": IDS, "position_ids": torch.arange(5)}, r"\(2, 6\) or \(1, 6\).*\(1, 5\)"),
-    "float positions": ({"input_ids": IDS, "position_ids": torch.arange(6.0)}, "position_ids.*float32"),
-    "packed batch of two rows": ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 6])}, r"packed batch.*\(2, 6\)"),
-    "bounds beyond the row": ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 7])}, r"number of tokens, 6.*\[0, 3, 7\]"),
-    "bounds that fall": ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 5, 3, 6])}, r"\[0, 5, 3, 6\]"),
+    "whole-number embeds": (
+        {"inputs_embeds": torch.zeros(2, 6, 64, dtype=torch.long)},
+        "floating-point.*int64",
+    ),
+    "mask of another length": (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 5)},
+        r"\(2, 6\).*\(2, 5\)",
+    ),
+    "mask of another batch": (
+        {"input_ids": IDS, "attention_mask": torch.ones(3, 6)},
+        r"\(2, 6\).*\(3, 6\)",
+    ),
+    "4-D mask of another length": (
+        {"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)},
+        r"\(2, 6\).*\(2, 1, 6, 5\)",
+    ),
+    "additive mask": (
+        {"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)},
+        "1 for real tokens and 0",
+    ),
+    "segment numbers as mask": (
+        {"input_ids": IDS, "attention_mask": IDS * 2},
+        "1 for real tokens and 0",
+    ),
+    "positions of another length": (
+        {"input_ids": IDS, "position_ids": torch.arange(5)},
+        r"\(2, 6\) or \(1, 6\).*\(1, 5\)",
+    ),
+    "float positions": (
+        {"input_ids": IDS, "position_ids": torch.arange(6.0)},
+        "position_ids.*float32",
+    ),
+    "packed batch of two rows": (
+        {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 6])},
+        r"packed batch.*\(2, 6\)",
+    ),
+    "bounds beyond the row": (
+        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 3, 7])},
+        r"number of tokens, 6.*\[0, 3, 7\]",
+    ),
+    "bounds that fall": (
+        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 5, 3, 6])},
+        r"\[0, 5, 3, 6\]",
+    ),
     "bounds from 1": ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([1, 7])}, r"\[1, 7\]"),
 }
 
@@ -359,7 +457,9 @@ def test_bad_labels():
 
 
 def test_flex_attention_says_that_it_has_no_dropout():
-    model = make_model(NeoBERTModel, attn_implementation="flex_attention", attention_dropout=0.1).train()
+    model = make_model(
+        NeoBERTModel, attn_implementation="flex_attention", attention_dropout=0.1
+    ).train()
     with pytest.raises(ValueError, match="dropout"):
         model(IDS)
 
@@ -374,10 +474,19 @@ BAD_CONFIGS = {
     "text as vocabulary": ({"vocab_size": "many"}, "vocab_size.*'many'"),
     "activation": ({"hidden_act": "relu"}, "hidden_act must be one of swiglu, gelu, but 'relu'"),
     "norm": ({"norm_type": "batch"}, "norm_type must be one of rms, layer"),
-    "positions": ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
+    "positions": (
+        {"position_embedding_type": "alibi"},
+        "position_embedding_type.*rope, learned.*alibi",
+    ),
     "pooling": ({"classifier_pooling": "max"}, "classifier_pooling.*cls, mean.*max"),
-    "logits": ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
-    "logits by the old name": ({"masked_lm_logits": "some"}, "sparse_prediction must be True or False, but 'some'"),
+    "logits": (
+        {"sparse_prediction": "some"},
+        "sparse_prediction must be True or False, but 'some'",
+    ),
+    "logits by the old name": (
+        {"masked_lm_logits": "some"},
+        "sparse_prediction must be True or False, but 'some'",
+    ),
     "dynamic RoPE of head_dim 2": (
         {"hidden_size": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "head_dim of at least 4.*2 was",
@@ -387,17 +496,32 @@ BAD_CONFIGS = {
     "negative epsilon": ({"norm_eps": -1e-5}, "norm_eps"),
     "theta": ({"rope_theta": 0}, "rope_theta.*0"),
     "theta that is no number": ({"rope_theta": float("nan")}, "rope_theta.*nan"),
-    "infinite factor": ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "factor.*inf"),
-    "rope type": ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type.*linear.*longrope"),
+    "infinite factor": (
+        {"rope_scaling": {"rope_type": "linear", "factor": float("inf")}},
+        "factor.*inf",
+    ),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        "rope_type.*linear.*longrope",
+    ),
     "rope factor": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor.*None"),
     "rope as number": ({"rope_scaling": 2.0}, "dictionary.*2.0"),
     "unpad": ({"unpad_inputs": "yes"}, "unpad_inputs.*'yes'"),
     "padding id": ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
     "ngpt": ({"ngpt": True}, "ngpt"),
     "theta of a dictionary": ({"rope_parameters": {"rope_theta": 0}}, "rope_theta.*0"),
-    "YaRN of a length of True": ({"rope_scaling": {**YARN, "original_max_position_embeddings": True}}, "positive whole number.*True"),
-    "YaRN of a length of 0": ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "positive whole number.*0"),
-    "YaRN of equal betas": ({"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 4}}, "beta_fast above beta_slow"),
+    "YaRN of a length of True": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": True}},
+        "positive whole number.*True",
+    ),
+    "YaRN of a length of 0": (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+        "positive whole number.*0",
+    ),
+    "YaRN of equal betas": (
+        {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 4}},
+        "beta_fast above beta_slow",
+    ),
     "YaRN of a beta of 0": ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow above 0"),
     "dropout of the classifier": ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
     "padding id True": ({"pad_token_id": True}, "pad_token_id.*True"),
@@ -415,9 +539,29 @@ def test_impossible_configurations(case):
 
 def test_training_configurations_are_understood():
     config = NeoBERTConfig(**FIELDS, rope=False, rms_norm=False, hidden_act="GELU", dropout=0.1)
-    assert (config.position_embedding_type, config.norm_type, config.hidden_act) == ("learned", "layer", "gelu")
+    assert (config.position_embedding_type, config.norm_type, config.hidden_act) == (
+        "learned",
+        "layer",
+        "gelu",
+    )
     assert config.attention_dropout == config.hidden_dropout == 0.1
-    config = NeoBERTConfig(vocab_size=10, rope=True, rms_norm=True, hidden_act="SwiGLU", dropout_prob=0, max_length=77, ngpt=False)
-    assert (config.position_embedding_type, config.norm_type, config.hidden_act) == ("rope", "rms", "swiglu")
+    config = NeoBERTConfig(
+        vocab_size=10,
+        rope=True,
+        rms_norm=True,
+        hidden_act="SwiGLU",
+        dropout_prob=0,
+        max_length=77,
+        ngpt=False,
+    )
+    assert (config.position_embedding_type, config.norm_type, config.hidden_act) == (
+        "rope",
+        "rms",
+        "swiglu",
+    )
     assert config.max_position_embeddings == 77 and config.hidden_dropout == 0
-    assert NeoBERTConfig(**FIELDS) == NeoBERTConfig(**FIELDS) != NeoBERTConfig(**FIELDS, rope_theta=5.0)
+    assert (
+        NeoBERTConfig(**FIELDS)
+        == NeoBERTConfig(**FIELDS)
+        != NeoBERTConfig(**FIELDS, rope_theta=5.0)
+    )

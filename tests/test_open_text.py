@@ -1,4 +1,5 @@
-"""Pins the measurement on open text: BM25, ranks and their fusion against figures worked out by hand, what is taken of a package, the page."""
+"""Pins the measurement on open text: BM25, ranks and their fusion against figures worked out by
+hand, what is taken of a package, the page."""
 
 import gzip
 import hashlib
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_bm25_is_its_formula():
-    """Two documents of 3 and 1 words, mean 2: by hand for "cat" (in both) and "dog" (in the first)."""
+    """Two documents of 3 and 1 words, mean 2: by hand for "cat" (in both) and "dog" (in the
+    first)."""
     scores = bm25(["Cat dog", "bird"], ["cat CAT dog", "cat"])
     rare, common = math.log(1 + 1.5 / 1.5), math.log(1 + 0.5 / 2.5)
     long, short = 1.2 * (0.25 + 0.75 * 3 / 2), 1.2 * (0.25 + 0.75 * 1 / 2)
@@ -33,11 +35,15 @@ def test_ranks_and_fusion():
     """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another."""
     assert ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]])).tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
     joined = fused(np.array([[1, 2, 3]]), np.array([[3, 2, 1]]))
-    assert joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61]) and joined[0, 0] > joined[0, 1]
+    assert (
+        joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
+        and joined[0, 0] > joined[0, 1]
+    )
 
 
 def test_retrieval_figures():
-    """The right documents have ranks 1, 2 and 3 of 12; the teacher finds two first and one as the twelfth."""
+    """The right documents have ranks 1, 2 and 3 of 12; the teacher finds two first and one as the
+    twelfth."""
     own, teacher = np.zeros((3, 3)), np.zeros((3, 3))
     own[0] = [9, 1, 2]
     own[1] = [9, 5, 1]
@@ -54,35 +60,52 @@ def test_retrieval_figures():
     far = np.eye(12)
     far[0] = range(12)
     far[2] = range(12)
-    assert retrieval_figures({"teacher": far})["teacher"]["recall_10"] == pytest.approx(11 / 12), "ranks 12 and 10"
+    assert retrieval_figures({"teacher": far})["teacher"]["recall_10"] == pytest.approx(11 / 12), (
+        "ranks 12 and 10"
+    )
 
 
 def test_rows_are_chosen_alike_whatever_their_order():
     long = "a text of words that goes on until it has as many of them as are needed here, number "
     rows = [Row(f"package-{i % 4}", f"title number {i}", long + str(i)) for i in range(20)]
-    rows += [Row("wordnet-base", "a package trained on", long + "20"), Row("package-5", "too short a text", "few words")]
+    rows += [
+        Row("wordnet-base", "a package trained on", long + "20"),
+        Row("package-5", "too short a text", "few words"),
+    ]
     kept = chosen(rows, 6, 2)
     assert kept == chosen(rows[::-1], 6, 2) and len(kept) == 6
-    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}, "trained on, or too short"
+    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}, (
+        "trained on, or too short"
+    )
     assert max(sum(other.package == row.package for other in kept) for row in kept) == 2
     again = [rows[0], rows[0]._replace(package="package-9")]
     assert len(chosen(again, 6, 2)) == 1, "the same text of two packages"
 
 
 def test_packages_are_read(tmp_path):
-    """dpkg's status: one row a source package; a manual page without its macros, and none of Perl's."""
+    """dpkg's status: one row a source package; a manual page without its macros, and none of
+    Perl's."""
     status = tmp_path / "status"
     status.write_text(
         "Package: libbird1\nSource: bird (1.2)\nDescription: birds, small\n Short.\n\n"
-        "Package: bird\nDescription: songs of birds\n It knows them.\n .\n All of them.\n\nPackage: none\n"
+        "Package: bird\nDescription: songs of birds\n It knows them.\n .\n All of "
+        "them.\n\nPackage: none\n"
     )
     first = next(row for row in open_text.descriptions(status) if row.package == "bird")
-    assert first.short == "songs of birds" and first.long.split() == "It knows them. All of them.".split()
+    assert (
+        first.short == "songs of birds"
+        and first.long.split() == "It knows them. All of them.".split()
+    )
     (tmp_path / "man1").mkdir()
-    page = '.TH X 1\n.SH NAME\nbird \\- sing\n.SH "DESCRIPTION"\n.PP\n\\fBbird\\fR sings\n.I "a song"\nwell.\n.SH SEE\nno\n'
+    page = (
+        '.TH X 1\n.SH NAME\nbird \\- sing\n.SH "DESCRIPTION"\n.PP\n\\fBbird\\fR sings\n.I "a '
+        'song"\nwell.\n.SH SEE\nno\n'
+    )
     for name in ("bird-sing.1.gz", "perlfunc.1.gz", "Moose.3pm.gz"):
         (tmp_path / "man1" / name).write_bytes(gzip.compress(page.encode()))
-    assert list(open_text.manuals(tmp_path)) == [Row("bird", "bird - sing", "bird sings a song well.")]
+    assert list(open_text.manuals(tmp_path)) == [
+        Row("bird", "bird - sing", "bird sings a song well.")
+    ]
 
 
 def hashed(width):
@@ -99,22 +122,47 @@ def hashed(width):
 
 
 def test_everything_on_a_small_corpus():
-    """Titles that are in their descriptions are found; behind other text they are found less by what reads the beginning alone."""
+    """Titles that are in their descriptions are found; behind other text they are found less by
+    what reads the beginning alone."""
     kinds = ("descriptions", "manuals", "docstrings", "code", "READMEs")
     texts = {
-        kind: [Row(f"{kind}-{i}", f"{kind} item{i} of{i}", f"{kind} item{i} of{i} " + " ".join(f"{kind}{(i + 1) * j}" for j in range(20))) for i in range(8)]
+        kind: [
+            Row(
+                f"{kind}-{i}",
+                f"{kind} item{i} of{i}",
+                f"{kind} item{i} of{i} " + " ".join(f"{kind}{(i + 1) * j}" for j in range(20)),
+            )
+            for i in range(8)
+        ]
         for kind in kinds
-    }  # fmt: skip
+    }
     beginning = hashed(500)
-    encoders = {"teacher": hashed(2000), "ours": lambda batch: beginning([" ".join(text.split()[:20]) for text in batch])}
+    encoders = {
+        "teacher": hashed(2000),
+        "ours": lambda batch: beginning([" ".join(text.split()[:20]) for text in batch]),
+    }
     found = open_text.measure(texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]))
     assert len(found["retrieval"]) == 7 and found["agreement"]["prose"]["texts"] == 24
-    titles, behind = found["retrieval"]["title to description"], found["retrieval"]["title to description behind 100 other tokens"]
-    assert titles["BM25"]["mrr"] == 1 and titles["ours"]["mrr"] > 0.9 and behind["ours"]["mrr"] < 0.6 < behind["BM25"]["mrr"]
-    assert 0 < found["agreement"]["READMEs"]["spearman"] < 1 and found["agreement"]["READMEs"]["se"] > 0
+    titles, behind = (
+        found["retrieval"]["title to description"],
+        found["retrieval"]["title to description behind 100 other tokens"],
+    )
+    assert (
+        titles["BM25"]["mrr"] == 1
+        and titles["ours"]["mrr"] > 0.9
+        and behind["ours"]["mrr"] < 0.6 < behind["BM25"]["mrr"]
+    )
+    assert (
+        0 < found["agreement"]["READMEs"]["spearman"] < 1
+        and found["agreement"]["READMEs"]["se"] > 0
+    )
     found["sources"] = {kind: {row.package: 1 for row in rows} for kind, rows in texts.items()}
     page = open_text.page(found, "20 (ours)")
-    assert json.loads(json.dumps(found)) == found and "| manuals | 8 | 8 |" in page and "By MRR, BM25 is above this encoder in" in page
+    assert (
+        json.loads(json.dumps(found)) == found
+        and "| manuals | 8 | 8 |" in page
+        and "By MRR, BM25 is above this encoder in" in page
+    )
 
 
 def test_a_missing_teacher_is_one_sentence(monkeypatch):
@@ -127,16 +175,21 @@ def test_a_missing_teacher_is_one_sentence(monkeypatch):
 def wheel(folder, name, licence, words):
     """A wheel with one module: a docstring of two parts, and a function with one of one line."""
     code = f'class Bird:\n    """The bird of the {name}.\n\n    {words}\n    """\n'
-    metadata = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} is\n{licence}\n\n{name} {words}\n"
+    metadata = (
+        f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} "
+        f"is\n{licence}\n\n{name} {words}\n"
+    )
     with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}/__init__.py", code)
         archive.writestr(f"{name}-1.dist-info/METADATA", metadata)
-        archive.writestr(f"{name}-1.dist-info/RECORD", f"{name}/__init__.py,,\n{name}-1.dist-info/METADATA,,\n")
+        archive.writestr(
+            f"{name}-1.dist-info/RECORD", f"{name}/__init__.py,,\n{name}-1.dist-info/METADATA,,\n"
+        )
 
 
 def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
-    """Pairs come with their licence from packages that state a permissive one and are not measured on; near duplicates of these
-    and of each other are left out."""
+    """Pairs come with their licence from packages that state a permissive one and are not measured
+    on; near duplicates of these and of each other are left out."""
     spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -153,11 +206,20 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
     ):
         wheel(tmp_path, name, licence, text)
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "open_text.json").write_text(json.dumps({"sources": {"READMEs": {"Measured": 1}}}))
+    (tmp_path / "results" / "open_text.json").write_text(
+        json.dumps({"sources": {"READMEs": {"Measured": 1}}})
+    )
     monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "corpus", lambda rows: {"docstrings": [Row("measured", "a title", vendored)]})
+    monkeypatch.setattr(
+        module, "corpus", lambda rows: {"docstrings": [Row("measured", "a title", vendored)]}
+    )
     module.main([str(tmp_path), "--output", str(tmp_path / "out")])
-    rows = [json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()]
-    assert {(row["package"], row["license"]) for row in rows} == {("free", "MIT"), ("old", "BSD License")}
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "pairs.jsonl").read_text().splitlines()
+    ]
+    assert {(row["package"], row["license"]) for row in rows} == {
+        ("free", "MIT"),
+        ("old", "BSD License"),
+    }
     assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
     assert "| free | MIT | " in (tmp_path / "out" / "sources.md").read_text()

@@ -1,6 +1,7 @@
-"""Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients, also in low precision; empty rows, a batch
-of one and scattered padding; one RoPE table and one mask a forward; compiled blocks that keep their graphs; the
-slices in which the CPU works without gradients, and how many tensors are alive at once.
+"""Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients,
+also in low precision; empty rows, a batch of one and scattered padding; one RoPE table and one mask
+a forward; compiled blocks that keep their graphs; the slices in which the CPU works without
+gradients, and how many tensors are alive at once.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
@@ -14,7 +15,14 @@ from neobert import NeoBERTModel, attention_neobert
 from neobert import modeling_neobert as modeling
 from neobert.common.blocks import compile_blocks
 
-from .reference import FlashReference, LiveTensors, count_rows, install_flash, make_model, random_batch
+from .reference import (
+    FlashReference,
+    LiveTensors,
+    count_rows,
+    install_flash,
+    make_model,
+    random_batch,
+)
 
 
 def scattered_batch():
@@ -41,7 +49,8 @@ BATCHES = {
 
 
 def outputs_and_gradients(model, ids, mask):
-    """Outputs of the real tokens, and the gradients of all parameters of a fixed random weighting of them."""
+    """Outputs of the real tokens, and the gradients of all parameters of a fixed random weighting
+    of them."""
     model.zero_grad()
     hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
@@ -51,10 +60,13 @@ def outputs_and_gradients(model, ids, mask):
 
 def assert_close(given, expected, bound, what):
     error = (given.double() - expected.double()).abs().max()
-    assert error <= bound * expected.abs().max(), f"{what}: the error {error:.1e} is above {bound:.0e} of {expected.abs().max():.1e}"
+    assert error <= bound * expected.abs().max(), (
+        f"{what}: the error {error:.1e} is above {bound:.0e} of {expected.abs().max():.1e}"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ layouts
+# ------------------------------------------------------------------------------------------------
+# layouts
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -65,34 +77,54 @@ def test_layouts_agree_on_outputs_and_gradients(implementation, batch):
         model = make_model(NeoBERTModel, attn_implementation=implementation)
         expected = make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False)
         with torch.no_grad():
-            packed, expected = (m(ids, attention_mask=mask).last_hidden_state[mask.bool()] for m in (model, expected))
+            packed, expected = (
+                m(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+                for m in (model, expected)
+            )
         assert_close(packed, expected, 1e-5, "outputs")
         return
-    packed, grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation=implementation), ids, mask)
-    expected, expected_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask)
+    packed, grads = outputs_and_gradients(
+        make_model(NeoBERTModel, attn_implementation=implementation), ids, mask
+    )
+    expected, expected_grads = outputs_and_gradients(
+        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask
+    )
     assert_close(packed, expected, 1e-5, "outputs")
-    assert any(grad.abs().max() > 0 for grad in expected_grads.values()), "no gradient, so this test would be vacuous"
+    assert any(grad.abs().max() > 0 for grad in expected_grads.values()), (
+        "no gradient, so this test would be vacuous"
+    )
     for name, grad in expected_grads.items():
         assert_close(grads[name], grad, 1e-4, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))
 def test_low_precision_within_the_error_of_the_plain_implementation(implementation):
-    """bfloat16 against float32: outputs within twice, gradients within three times the error of the padded eager model in bfloat16."""
+    """bfloat16 against float32: outputs within twice, gradients within three times the error of the
+    padded eager model in bfloat16."""
     ids, mask = random_batch([9, 3, 7])
-    exact, exact_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask)
+    exact, exact_grads = outputs_and_gradients(
+        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask
+    )
 
     def errors(unpad, implementation):
-        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).to(torch.bfloat16)
+        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).to(
+            torch.bfloat16
+        )
         outputs, grads = outputs_and_gradients(model, ids, mask)
-        total = sum((grads[name].float() - grad).square().sum() for name, grad in exact_grads.items())
+        total = sum(
+            (grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()
+        )
         return (outputs.float() - exact).abs().max(), total.sqrt()
 
     plain, plain_grads = errors(False, "eager")
     packed, packed_grads = errors(True, implementation)
     assert plain > 0, "bfloat16 is exact here, so this test would be vacuous"
-    assert packed <= 2 * plain, f"outputs: {packed:.2e} against {plain:.2e} of the plain implementation"
-    assert packed_grads <= 3 * plain_grads, f"gradients: {packed_grads:.2e} against {plain_grads:.2e} of the plain implementation"
+    assert packed <= 2 * plain, (
+        f"outputs: {packed:.2e} against {plain:.2e} of the plain implementation"
+    )
+    assert packed_grads <= 3 * plain_grads, (
+        f"gradients: {packed_grads:.2e} against {plain_grads:.2e} of the plain implementation"
+    )
 
 
 @torch.no_grad()
@@ -102,7 +134,9 @@ def test_empty_batch_rows_are_zero():
     assert torch.isfinite(hidden).all(), "a row of padding alone gives no NaN"
     assert (hidden[~mask.bool()] == 0).all(), "padding positions are zero"
     empty = make_model(NeoBERTModel)(ids, attention_mask=torch.zeros_like(mask)).last_hidden_state
-    assert empty.shape == hidden.shape and torch.isfinite(empty).all(), "nor does a batch of padding alone"
+    assert empty.shape == hidden.shape and torch.isfinite(empty).all(), (
+        "nor does a batch of padding alone"
+    )
 
 
 @pytest.mark.parametrize("inputs", ("input_ids", "inputs_embeds"))
@@ -111,9 +145,13 @@ def test_no_layer_computes_on_padding(inputs):
     ids, mask = random_batch([9, 3, 7, 1])
     model = make_model(NeoBERTModel)
     given = {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
-    seen = count_rows(*(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm))))
+    seen = count_rows(
+        *(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm)))
+    )
     model(**given, attention_mask=mask)
-    assert seen and set(seen) == {20}, f"all layers see the 20 real tokens of 36, not {sorted(set(seen))}"
+    assert seen and set(seen) == {20}, (
+        f"all layers see the 20 real tokens of 36, not {sorted(set(seen))}"
+    )
 
 
 class WholeTensors(TorchDispatchMode):
@@ -126,13 +164,18 @@ class WholeTensors(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(output, torch.Tensor) and output.numel() >= self.size and output.untyped_storage().data_ptr() not in given:
+        if (
+            isinstance(output, torch.Tensor)
+            and output.numel() >= self.size
+            and output.untyped_storage().data_ptr() not in given
+        ):
             self.seen += 1
         return output
 
 
 def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
-    """The gradient of a slice is a tensor as large as the whole batch: one a text and projection would be work that grows with both."""
+    """The gradient of a slice is a tensor as large as the whole batch: one a text and projection
+    would be work that grows with both."""
     seen = []
     for lengths in ([25, 26, 27], list(range(1, 13))):
         ids, mask = random_batch(lengths, length=40)
@@ -141,7 +184,9 @@ def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
             loss.backward()
         seen.append(count.seen)
     assert seen[0] > 0, "nothing was counted, so this test would be vacuous"
-    assert seen[1] <= seen[0] + 10, f"12 texts of 78 tokens make {seen[1]} tensors of the whole batch, 3 texts {seen[0]}"
+    assert seen[1] <= seen[0] + 10, (
+        f"12 texts of 78 tokens make {seen[1]} tensors of the whole batch, 3 texts {seen[0]}"
+    )
 
 
 @pytest.mark.parametrize("mask", ("packed", "padded", "none"))
@@ -150,20 +195,29 @@ def test_one_table_and_one_mask_a_forward(mask, monkeypatch):
     calls = []
     for name in ("rotary_embeddings", "AttentionDispatch"):
         function = getattr(modeling, name)
-        monkeypatch.setattr(modeling, name, lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k))
+        monkeypatch.setattr(
+            modeling,
+            name,
+            lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k),
+        )
     ids, attention_mask = random_batch([9, 3])
     model = make_model(NeoBERTModel, unpad_inputs=mask != "padded")
     model(ids, attention_mask=None if mask == "none" else attention_mask)
-    assert sorted(calls) == ["AttentionDispatch", "rotary_embeddings"], "each once for all three layers"
+    assert sorted(calls) == ["AttentionDispatch", "rotary_embeddings"], (
+        "each once for all three layers"
+    )
 
 
 @torch.no_grad()
 def test_projections_are_not_copied_before_attention():
-    """Queries, keys and values reach the attention function as views of the projection, where q and k were rotated in place."""
+    """Queries, keys and values reach the attention function as views of the projection, where q and
+    k were rotated in place."""
     storages = []
 
     def spy(module, query, key, value, mask, **kwargs):
-        storages.append([x.untyped_storage().nbytes() // x.element_size() for x in (query, key, value)])
+        storages.append(
+            [x.untyped_storage().nbytes() // x.element_size() for x in (query, key, value)]
+        )
         return modeling.eager_attention_forward(module, query, key, value, mask, **kwargs)
 
     model = make_model(NeoBERTModel, num_hidden_layers=1)
@@ -173,13 +227,15 @@ def test_projections_are_not_copied_before_attention():
     assert storages == [[8 * 3 * 64] * 3], "no tensor of its own for q, k or v"
 
 
-# ------------------------------------------------------------------------------------------------------------- feed-forward
+# ------------------------------------------------------------------------------------------------
+# feed-forward
 
 
 @pytest.mark.parametrize("shape", ((1, 1), (1, 4), (1, 5), (3, 3)))
 @torch.no_grad()
 def test_the_sliced_feed_forward(shape, monkeypatch):
-    """On the CPU without gradients the feed-forward runs slice by slice; with gradients, or where its layers are not plain ones, in one piece."""
+    """On the CPU without gradients the feed-forward runs slice by slice; with gradients, or where
+    its layers are not plain ones, in one piece."""
     tokens = shape[0] * shape[1]
     block = make_model(NeoBERTModel).transformer_encoder[0].ffn
     x = torch.randn(*shape, 64)
@@ -188,7 +244,9 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     monkeypatch.setattr(modeling, "_CPU_TOKENS", 4)
     seen, gated = [], modeling.NeoBERTSwiGLU.gated
     monkeypatch.setattr(
-        modeling.NeoBERTSwiGLU, "gated", lambda self, x, *more, **m: seen.append(x[..., 0].numel()) or gated(self, x, *more, **m)
+        modeling.NeoBERTSwiGLU,
+        "gated",
+        lambda self, x, *more, **m: seen.append(x[..., 0].numel()) or gated(self, x, *more, **m),
     )
     assert_close(block(x), expected, 1e-5, "sliced")
     assert max(seen) <= 4 and sum(seen) == tokens, "every token once, four at most at a time"
@@ -206,13 +264,17 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     block.w12.__class__ = Adapted
     assert_close(block(x), expected, 1e-5, "adapted")
     block.w12.__class__ = nn.Linear
-    handle = block.w12.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
+    handle = block.w12.register_forward_hook(
+        lambda module, args, output: seen.append(output.shape[:2])
+    )
     block(x)
     handle.remove()
     assert seen[-1] == shape, "a hook must see the batch in one piece"
 
 
-@pytest.mark.parametrize("case", ("short", "long", "without gradients", "float32", "bfloat16 weights"))
+@pytest.mark.parametrize(
+    "case", ("short", "long", "without gradients", "float32", "bfloat16 weights")
+)
 def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, monkeypatch):
     """The backward of torch's CPU kernel is several times slower in 16 bits there."""
     kernel, seen = modeling.F.scaled_dot_product_attention, set()
@@ -226,10 +288,15 @@ def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, mo
     ids, mask = random_batch([700, 20] if case == "long" else [200, 20])
     autocast = case in ("short", "long", "without gradients")
     model = model.to(torch.bfloat16) if case == "bfloat16 weights" else model
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(case != "without gradients"):
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        torch.set_grad_enabled(case != "without gradients"),
+    ):
         hidden = model(ids, attention_mask=mask).last_hidden_state
     wide = case not in ("long", "without gradients")
-    assert seen == {(torch.float32 if wide else torch.bfloat16,) * 3 + (not wide,)}, "autocast would make them 16 bits again"
+    assert seen == {(torch.float32 if wide else torch.bfloat16,) * 3 + (not wide,)}, (
+        "autocast would make them 16 bits again"
+    )
     if hidden.requires_grad:
         hidden.float().sum().backward()
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
@@ -240,9 +307,13 @@ def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
     """On the CPU without gradients q and k are rotated in place, unless somebody may hold them."""
     model, kept, inputs = make_model(NeoBERTModel), [], []
     layer = model.transformer_encoder[0].qkv
-    layer.register_forward_hook(lambda module, args, output: (inputs.append(args[0].clone()), kept.append(output)) and None)
+    layer.register_forward_hook(
+        lambda module, args, output: (inputs.append(args[0].clone()), kept.append(output)) and None
+    )
     model(random_batch([9])[0])
-    assert torch.equal(kept[0], inputs[0] @ layer.weight.T), "what the hook kept was changed afterwards"
+    assert torch.equal(kept[0], inputs[0] @ layer.weight.T), (
+        "what the hook kept was changed afterwards"
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -252,25 +323,38 @@ def test_sliced_norms_are_those_of_torch(dtype):
     norm = make_model(NeoBERTModel).layer_norm.to(dtype)
     x = (torch.randn(2, 150, 64) * 3 + 0.5).to(dtype)
     expected = nn.functional.rms_norm(x, (64,), norm.weight, norm.eps)
-    assert torch.equal(norm(x), expected) or (norm(x) - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+    assert (
+        torch.equal(norm(x), expected)
+        or (norm(x) - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- torch.compile
+# ------------------------------------------------------------------------------------------------
+# torch.compile
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_keep_their_graphs():
-    """Batches of different texts, lengths and numbers of texts run through the graphs of the first ones."""
+    """Batches of different texts, lengths and numbers of texts run through the graphs of the first
+    ones."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    eager, model = make_model(NeoBERTModel), compile_blocks(make_model(NeoBERTModel), backend="eager")
+    eager, model = (
+        make_model(NeoBERTModel),
+        compile_blocks(make_model(NeoBERTModel), backend="eager"),
+    )
     graphs = []
     for lengths in ([9, 3], [7, 2, 5], [4, 4, 4, 1], [20, 1], [6, 3, 2, 2, 1], [11, 12, 13, 2]):
         ids, mask = random_batch(lengths)
-        assert_close(model(ids, attention_mask=mask).last_hidden_state, eager(ids, attention_mask=mask).last_hidden_state, 1e-5, "compiled")
+        assert_close(
+            model(ids, attention_mask=mask).last_hidden_state,
+            eager(ids, attention_mask=mask).last_hidden_state,
+            1e-5,
+            "compiled",
+        )
         graphs.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
     assert graphs[0] > 0, "nothing was compiled, so this test would be vacuous"
@@ -278,10 +362,24 @@ def test_compiled_blocks_keep_their_graphs():
 
 
 @torch.library.custom_op("neobert_tests::varlen", mutates_args=())
-def varlen_operation(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float) -> Tensor:
-    """What dynamo sees of a variable-length kernel: one operation with tensors, two numbers and a scale."""
-    assert max_q == max_k == cu_q.diff().max(), "the longest text of this batch, not of the one that was compiled"
-    return FlashReference().varlen(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale).contiguous()
+def varlen_operation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+) -> Tensor:
+    """What dynamo sees of a variable-length kernel: one operation with tensors, two numbers and a
+    scale."""
+    assert max_q == max_k == cu_q.diff().max(), (
+        "the longest text of this batch, not of the one that was compiled"
+    )
+    return (
+        FlashReference().varlen(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale).contiguous()
+    )
 
 
 @varlen_operation.register_fake
@@ -292,21 +390,28 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, scale):
 @pytest.mark.parametrize("kernel", ("varlen", "flash_attention_2", "repadded"))
 @torch.no_grad()
 def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
-    """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text (the CPU) runs between graphs."""
+    """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text
+    (the CPU) runs between graphs."""
     from torch._dynamo.utils import counters
 
     from neobert.common.blocks import compile_blocks
 
     dtype = torch.float32
     if kernel == "flash_attention_2":
-        dtype = torch.bfloat16  # transformers warns about float32, which alone would break the graph
+        dtype = (
+            torch.bfloat16
+        )  # transformers warns about float32, which alone would break the graph
         install_flash(monkeypatch).varlen = (
-            lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **others: varlen_operation(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
+            lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **others: (  # noqa: E501
+                varlen_operation(
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
+                )
             )
         )
     else:
-        monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
+        monkeypatch.setattr(
+            attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25)
+        )
         for module in (modeling, attention_neobert):
             monkeypatch.setattr(module, "attention_kernel", lambda *args: (kernel, None))
     torch._dynamo.reset()
@@ -319,13 +424,21 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
     for lengths in ([9, 3, 2], [7, 5], [4, 4, 4, 1], [20, 1], [11, 12, 13, 2]):
         ids, mask = random_batch(lengths)
         actual, wanted = (m(ids, attention_mask=mask).last_hidden_state for m in (model, expected))
-        assert_close(actual, wanted, 1e-5 if dtype == torch.float32 else 0.1, f"compiled blocks with {kernel}")
+        assert_close(
+            actual,
+            wanted,
+            1e-5 if dtype == torch.float32 else 0.1,
+            f"compiled blocks with {kernel}",
+        )
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    assert graphs == 1 and not counters["graph_break"], f"{graphs} graphs for all blocks and batches"
+    assert graphs == 1 and not counters["graph_break"], (
+        f"{graphs} graphs for all blocks and batches"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- the CUDA layouts
+# ------------------------------------------------------------------------------------------------
+# the CUDA layouts
 
 
 @pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2]))
@@ -336,7 +449,10 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
     packing = modeling.Packing(bounds, max(lengths))
     module = nn.Module()
     module.is_causal = False
-    inputs = [torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True)
+        for _ in range(3)
+    ]
     weights = torch.randn(1, sum(lengths), 2, 8, generator=generator)
     results = []
     for attention, where in (
@@ -352,7 +468,8 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
 
 
 def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
-    """(T, H, K) tensors, int32 offsets on both sides, whole-number longest lengths and the softmax scale by name."""
+    """(T, H, K) tensors, int32 offsets on both sides, whole-number longest lengths and the softmax
+    scale by name."""
     calls = []
 
     def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
@@ -372,35 +489,65 @@ def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
     module = nn.Module()
     module.is_causal = False
     output, weights = attention_neobert._varlen(q, k, v, scaling=0.3, **packing.kwargs({}))
-    expected, _ = attention_neobert._sequence_by_sequence(modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3)
+    expected, _ = attention_neobert._sequence_by_sequence(
+        modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3
+    )
     ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
-    assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, "packed tokens first, the longest text, the model's scale"
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [0, *torch.tensor(lengths).cumsum(0)], "int32 offsets"
+    assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, (
+        "packed tokens first, the longest text, the model's scale"
+    )
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [
+        0,
+        *torch.tensor(lengths).cumsum(0),
+    ], "int32 offsets"
     assert weights is None
     assert_close(output, expected, 1e-5, "outputs")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch's variable-length kernel itself is not tested here")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device: torch's variable-length kernel itself is not tested here",
+)
 def test_gradients_of_the_kernel_on_cuda():
-    """bfloat16 through torch.nn.attention.varlen: gradients within three times the error of the padded eager model in bfloat16."""
+    """bfloat16 through torch.nn.attention.varlen: gradients within three times the error of the
+    padded eager model in bfloat16."""
     ids, mask = (x.cuda() for x in random_batch([60, 30, 7]))
-    exact, exact_grads = outputs_and_gradients(make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False).cuda(), ids, mask)
+    exact, exact_grads = outputs_and_gradients(
+        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False).cuda(), ids, mask
+    )
     errors = []
     for unpad, implementation in ((False, "eager"), (True, "sdpa")):
-        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).cuda().to(torch.bfloat16)
+        model = (
+            make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
+            .cuda()
+            .to(torch.bfloat16)
+        )
         outputs, grads = outputs_and_gradients(model, ids, mask)
-        total = sum((grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()).sqrt()
+        total = sum(
+            (grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()
+        ).sqrt()
         errors.append(((outputs.float() - exact).abs().max(), total))
-    assert "varlen" in model.attention_backend(), f"the kernel did not run: {model.attention_backend()}"
-    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], f"errors {errors[1]} against {errors[0]}"
+    assert "varlen" in model.attention_backend(), (
+        f"the kernel did not run: {model.attention_backend()}"
+    )
+    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], (
+        f"errors {errors[1]} against {errors[0]}"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 4096), (4, 1024), (16, 256)])
 def test_at_most_8_hidden_vectors_a_token_are_alive_at_once(shape):
-    """Counted in tensors of (tokens, D) float32, of the paper's width, whatever the number of blocks."""
-    model = make_model(NeoBERTModel, hidden_size=768, num_attention_heads=12, intermediate_size=3072, num_hidden_layers=2).eval()
+    """Counted in tensors of (tokens, D) float32, of the paper's width, whatever the number of
+    blocks."""
+    model = make_model(
+        NeoBERTModel,
+        hidden_size=768,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+    ).eval()
     ids, mask = torch.randint(5, 100, shape), torch.ones(shape, dtype=torch.long)
     mask[:-1, -50:] = 0
     with torch.no_grad(), LiveTensors(ids, mask, *model.parameters()) as tensors:

@@ -1,4 +1,5 @@
-"""Pins the commands of the pages in docs/: every command, script, recipe and option in them exists today, and each opens with its use."""
+"""Pins the commands of the pages in docs/: every command, script, recipe and option in them exists
+today, and each opens with its use."""
 
 import dataclasses
 import importlib
@@ -31,7 +32,8 @@ TRAINER = {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 def commands(page):
-    """The words of every command line of a page's bash blocks, without comments and the launcher before them."""
+    """The words of every command line of a page's bash blocks, without comments and the launcher
+    before them."""
     for block in re.findall(r"```bash\n(.*?)```", PAGES[page], flags=re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -44,13 +46,24 @@ def commands(page):
 def options_of(words):
     """Names that a command's options may have, by its code."""
     if words[0] == "neobert":
-        options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[words[1]]
+        options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[
+            words[1]
+        ]
         options = options[words[2]] if words[1] == "export" else options
         declared = {field.name for group in options.groups for field in dataclasses.fields(group)}
         return declared if options.trainer is None else declared | TRAINER
-    path = words[1] if words[1] != "-m" else words[2].removeprefix("neobert.").replace(".", "/") + ".py"
+    path = (
+        words[1]
+        if words[1] != "-m"
+        else words[2].removeprefix("neobert.").replace(".", "/") + ".py"
+    )
     assert (ROOT / path).is_file(), f"there is no {path}"
-    return options_in([ROOT / path, *((ROOT / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ())])
+    return options_in(
+        [
+            ROOT / path,
+            *((ROOT / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ()),
+        ]
+    )
 
 
 def options_in(paths):
@@ -63,9 +76,12 @@ def options_in(paths):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_option_exists(page):
     found = list(commands(page))
-    assert len(found) > 1 or page in ("conversion", "compatibility", "development", "troubleshooting"), (
-        "vacuous: the page has hardly a command"
-    )
+    assert len(found) > 1 or page in (
+        "conversion",
+        "compatibility",
+        "development",
+        "troubleshooting",
+    ), "vacuous: the page has hardly a command"
     for words in found:
         if words[0] == "neobert":
             assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
@@ -76,7 +92,9 @@ def test_every_command_and_option_exists(page):
             if word.startswith("--"):
                 name = word[2:].partition("=")[0]
                 assert "_" not in name, f"{word}: options are written with dashes"
-                assert name.replace("-", "_") in known, f"{' '.join(words[:3])} has no option {word}"
+                assert name.replace("-", "_") in known, (
+                    f"{' '.join(words[:3])} has no option {word}"
+                )
             elif re.fullmatch(r"(recipes|examples|tests)/[\w./-]+", word):
                 assert (ROOT / word).exists(), f"there is no {word}"
 
@@ -84,10 +102,20 @@ def test_every_command_and_option_exists(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_and_option_in_the_text_exists(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
-    for name in re.findall(r"`((?:examples|recipes|embeddings|finetuning|common|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`", text):
+    for name in re.findall(
+        r"`((?:examples|recipes|embeddings|finetuning|common|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`",
+        text,
+    ):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
-    shared = [ROOT / "common" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
-    known = options_in([*shared, *(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py"))]) | TRAINER
+    shared = (
+        [ROOT / "common" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
+    )
+    known = (
+        options_in(
+            [*shared, *(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py"))]
+        )
+        | TRAINER
+    )
     for name in re.findall(r"`--([a-z_-]+)", text):
         others = (
             "help",
@@ -99,7 +127,9 @@ def test_every_file_and_option_in_the_text_exists(page):
             "override-pooler-config",
             "task",
         )  # of other programs
-        assert name in others or "_" not in name and name.replace("-", "_") in known, f"{page}.md names the option --{name}"
+        assert name in others or "_" not in name and name.replace("-", "_") in known, (
+            f"{page}.md names the option --{name}"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -107,5 +137,9 @@ def test_the_page_opens_with_its_use_and_a_command_with_its_output(page):
     parts = PAGES[page].split("```")
     heading, what = parts[0].strip().split("\n", 1)
     assert heading.startswith("# ") and len(what.strip()) > 60, "what is the page for?"
-    assert parts[1].startswith("bash\n") and parts[3].startswith("\n") and parts[3].strip(), "a command and then its output"
-    assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, "the command comes late"
+    assert parts[1].startswith("bash\n") and parts[3].startswith("\n") and parts[3].strip(), (
+        "a command and then its output"
+    )
+    assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, (
+        "the command comes late"
+    )

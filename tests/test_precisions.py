@@ -1,4 +1,5 @@
-"""Pins the table of precisions and engines: same texts for all, distance to float32, ratios within a class, and rows that were not measured."""
+"""Pins the table of precisions and engines: same texts for all, distance to float32, ratios within
+a class, and rows that were not measured."""
 
 import json
 import statistics
@@ -13,7 +14,12 @@ from neobert.benchmarks.engines import Engine
 from neobert.common.errors import UserError
 
 
-SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}
 ENGINES = ["torch-fp32", "torch-bf16", "torch-ao-int8", "st-bert-fp32", "onnx-fp32"]
 
 
@@ -26,7 +32,16 @@ def result(tmp_path_factory):
         patch.setattr(measuring, "GEMM_SECONDS", 0.0)
         patch.setattr(precisions, "TEXTS", {"short": 6})
         patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
-        argv = ["--files", str(folder / "files"), "--output", str(folder / "out"), "--engines", *ENGINES, "--sets", "short"]
+        argv = [
+            "--files",
+            str(folder / "files"),
+            "--output",
+            str(folder / "out"),
+            "--engines",
+            *ENGINES,
+            "--sets",
+            "short",
+        ]
         assert precisions.main([*argv, "--threads", "1", "2", "--repeats", "2"], small=SMALL) == 0
     rows = json.loads((folder / "out.json").read_text())["rows"]
     return {row["engine"]: row for row in rows}, (folder / "out.md").read_text()
@@ -36,10 +51,19 @@ def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
     rows, page = result
     assert list(rows) == ENGINES
     committed = Path(__file__).resolve().parents[1] / "results" / "precisions.md"
-    assert precisions.UNFUSED in page and precisions.UNFUSED in committed.read_text(encoding="utf-8"), "which torchao was measured"
-    assert "neobert export onnx" in rows["onnx-fp32"]["error"] and "## Not measured" in page and rows["onnx-fp32"]["error"] in page
+    assert precisions.UNFUSED in page and precisions.UNFUSED in committed.read_text(
+        encoding="utf-8"
+    ), "which torchao was measured"
+    assert (
+        "neobert export onnx" in rows["onnx-fp32"]["error"]
+        and "## Not measured" in page
+        and rows["onnx-fp32"]["error"] in page
+    )
     for name in ENGINES[:-1]:
-        assert [(speed["set"], speed["threads"]) for speed in rows[name]["speeds"]] == [("short", 1), ("short", 2)]
+        assert [(speed["set"], speed["threads"]) for speed in rows[name]["speeds"]] == [
+            ("short", 1),
+            ("short", 2),
+        ]
 
 
 def test_vectors_are_those_of_float32(result):
@@ -55,7 +79,9 @@ def test_speeds_are_tokens_over_seconds(result):
     for name in ENGINES[:-1]:
         for speed in rows[name]["speeds"]:
             assert len(speed["seconds"]) == 2
-            assert speed["tokens_per_second"] == pytest.approx(statistics.median(tokens / second for second in speed["seconds"]))
+            assert speed["tokens_per_second"] == pytest.approx(
+                statistics.median(tokens / second for second in speed["seconds"])
+            )
 
 
 def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
@@ -68,29 +94,59 @@ def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
 def test_ours_is_compared_with_the_next_model_of_its_class(result):
     rows, page = result
     for at, threads in enumerate((1, 2)):
-        ours, other = (rows[name]["speeds"][at]["corrected"] for name in ("torch-fp32", "st-bert-fp32"))
-        assert f"| fp32 | short | {threads} | torch fp32 |  |  | sentence-transformers, BERT base fp32 | {ours / other:.2f} |" in page
+        ours, other = (
+            rows[name]["speeds"][at]["corrected"] for name in ("torch-fp32", "st-bert-fp32")
+        )
+        assert (
+            f"| fp32 | short | {threads} | torch fp32 |  |  | sentence-transformers, BERT base "
+            f"fp32 | {ours / other:.2f} |" in page
+        )
     assert "| 16 bit | short |" not in page, "there is no other engine of 16 bit"
 
 
 def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
-    speeds = {"torch-fp32": 30.0, "torch-compiled": 20.0, "onnx-fp32": 15.0, "openvino-fp32": 12.0, "st-bert-fp32": 40.0}
+    speeds = {
+        "torch-fp32": 30.0,
+        "torch-compiled": 20.0,
+        "onnx-fp32": 15.0,
+        "openvino-fp32": 12.0,
+        "st-bert-fp32": 40.0,
+    }
     groups = dict(zip(speeds, ("ours", "ours", "engine", "engine", "model")))
     rows = [
-        {"name": name, "precision": "", "kind": "fp32", "group": groups[name], "speeds": [{"set": "128", "threads": 1, "corrected": speed}]}
+        {
+            "name": name,
+            "precision": "",
+            "kind": "fp32",
+            "group": groups[name],
+            "speeds": [{"set": "128", "threads": 1, "corrected": speed}],
+        }
         for name, speed in speeds.items()
     ]
-    found = [precisions.best(rows, "fp32", group, "128", 1) for group in ("ours", "engine", "model")]
+    found = [
+        precisions.best(rows, "fp32", group, "128", 1) for group in ("ours", "engine", "model")
+    ]
     assert found == [("torch-fp32 ", 30.0), ("onnx-fp32 ", 15.0), ("st-bert-fp32 ", 40.0)]
-    assert precisions.best(rows, "fp32", "ours", "128", 2) is None and precisions.best(rows, "int8", "ours", "128", 1) is None
+    assert (
+        precisions.best(rows, "fp32", "ours", "128", 2) is None
+        and precisions.best(rows, "int8", "ours", "128", 1) is None
+    )
 
 
 def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeypatch):
     """Or the ratios to an engine outside of torch would be those of other numbers of threads."""
     before = torch.get_num_threads()
-    engine = Engine("x", "fp32", "", lambda files, threads: lambda texts: np.ones((len(texts), 2)), lambda files: 0)
+    engine = Engine(
+        "x",
+        "fp32",
+        "",
+        lambda files, threads: lambda texts: np.ones((len(texts), 2)),
+        lambda files: 0,
+    )
     monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
-    monkeypatch.setattr(precisions, "MatrixProduct", lambda *given: lambda seconds: float(torch.get_num_threads()))
+    monkeypatch.setattr(
+        precisions, "MatrixProduct", lambda *given: lambda seconds: float(torch.get_num_threads())
+    )
     try:
         runs = precisions.measure("x", tmp_path, {"short": [[1]]}, [1, 2], 1)["runs"]
     finally:
@@ -100,12 +156,25 @@ def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeyp
 
 def test_the_worst_cosine():
     exact = {"a": np.array([[1.0, 0.0], [0.0, 2.0]])}
-    assert precisions.worst_cosine({"a": np.array([[3.0, 0.0], [1.0, 1.0]])}, exact) == pytest.approx(0.5**0.5)
+    assert precisions.worst_cosine(
+        {"a": np.array([[3.0, 0.0], [1.0, 1.0]])}, exact
+    ) == pytest.approx(0.5**0.5)
 
 
 def test_nothing_could_be_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
-    argv = ["--files", str(tmp_path / "files"), "--output", str(tmp_path / "out"), "--engines", "onnx-fp32", "--sets", "short"]
-    with pytest.raises(UserError, match="no engine could be measured: there is no export/onnx/model.onnx"):
+    argv = [
+        "--files",
+        str(tmp_path / "files"),
+        "--output",
+        str(tmp_path / "out"),
+        "--engines",
+        "onnx-fp32",
+        "--sets",
+        "short",
+    ]
+    with pytest.raises(
+        UserError, match="no engine could be measured: there is no export/onnx/model.onnx"
+    ):
         precisions.main(argv, small=SMALL)
     assert not list(tmp_path.glob("out*")), "nothing is written"

@@ -1,4 +1,5 @@
-"""Pins `neobert pretrain`: learning, metrics, a run killed at any moment equals an uninterrupted one, checkpoints kept, stage 2, bad input."""
+"""Pins `neobert pretrain`: learning, metrics, a run killed at any moment equals an uninterrupted
+one, checkpoints kept, stage 2, bad input."""
 
 import importlib.util
 import json
@@ -42,21 +43,50 @@ from neobert.pretraining.trainer import evaluate_batches, flops_per_batch, maske
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     reports = "tensorboard" if importlib.util.find_spec("tensorboard") else "none"
     metrics = run_of(
-        arguments_of(corpus, tmp_path, max_steps=150, save_steps=150, logging_steps=10, heldout=corpus / "heldout.txt", report_to=reports)
+        arguments_of(
+            corpus,
+            tmp_path,
+            max_steps=150,
+            save_steps=150,
+            logging_steps=10,
+            heldout=corpus / "heldout.txt",
+            report_to=reports,
+        )
     )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
-    names = {"loss", "masked_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "tokens_seen", "step"}
+    names = {
+        "loss",
+        "masked_accuracy",
+        "learning_rate",
+        "grad_norm",
+        "tokens_per_second",
+        "mfu",
+        "tokens_seen",
+        "step",
+    }
     assert names <= set(steps[-1]), f"missing in the log: {names - set(steps[-1])}"
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"], "the loss must fall on text with a rule"
-    assert steps[-1]["learning_rate"] == pytest.approx(3e-4), "the learning rate must end at 10 % of its peak"
-    assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], "context must help on held-out text"
+    assert steps[-1]["learning_rate"] == pytest.approx(3e-4), (
+        "the learning rate must end at 10 % of its peak"
+    )
+    assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], (
+        "context must help on held-out text"
+    )
     text = json.loads((corpus / "prepared" / "train" / "prepared.json").read_text())
-    assert steps[-1]["epoch"] == pytest.approx(steps[-1]["tokens_seen"] / (text["tokens"]), rel=0.02), "epoch: passes over the data"
-    assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, "tokens seen are the real tokens of all batches"
-    assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*")), "TensorBoard's file must be there"
+    assert steps[-1]["epoch"] == pytest.approx(
+        steps[-1]["tokens_seen"] / (text["tokens"]), rel=0.02
+    ), "epoch: passes over the data"
+    assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, (
+        "tokens seen are the real tokens of all batches"
+    )
+    assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*")), (
+        "TensorBoard's file must be there"
+    )
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["eval_loss"] == metrics["eval_loss"] and result["command"] and result["steps"] == 150
+    assert (
+        result["eval_loss"] == metrics["eval_loss"] and result["command"] and result["steps"] == 150
+    )
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert model.config.hidden_size == 32, "the final model must load"
 
@@ -66,9 +96,15 @@ PADDED = {"layout": "padded", "texts_per_step": 12, "texts_per_batch": 6, "token
 
 @pytest.mark.parametrize("more", [{}, PADDED, {"peak_tflops": None, "logging_steps": 3}], ids=str)
 def test_continuing_equals_not_stopping(corpus, tmp_path, more):
-    """Dropout is on, so that the state of the random numbers counts too; measuring the machine's peak must not draw from them."""
+    """Dropout is on, so that the state of the random numbers counts too; measuring the machine's
+    peak must not draw from them."""
     model = json.dumps({**TINY, "dropout": 0.1})
-    arguments = {"model_config": model, "mask_replace_prob": 0.8, "random_replace_prob": 0.1, **more}
+    arguments = {
+        "model_config": model,
+        "mask_replace_prob": 0.8,
+        "random_replace_prob": 0.1,
+        **more,
+    }
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_of(arguments_of(corpus, whole, **arguments))
 
@@ -91,16 +127,21 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     (stopped / "checkpoint-6" / MANIFEST).write_text('{"step": 6}')
     run_of(arguments_of(corpus, stopped, **arguments))
     assert not list(stopped.glob("*checkpoint-6")), "what a kill left half-written must go"
-    assert log_of(stopped) == log_of(whole), "the loss curve of the continued run must be exactly that of the uninterrupted one"
+    assert log_of(stopped) == log_of(whole), (
+        "the loss curve of the continued run must be exactly that of the uninterrupted one"
+    )
     first, second = load_file(whole / "model.safetensors"), load_file(stopped / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first), "and so must the weights"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, PADDED], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, PADDED], ids=str
+)
 @pytest.mark.parametrize("interruptions", [2, 3])
 def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, interruptions):
-    """Killed, or stopped by SIGTERM, at random steps, one right after another too; the log of SIGTERM's steps has a line more."""
+    """Killed, or stopped by SIGTERM, at random steps, one right after another too; the log of
+    SIGTERM's steps has a line more."""
     arguments = {"max_steps": 10, "save_steps": 2, **kind}
     run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
     random = np.random.default_rng(interruptions)
@@ -151,12 +192,21 @@ def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "some", max_steps=10, logging_steps=4))
     each, some = log_of(tmp_path / "each"), log_of(tmp_path / "some")
     assert [record["step"] for record in some] == [4, 8, 10], "the last steps must be logged"
-    assert [record["tokens_seen"] for record in some] == [each[step - 1]["tokens_seen"] for step in (4, 8, 10)]
+    assert [record["tokens_seen"] for record in some] == [
+        each[step - 1]["tokens_seen"] for step in (4, 8, 10)
+    ]
     assert some[-1]["loss"] == pytest.approx((each[8]["loss"] + each[9]["loss"]) / 2, rel=1e-5)
-    for name, key in (("result.json", "tokens_seen"), ("checkpoint-10/trainer_state.json", "num_input_tokens_seen")):
-        assert json.loads((tmp_path / "some" / name).read_text())[key] == each[-1]["tokens_seen"], name
+    for name, key in (
+        ("result.json", "tokens_seen"),
+        ("checkpoint-10/trainer_state.json", "num_input_tokens_seen"),
+    ):
+        assert json.loads((tmp_path / "some" / name).read_text())[key] == each[-1]["tokens_seen"], (
+            name
+        )
     run_of(arguments_of(corpus, tmp_path / "saved", max_steps=10, logging_steps=4, save_steps=3))
-    assert [record["step"] for record in log_of(tmp_path / "saved")] == [3, 4, 6, 8, 9, 10], "what is saved must be logged"
+    assert [record["step"] for record in log_of(tmp_path / "saved")] == [3, 4, 6, 8, 9, 10], (
+        "what is saved must be logged"
+    )
 
 
 def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
@@ -167,14 +217,18 @@ def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
         return capsys.readouterr().err.strip().splitlines()[-1].replace(str(out), "OUT")
 
     assert error(tmp_path / "loss") == (
-        "neobert pretrain: the run has diverged: the loss at step 4 is not finite; start again from the beginning (there is no checkpoint) "
+        "neobert pretrain: the run has diverged: the loss at step 4 is not finite; start again "
+        "from the beginning (there is no checkpoint) "
         "with a lower learning_rate and another output"
     )
     assert error(tmp_path / "weights", save_steps=1) == (
-        "neobert pretrain: the run has diverged: the weights after step 3 are not finite; start again init_from OUT/checkpoint-2 "
+        "neobert pretrain: the run has diverged: the weights after step 3 are not finite; start "
+        "again init_from OUT/checkpoint-2 "
         "(the last checkpoint) with a lower learning_rate and another output"
     )
-    assert list(checkpoints(tmp_path / "weights")) == [1, 2], "weights that are not numbers must not be saved"
+    assert list(checkpoints(tmp_path / "weights")) == [1, 2], (
+        "weights that are not numbers must not be saved"
+    )
 
 
 def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):
@@ -190,7 +244,13 @@ def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, m
     monkeypatch.setattr(sources, "local_files", lambda name: None)
     monkeypatch.setattr(sources, "load_dataset", _text_files)
     arguments = arguments_of(
-        corpus, tmp_path / "out", prepared=tmp_path / "prepared", max_steps=2, warmup_steps=0, save_steps=1, column="text"
+        corpus,
+        tmp_path / "out",
+        prepared=tmp_path / "prepared",
+        max_steps=2,
+        warmup_steps=0,
+        save_steps=1,
+        column="text",
     )
     run_of(arguments)
     assert not (tmp_path / "prepared").exists()
@@ -217,9 +277,15 @@ def test_kill_9_then_sigterm_and_the_same_command_again(corpus, tmp_path):
     command = [sys.executable, "-m", "neobert", "pretrain", *arguments_of(corpus, out, **arguments)]
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
         before = max(checkpoints(out), default=0)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.time() + 240
-        while max(checkpoints(out), default=0) <= before + 5 and time.time() < deadline and process.poll() is None:
+        while (
+            max(checkpoints(out), default=0) <= before + 5
+            and time.time() < deadline
+            and process.poll() is None
+        ):
             time.sleep(0.02)
         process.send_signal(number)
         assert process.wait() == code, "the run must have been stopped in the middle"
@@ -235,7 +301,13 @@ def test_kill_9_then_sigterm_and_the_same_command_again(corpus, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers):
-    arguments = {"streaming": "true", "max_steps": 10, "save_steps": 2, "dataloader_num_workers": workers, "gradient_accumulation_steps": 2}
+    arguments = {
+        "streaming": "true",
+        "max_steps": 10,
+        "save_steps": 2,
+        "dataloader_num_workers": workers,
+        "gradient_accumulation_steps": 2,
+    }
     run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
     save = trainer_module.PretrainingTrainer._save_checkpoint
 
@@ -250,22 +322,42 @@ def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers
             run_of(arguments_of(corpus, tmp_path / "stopped", **arguments))
     if workers:
         with pytest.raises(UserError, match=r"dataloader_num_workers 2, now 1"):
-            run_of(arguments_of(corpus, tmp_path / "stopped", **{**arguments, "dataloader_num_workers": 1}))
+            run_of(
+                arguments_of(
+                    corpus, tmp_path / "stopped", **{**arguments, "dataloader_num_workers": 1}
+                )
+            )
     run_of(arguments_of(corpus, tmp_path / "stopped", **arguments))
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
-    assert log_of(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, "skipped rows must be in the log"
+    assert log_of(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, (
+        "skipped rows must be in the log"
+    )
 
 
 @pytest.mark.slow
 def test_a_finished_run_trains_no_step_more(corpus, tmp_path, monkeypatch):
-    arguments = arguments_of(corpus, tmp_path, streaming="true", max_steps=3, save_steps=2, warmup_steps=0, heldout=corpus / "heldout.txt")
+    arguments = arguments_of(
+        corpus,
+        tmp_path,
+        streaming="true",
+        max_steps=3,
+        save_steps=2,
+        warmup_steps=0,
+        heldout=corpus / "heldout.txt",
+    )
     first = run_of(arguments)
     before, log = load_file(tmp_path / "model.safetensors"), log_of(tmp_path)
-    monkeypatch.setattr(trainer_module.PretrainingTrainer, "training_step", lambda *given: pytest.fail("another step was trained"))
+    monkeypatch.setattr(
+        trainer_module.PretrainingTrainer,
+        "training_step",
+        lambda *given: pytest.fail("another step was trained"),
+    )
     for _ in range(2):
         assert run_of(arguments) == first
     after = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before) and log_of(tmp_path) == log
+    assert (
+        all(torch.equal(before[name], after[name]) for name in before) and log_of(tmp_path) == log
+    )
 
 
 @pytest.mark.slow
@@ -285,16 +377,24 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monk
         patch.setattr(trainer_module.PretrainingTrainer, "training_step", signalled)
         assert cli.main(["pretrain", *arguments_of(corpus, out, **arguments)]) == 143
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        "neobert pretrain: stopped by SIGTERM after step 3 of 12, which is saved; the same command goes on"
+        "neobert pretrain: stopped by SIGTERM after step 3 of 12, which is saved; the same command "
+        "goes on"
     )
-    assert list(checkpoints(out)) == [3] and not list(out.glob("*.safetensors")) and not (out / "result.json").exists()
+    assert (
+        list(checkpoints(out)) == [3]
+        and not list(out.glob("*.safetensors"))
+        and not (out / "result.json").exists()
+    )
     with pytest.raises(Stopped), monkeypatch.context() as patch:
         patch.setattr(trainer_module.PretrainingTrainer, "training_step", signalled)
         run_of(arguments_of(corpus, tmp_path / "two", init_from=out, **arguments))
     run_of(arguments_of(corpus, out, **arguments))
     whole, again = log_of(tmp_path / "whole"), log_of(out)
     assert [record["step"] for record in again] == [3, 4, 8, 12] and again[-2:] == whole[-2:]
-    first, second = load_file(tmp_path / "whole" / "model.safetensors"), load_file(out / "model.safetensors")
+    first, second = (
+        load_file(tmp_path / "whole" / "model.safetensors"),
+        load_file(out / "model.safetensors"),
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -310,7 +410,10 @@ def test_damage_costs_one_checkpoint_and_a_lost_optimizer_is_damage(corpus, tmp_
     capsys.readouterr()
     run_of(arguments_of(corpus, tmp_path / "out", **arguments))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
-    assert "checkpoint-8 (model.safetensors has 5,000 bytes in place of" in line and "checkpoint-6 (optimizer.pt is missing)" in line
+    assert (
+        "checkpoint-8 (model.safetensors has 5,000 bytes in place of" in line
+        and "checkpoint-6 (optimizer.pt is missing)" in line
+    )
     assert line.endswith("going on from checkpoint-4")
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
 
@@ -323,7 +426,9 @@ def test_a_second_run_in_the_same_folder_is_refused(corpus, tmp_path, capsys):
 
 
 def test_save_total_limit_and_keep_every(corpus, tmp_path):
-    run_of(arguments_of(corpus, tmp_path, max_steps=9, save_steps=1, save_total_limit=2, keep_every=4))
+    run_of(
+        arguments_of(corpus, tmp_path, max_steps=9, save_steps=1, save_total_limit=2, keep_every=4)
+    )
     assert list(checkpoints(tmp_path)) == [4, 8, 9], "the newest two and every fourth must be kept"
 
 
@@ -348,14 +453,23 @@ def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     )
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path / "two")
     assert model.config.max_position_embeddings == 128 and model.config.hidden_size == 32
-    before, after = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before), "at learning rate 0 stage 2 must end with stage 1's weights"
+    before, after = (
+        load_file(tmp_path / "one" / "model.safetensors"),
+        load_file(tmp_path / "two" / "model.safetensors"),
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before), (
+        "at learning rate 0 stage 2 must end with stage 1's weights"
+    )
 
 
 @pytest.mark.slow
 def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
-    """A branch off the stable phase of warmup_stable_decay goes on as the run itself, here with the same schedule."""
-    stable = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "1-sqrt"}'}
+    """A branch off the stable phase of warmup_stable_decay goes on as the run itself, here with the
+    same schedule."""
+    stable = {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "1-sqrt"}',
+    }
     run_of(arguments_of(corpus, tmp_path / "one", max_steps=10, save_steps=5, **stable))
     (tmp_path / "one" / "config.json").unlink()
     losses = []
@@ -371,13 +485,23 @@ def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
         }
         run_of(arguments_of(corpus, out, **branch))
         rates = [record["learning_rate"] for record in log_of(out)]
-        assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3 * (1 - math.sqrt(0.5))]), "the branch has its own rate: stable, then down"
+        assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3 * (1 - math.sqrt(0.5))]), (
+            "the branch has its own rate: stable, then down"
+        )
         losses.append(log_of(out)[-1]["loss"])
     assert losses[0] != losses[1], "the moments must count"
-    moments = torch.load(tmp_path / "two1" / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
-    assert all(int(state["step"]) == 9 for state in moments.values()), "5 steps before the branch and 4 after it"
+    moments = torch.load(tmp_path / "two1" / "checkpoint-4" / "optimizer.pt", weights_only=True)[
+        "state"
+    ]
+    assert all(int(state["step"]) == 9 for state in moments.values()), (
+        "5 steps before the branch and 4 after it"
+    )
     with pytest.raises(UserError, match="optimizer.pt is not there"):
-        run_of(arguments_of(corpus, tmp_path / "three", init_from=tmp_path / "two0", init_optimizer="true"))
+        run_of(
+            arguments_of(
+                corpus, tmp_path / "three", init_from=tmp_path / "two0", init_optimizer="true"
+            )
+        )
 
 
 def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch):
@@ -392,22 +516,44 @@ def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch
     assert accumulation(1, tokens_per_batch=512, tokens_per_step=4096) == 8
     assert accumulation(3) is None
     for processes, more, words in (
-        (3, {"texts_per_batch": 32, "texts_per_step": 2048, "tokens_per_batch": None}, "2,048 is not a multiple of 32 texts x 3 processes"),
-        (1, {"tokens_per_batch": 512, "texts_per_step": 32}, "with tokens_per_batch give tokens_per_step"),
+        (
+            3,
+            {"texts_per_batch": 32, "texts_per_step": 2048, "tokens_per_batch": None},
+            "2,048 is not a multiple of 32 texts x 3 processes",
+        ),
+        (
+            1,
+            {"tokens_per_batch": 512, "texts_per_step": 32},
+            "with tokens_per_batch give tokens_per_step",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             accumulation(processes, **more)
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(UserError, match="gradient_accumulation_steps 3 was given, but the size of a step asks for 2"):
-        run_of(arguments_of(corpus, tmp_path / "out", tokens_per_step=512, gradient_accumulation_steps=3))
-    run_of(arguments_of(corpus, tmp_path / "step", tokens_per_step=512, max_steps=2, warmup_steps=0))
-    run_of(arguments_of(corpus, tmp_path / "by_hand", gradient_accumulation_steps=2, max_steps=2, warmup_steps=0))
+    with pytest.raises(
+        UserError,
+        match="gradient_accumulation_steps 3 was given, but the size of a step asks for 2",
+    ):
+        run_of(
+            arguments_of(
+                corpus, tmp_path / "out", tokens_per_step=512, gradient_accumulation_steps=3
+            )
+        )
+    run_of(
+        arguments_of(corpus, tmp_path / "step", tokens_per_step=512, max_steps=2, warmup_steps=0)
+    )
+    run_of(
+        arguments_of(
+            corpus, tmp_path / "by_hand", gradient_accumulation_steps=2, max_steps=2, warmup_steps=0
+        )
+    )
     assert log_of(tmp_path / "step") == log_of(tmp_path / "by_hand")
 
 
 @pytest.mark.slow
 def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path):
-    """Both see texts 0 to 11 of the same order; losses are means over all masked tokens, however they are cut, packed as padded."""
+    """Both see texts 0 to 11 of the same order; losses are means over all masked tokens, however
+    they are cut, packed as padded."""
     losses = []
     for layout, rows in (("padded", 12), ("padded", 4), ("packed", 12), ("packed", 4)):
         out = tmp_path / f"{layout}{rows}"
@@ -420,12 +566,16 @@ def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path):
             "warmup_steps": 0,
         }
         with pytest.MonkeyPatch.context() as patch:
-            # Every third token is masked, whatever the batch, so that all runs predict the same tokens.
+            # Every third token is masked, whatever the batch, so that all runs predict the same
+            # tokens.
             patch.setattr(pretrain.TokenMasking, "__call__", _every_third)
             run_of(arguments_of(corpus, out, save_steps=1, **arguments))
         losses.append(log_of(out)[0])
     for other in losses[1:]:
-        assert losses[0]["tokens_seen"] == other["tokens_seen"] and losses[0]["epoch"] == other["epoch"]
+        assert (
+            losses[0]["tokens_seen"] == other["tokens_seen"]
+            and losses[0]["epoch"] == other["epoch"]
+        )
         assert losses[0]["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert losses[0]["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
@@ -440,13 +590,18 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
     logits = torch.zeros(1, 4, 3)
     logits[0, 0, 1] = logits[0, 1, 1] = logits[0, 2, 0] = 1
     assert masked_correct(logits, labels) == (1, 2)
-    assert masked_correct(logits[0, 1:3], labels) == (1, 2), "logits of the labelled tokens alone must count the same"
+    assert masked_correct(logits[0, 1:3], labels) == (1, 2), (
+        "logits of the labelled tokens alone must count the same"
+    )
 
 
 def test_accuracy_of_padded_rows_of_several_lengths():
-    """The model gives the logits of labelled tokens alone, of texts that it packs in an order of its own."""
+    """The model gives the logits of labelled tokens alone, of texts that it packs in an order of
+    its own."""
     torch.manual_seed(0)
-    model = NeoBERTForMaskedLM(NeoBERTConfig(**{**TINY, "tie_word_embeddings": False}, sparse_prediction=True)).eval()
+    model = NeoBERTForMaskedLM(
+        NeoBERTConfig(**{**TINY, "tie_word_embeddings": False}, sparse_prediction=True)
+    ).eval()
     batch = pad([torch.randint(1000, 9000, (length,)).numpy() for length in (5, 17, 3, 11)], 0)
     with torch.no_grad():
         best = model(**batch).logits.argmax(dim=-1)
@@ -459,21 +614,32 @@ def test_accuracy_of_padded_rows_of_several_lengths():
 def test_the_baseline_is_the_most_frequent_ordinary_token():
     tokenizer = load_tokenizer(str(TOKENIZER))
     tokens = tokenise_texts(["\u2603 \u2603 \u2603 \u2603 river stone", "river paper"], tokenizer)
-    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], "a special token must be the most frequent one here"
+    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], (
+        "a special token must be the most frequent one here"
+    )
     river = tokenizer.convert_tokens_to_ids("river")
     assert pretrain.unigram(tokens, tokenizer) == river
-    batches = [{"labels": torch.tensor([[-100, river, 7]])}, {"labels": torch.tensor([[river, -100, river]])}]
+    batches = [
+        {"labels": torch.tensor([[-100, river, 7]])},
+        {"labels": torch.tensor([[river, -100, river]])},
+    ]
     assert pretrain.unigram_accuracy(batches, river) == 0.75
 
 
 def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
-    for given, seed in (({}, 7), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 5}, 5), ({"data_seed": 0}, 0)):
+    for given, seed in (
+        ({}, 7),
+        ({"seed": 3}, 3),
+        ({"seed": 3, "data_seed": 5}, 5),
+        ({"data_seed": 0}, 0),
+    ):
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **given))
         assert run.spec.seed == seed and run.training.seed == given.get("seed", 7)
 
 
 def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatch):
-    """At mlm_probability under a schedule too, from all texts, with masks of another seed: losses of all steps and runs compare."""
+    """At mlm_probability under a schedule too, from all texts, with masks of another seed: losses
+    of all steps and runs compare."""
     seen, make_batches = [], pretrain.make_batches
 
     def record(tokens, tokenizer, masking, spec, name, count=None):
@@ -483,21 +649,33 @@ def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatc
         return make_batches(tokens, tokenizer, masking, spec, name, count)
 
     monkeypatch.setattr(pretrain, "make_batches", record)
-    given = arguments_of(corpus, tmp_path, heldout=corpus / "heldout.txt", mlm_probability=0.2, mixture='{"0": 0.5, "8": 0.5}', seed=3)
+    given = arguments_of(
+        corpus,
+        tmp_path,
+        heldout=corpus / "heldout.txt",
+        mlm_probability=0.2,
+        mixture='{"0": 0.5, "8": 0.5}',
+        seed=3,
+    )
     with pytest.raises(UserError, match="enough"):
         run_of([*given, "--mask-schedule", "0.3", "0.15"])
     assert seen == [((0.3, 0.15), ((0, 0.5), (8, 0.5)), 3), ((0.2, 0.2), ((0, 1.0),), 4)]
 
 
 def test_flops_of_the_published_model():
-    """6 a weight and token: 28 blocks of 7,079,424 less two norms, the decoder on all tokens; 12 D a pair of tokens and layer."""
+    """6 a weight and token: 28 blocks of 7,079,424 less two norms, the decoder on all tokens; 12 D
+    a pair of tokens and layer."""
     config = NeoBERTConfig()
     weights = 28 * (7_079_424 - 2 * 768) * 6 * 1024
     expected = weights + 28 * 12 * 768 * 1024**2 + 6 * 768 * 30522 * 1024
     assert flops_per_batch(config, 1024, 1024**2, 1024) == expected
 
 
-@pytest.mark.parametrize("rope", [{"rope_theta": 10.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}], ids=["theta", "YaRN"])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 10.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}],
+    ids=["theta", "YaRN"],
+)
 def test_the_raw_checkpoint_keeps_the_rotary_settings(tiny_config, tmp_path, rope):
     model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **rope)).eval()
     write_raw_checkpoint(model.state_dict(), model.config, tmp_path / "raw", 3, torch.float32)
@@ -514,22 +692,47 @@ def test_raw_checkpoint_has_the_authors_layout(tiny_config, tmp_path):
     assert path == tmp_path / "model_checkpoints" / "30" / "state_dict.pt"
     state = torch.load(path, weights_only=True)
     assert set(state) == {f"module.{name}" for name in model.state_dict()}
-    assert state["module.decoder.weight"].data_ptr() == state["module.model.encoder.weight"].data_ptr(), "tied weights must be stored once"
-    torch.testing.assert_close(state["module.model.layer_norm.weight"].float(), model.model.layer_norm.weight.detach())
+    assert (
+        state["module.decoder.weight"].data_ptr() == state["module.model.encoder.weight"].data_ptr()
+    ), "tied weights must be stored once"
+    torch.testing.assert_close(
+        state["module.model.layer_norm.weight"].float(), model.model.layer_norm.weight.detach()
+    )
 
 
 def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1))
     with pytest.raises(UserError, match=r"learning_rate 0.003, now 0.001"):
-        run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, learning_rate=1e-3))
+        run_of(
+            arguments_of(
+                corpus,
+                tmp_path / "one",
+                max_steps=2,
+                warmup_steps=0,
+                save_steps=1,
+                learning_rate=1e-3,
+            )
+        )
     with pytest.raises(UserError, match=r"seed 7, now 3"):
-        run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, seed=3))
+        run_of(
+            arguments_of(
+                corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, seed=3
+            )
+        )
     with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
-        run_of(arguments_of(corpus, tmp_path / "two", init_from=tmp_path / "one", model_config='{"num_hidden_layers": 3}'))
+        run_of(
+            arguments_of(
+                corpus,
+                tmp_path / "two",
+                init_from=tmp_path / "one",
+                model_config='{"num_hidden_layers": 3}',
+            )
+        )
 
 
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
-    """The start's own tokenizer is the default: the words of another one would meet other rows of its embedding."""
+    """The start's own tokenizer is the default: the words of another one would meet other rows of
+    its embedding."""
     from neobert.pretraining.ablation_data import train_tokenizer
 
     texts = (corpus / "train.txt").read_text().splitlines()
@@ -540,7 +743,10 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
     size = load_tokenizer(own).get_vocab()
     two = {**short, "init_from": tmp_path / "one", "model_config": "{}"}
-    with pytest.raises(UserError, match="bpe is another one than that of init_from .*one, which the weights belong to"):
+    with pytest.raises(
+        UserError,
+        match="bpe is another one than that of init_from .*one, which the weights belong to",
+    ):
         run_of(arguments_of(corpus, tmp_path / "two", tokenizer=tmp_path / "bpe", **two))
     with pytest.raises(UserError, match="is another one than that of init_from"):
         run_of(arguments_of(corpus, tmp_path / "two", tokenizer=TOKENIZER, **two))
@@ -549,14 +755,21 @@ def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "three", **two))
     assert load_tokenizer(tmp_path / "three").get_vocab() == size
     saved = json.loads((tmp_path / "three" / "tokenizer_config.json").read_text())
-    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", "the name that transformers 4 knows"
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast", (
+        "the name that transformers 4 knows"
+    )
     with pytest.raises(UserError, match=r"init_from '[0-9a-f]{12}', now '[0-9a-f]{12}'"):
         run_of(arguments_of(corpus, tmp_path / "three", **{**two, "init_from": tmp_path / "two"}))
 
 
 def test_the_warm_up_is_a_share_of_the_steps_unless_given(corpus, tmp_path):
     for more, steps in (
-        *(({"max_steps": 1}, 0), ({"max_steps": 8}, 0), ({"max_steps": 400}, 20), ({"max_steps": 10**6}, 2000)),
+        *(
+            ({"max_steps": 1}, 0),
+            ({"max_steps": 8}, 0),
+            ({"max_steps": 400}, 20),
+            ({"max_steps": 10**6}, 2000),
+        ),
         *(({"warmup_steps": 3}, 3), ({"warmup_steps": 0.5}, 4)),
     ):
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **{"warmup_steps": None, **more}))
@@ -583,7 +796,9 @@ def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
     weights.write_bytes(b"years of work")
     with pytest.raises(UserError, match=r"holds other files \(checkpoint-500\)"):
         run_of(arguments_of(corpus, tmp_path / "out"))
-    assert weights.read_bytes() == b"years of work", "only this program's half-written checkpoints may be deleted"
+    assert weights.read_bytes() == b"years of work", (
+        "only this program's half-written checkpoints may be deleted"
+    )
     model = tmp_path / "model" / "model.safetensors"
     model.parent.mkdir()
     model.write_bytes(b"years of work")
@@ -593,16 +808,26 @@ def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
 
 
 def test_nothing_of_the_user_is_written_over(corpus, tmp_path):
-    """The corpus inside of the output, files that have the names of a run's, and a model of another run."""
+    """The corpus inside of the output, files that have the names of a run's, and a model of another
+    run."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "log.jsonl").write_text((corpus / "train.txt").read_text())
-    for name, message in (("log.jsonl", "holds the input"), ("other.txt", "holds other files .*log.jsonl")):
+    for name, message in (
+        ("log.jsonl", "holds the input"),
+        ("other.txt", "holds other files .*log.jsonl"),
+    ):
         with pytest.raises(UserError, match=message):
-            run_of(arguments_of(corpus, out, dataset=out / name if name == "log.jsonl" else corpus / "train.txt"))
+            run_of(
+                arguments_of(
+                    corpus, out, dataset=out / name if name == "log.jsonl" else corpus / "train.txt"
+                )
+            )
     (out / "log.jsonl").rename(out / "train.log")
     (out / "recipe.json").write_text('{"learning_rate": "mine"}')
-    with pytest.raises(UserError, match="recipe.json is damaged, or not of this version of neobert pretrain"):
+    with pytest.raises(
+        UserError, match="recipe.json is damaged, or not of this version of neobert pretrain"
+    ):
         run_of(arguments_of(corpus, out))
     assert sorted(path.name for path in out.iterdir()) == ["recipe.json", "train.log"]
 
@@ -631,11 +856,18 @@ def test_what_a_killed_run_left_goes(corpus, tmp_path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     here = f"{socket.gethostname()}-{ended.pid}-abcd1234"
-    left = [tmp_path / "out" / f".result.json.{here}", tmp_path / "prepared" / "train" / f".source.json.{here}"]
+    left = [
+        tmp_path / "out" / f".result.json.{here}",
+        tmp_path / "prepared" / "train" / f".source.json.{here}",
+    ]
     for path in left:
         path.parent.mkdir(parents=True)
         path.write_text("{")
-    run_of(arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", max_steps=1, warmup_steps=0))
+    run_of(
+        arguments_of(
+            corpus, tmp_path / "out", prepared=tmp_path / "prepared", max_steps=1, warmup_steps=0
+        )
+    )
     assert not any(path.exists() for path in left)
 
 
@@ -647,7 +879,9 @@ def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):
     assert "finished already, after 2 steps" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"learning_rate 0.003, now 0.001"):
         run_of(arguments_of(corpus, tmp_path / "out", **arguments, learning_rate=1e-3))
-    assert files == {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert files == {
+        path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
+    }
 
 
 def test_a_corpus_whose_name_looks_like_a_token_continues(corpus, tmp_path):
@@ -656,23 +890,36 @@ def test_a_corpus_whose_name_looks_like_a_token_continues(corpus, tmp_path):
     named.write_text((corpus / "train.txt").read_text())
     arguments = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1}
     for _ in range(2):
-        run_of(arguments_of(corpus, tmp_path / "out", **arguments, dataset=named, prepared=tmp_path / "prepared"))
+        run_of(
+            arguments_of(
+                corpus, tmp_path / "out", **arguments, dataset=named, prepared=tmp_path / "prepared"
+            )
+        )
 
 
 def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
-    """`dropout` and `max_length` are other names of fields, and RoPE scaling is relative to the length that the weights know."""
+    """`dropout` and `max_length` are other names of fields, and RoPE scaling is relative to the
+    length that the weights know."""
     tokenizer = load_tokenizer(TOKENIZER)
     NeoBERTForMaskedLM(NeoBERTConfig(**TINY)).save_pretrained(tmp_path)
     given = {"dropout": 0.1, "max_length": 128, "rope_scaling": {"rope_type": "yarn", "factor": 2}}
     config = model_module.make_model(given, str(tmp_path), tokenizer, 0).config
-    assert (config.hidden_dropout, config.attention_dropout, config.max_position_embeddings) == (0.1, 0.1, 128)
-    assert config.rope_parameters["original_max_position_embeddings"] == 64, "YaRN must extend from the first stage's length"
+    assert (config.hidden_dropout, config.attention_dropout, config.max_position_embeddings) == (
+        0.1,
+        0.1,
+        128,
+    )
+    assert config.rope_parameters["original_max_position_embeddings"] == 64, (
+        "YaRN must extend from the first stage's length"
+    )
     with pytest.raises(UserError, match="has norm_type='rms', but model_config asks for 'layer'"):
         model_module.make_model({"rms_norm": False}, str(tmp_path), tokenizer, 0)
 
 
 def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
-    arguments = arguments_of(corpus, tmp_path / "out", prepared=tmp_path / "prepared", heldout=corpus / "heldout.txt")
+    arguments = arguments_of(
+        corpus, tmp_path / "out", prepared=tmp_path / "prepared", heldout=corpus / "heldout.txt"
+    )
     assert cli.main(["pretrain", *arguments, "--prepare"]) == 0
     assert "360 of 360 rows" in capsys.readouterr().err
     summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
@@ -682,43 +929,67 @@ def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
 
 def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path))
-    files = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.iterdir() if path.is_file()}
+    files = {
+        path: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in tmp_path.iterdir()
+        if path.is_file()
+    }
     for more in ({}, {"raw_checkpoint": "float32"}):
         run_of(arguments_of(corpus, tmp_path, **more))
         assert files == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-    assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), "options about the output alone may be added"
+    assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), (
+        "options about the output alone may be added"
+    )
 
 
 @pytest.mark.parametrize("stage, parameters", [(1, 245_136_954), (2, 245_136_954)])
 def test_disk_needs_of_the_papers_recipes(stage, parameters):
-    """Those kept, the newest, and the one that is being written; float32 weights and two moments, or what ZeRO-2 was seen to write."""
+    """Those kept, the newest, and the one that is being written; float32 weights and two moments,
+    or what ZeRO-2 was seen to write."""
     recipe = read_yaml(RECIPES / f"neobert_stage{stage}.yaml")
     trainer = recipe["trainer"]
     saved = range(trainer["save_steps"], trainer["max_steps"] + 1, trainer["save_steps"])
     most = 0
     for last in saved[-recipe["keep_every"] // trainer["save_steps"] :]:
         before = [step for step in saved if step < last]
-        kept = {step for step in before if step % recipe["keep_every"] == 0} | set(before[-trainer["save_total_limit"] :]) | {last}
+        kept = (
+            {step for step in before if step % recipe["keep_every"] == 0}
+            | set(before[-trainer["save_total_limit"] :])
+            | {last}
+        )
         most = max(most, len(kept))
     figures = " | ".join(f"{most * size * parameters / 1e9:.0f} GB" for size in (12, 16))
     page = (RECIPES.parent / "docs" / "pretraining.md").read_text()
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `neobert_stage{stage}.yaml` |")]
+    (row,) = [
+        line for line in page.splitlines() if line.startswith(f"| `neobert_stage{stage}.yaml` |")
+    ]
     assert row.endswith(f"| {figures} |"), figures
 
 
 def test_the_accelerate_configurations_load():
-    """accelerate itself reads them (an unknown key is an error there); FSDP wraps the block by its class name; two machines have 16 processes."""
+    """accelerate itself reads them (an unknown key is an error there); FSDP wraps the block by its
+    class name; two machines have 16 processes."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     folder = RECIPES / "accelerate"
     configs = {path.stem: load_config_from_file(str(path)) for path in folder.glob("*.yaml")}
     assert set(configs) == {"single", "ddp", "fsdp2", "zero2", "zero3", "multinode_zero2"}
-    kinds = {name: str(getattr(config.distributed_type, "value", config.distributed_type)) for name, config in configs.items()}
+    kinds = {
+        name: str(getattr(config.distributed_type, "value", config.distributed_type))
+        for name, config in configs.items()
+    }
     deepspeed = dict.fromkeys(("zero2", "zero3", "multinode_zero2"), "DEEPSPEED")
     assert kinds == {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", **deepspeed}
     assert [configs[name].deepspeed_config["zero_stage"] for name in deepspeed] == [2, 3, 2]
     assert configs["fsdp2"].fsdp_config["fsdp_version"] == 2
-    assert hasattr(modeling_neobert, configs["fsdp2"].fsdp_config["fsdp_transformer_layer_cls_to_wrap"]), "the wrapped class must exist"
-    assert (configs["multinode_zero2"].num_machines, configs["multinode_zero2"].num_processes) == (2, 16)
+    assert hasattr(
+        modeling_neobert, configs["fsdp2"].fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
+    ), "the wrapped class must exist"
+    assert (configs["multinode_zero2"].num_machines, configs["multinode_zero2"].num_processes) == (
+        2,
+        16,
+    )
     guide = (folder.parents[1] / "docs" / "pretraining.md").read_text()
-    assert all(f"{name}.yaml" in guide for name in configs), "the guide must name every configuration"
+    assert all(f"{name}.yaml" in guide for name in configs), (
+        "the guide must name every configuration"
+    )

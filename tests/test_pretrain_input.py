@@ -19,34 +19,58 @@ from neobert.pretraining import pretrain
 BAD = [
     ({"max_stepps": 3}, "unknown argument '--max-stepps'; did you mean --max-steps?"),
     ({"tokens_per_batch": 8}, "less than one text of max_length 32"),
-    ({"max_length": 128, "tokens_per_batch": 256}, "more than the 64 tokens of the model's context"),
+    (
+        {"max_length": 128, "tokens_per_batch": 256},
+        "more than the 64 tokens of the model's context",
+    ),
     ({"column": "body", "dataset": "{corpus}/rows.jsonl"}, "no column 'body', only content"),
     ({"dataset": "{corpus}/none.txt"}, "found nothing"),
     ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
-    ({"model_config": '{"hiden_size": 32}'}, "unknown field 'hiden_size'; did you mean hidden_size?"),
+    (
+        {"model_config": '{"hiden_size": 32}'},
+        "unknown field 'hiden_size'; did you mean hidden_size?",
+    ),
     ({"model_config": '{"xyz": 32}'}, "unknown field 'xyz'; NeoBERTConfig lists the fields"),
-    ({"model_config": '{"hidden_size": 30, "num_attention_heads": 4}'}, "multiple of num_attention_heads"),
+    (
+        {"model_config": '{"hidden_size": 30, "num_attention_heads": 4}'},
+        "multiple of num_attention_heads",
+    ),
     ({"init_from": "{corpus}/bert"}, "is a 'bert' model"),
     ({"init_from": "{corpus}/nothing"}, "neither a model"),
     ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
     ({"warmup_steps": 50}, "warmup_steps 50 must be at least 0 and below max_steps 8"),
     ({"warmup_steps": -1}, "warmup_steps"),
     ({"optim": "sgdd"}, "sgdd"),
-    ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is set to 1 by this command, but 4 was given; leave it out"),
+    (
+        {"per_device_train_batch_size": 4},
+        "per_device_train_batch_size is set to 1 by this command, but 4 was given; leave it out",
+    ),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is set to 0.0 by this command"),
     ({"texts_per_batch": 4}, "give either tokens_per_batch or texts_per_batch"),
-    ({"tokens_per_step": 1000}, "tokens_per_step 1,000 is not a multiple of 256 tokens x 1 processes"),
+    (
+        {"tokens_per_step": 1000},
+        "tokens_per_step 1,000 is not a multiple of 256 tokens x 1 processes",
+    ),
     ({"init_optimizer": "true"}, "init_optimizer needs init_from"),
     ({"mask_schedule": 0.3}, "mask_schedule"),
     ({"lr_scheduler_type": "cosin"}, "cosin"),
     ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
-    ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": '{"a": 1}'}, "unexpected keyword argument"),
+    (
+        {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": '{"a": 1}'},
+        "unexpected keyword argument",
+    ),
     ({"tokenizer": "{corpus}/nothing"}, "no tokenizer"),
     ({"model_config": '{"hidden_size": "wide"}'}, "hidden_size must be a positive whole number"),
     ({"init_from": "{corpus}/torn", "tokenizer": TOKENIZER}, "its weights cannot be loaded"),
-    ({"init_from": "{corpus}/backbone", "tokenizer": TOKENIZER}, "a masked-LM checkpoint is needed"),
+    (
+        {"init_from": "{corpus}/backbone", "tokenizer": TOKENIZER},
+        "a masked-LM checkpoint is needed",
+    ),
     ({"init_from": "{corpus}/list"}, "holds no model (config.json with model_type)"),
-    ({"init_from": "{corpus}/width"}, "its config.json cannot be loaded (hidden_size must be a positive whole number"),
+    (
+        {"init_from": "{corpus}/width"},
+        "its config.json cannot be loaded (hidden_size must be a positive whole number",
+    ),
     ({"init_from": "{corpus}/labels"}, "its config.json cannot be loaded ("),
     ({"attn_implementation": "foo"}, "attn_implementation foo cannot be used here ("),
     ({"max_steps": "many"}, "max_steps"),
@@ -57,9 +81,15 @@ BAD = [
     ({"layout": "stacked"}, "packed, padded"),
     ({"long_texts": "drop"}, "long_texts must be one of"),
     ({"mixture": '{"0": 0.5, "20": 0.4}'}, "sum to 1"),
-    ({"mixture": '{"0": 0.5, "5000": 0.5}'}, "texts of at least 5000 tokens, but the data has none"),
+    (
+        {"mixture": '{"0": 0.5, "5000": 0.5}'},
+        "texts of at least 5000 tokens, but the data has none",
+    ),
     ({"mlm_probability": 1.5}, "mlm_probability must be below 1"),
-    ({"mask_replace_prob": 0.9, "random_replace_prob": 0.2}, "must be shares that sum to at most 1"),
+    (
+        {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
+        "must be shares that sum to at most 1",
+    ),
     ({"eval_strategy": "steps"}, "eval_strategy steps needs held-out text"),
     ({"report_to": "tensorbord"}, "tensorbord"),
     ({"output": "{corpus}/train.txt"}, "is a file"),
@@ -74,7 +104,10 @@ BAD = [
     ({"data_seed": 2**32}, "data_seed must be below 4294967296"),
     ({"learning_rate": -1}, "Invalid learning rate: -1"),
     ({"learning_rate": ".nan"}, "learning_rate must be a finite number"),
-    ({"learning_rate": "fast"}, "learning_rate on the command line must be a number, but 'fast' was given"),
+    (
+        {"learning_rate": "fast"},
+        "learning_rate on the command line must be a number, but 'fast' was given",
+    ),
     ({"warmup_steps": ".inf"}, "warmup_steps"),
     ({"mask_replace_prob": ".nan"}, "mask_replace_prob must be a finite number"),
     ({"adam_beta2": 1}, "Invalid beta parameter at index 1: 1"),
@@ -85,7 +118,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    "wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)]
+)
 def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wrong, words):
     (corpus / "bert").mkdir(exist_ok=True)
     (corpus / "nothing").mkdir(exist_ok=True)
@@ -103,27 +138,47 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
         if not (corpus / name).exists():
             model(NeoBERTConfig(**TINY)).save_pretrained(corpus / name)
-    (corpus / "torn" / "model.safetensors").write_bytes((corpus / "torn" / "model.safetensors").read_bytes()[:5000])
+    (corpus / "torn" / "model.safetensors").write_bytes(
+        (corpus / "torn" / "model.safetensors").read_bytes()[:5000]
+    )
     wrong = {name: str(value).replace("{corpus}", str(corpus)) for name, value in wrong.items()}
-    arguments = arguments_of(corpus, tmp_path / "out", **{"prepared": tmp_path / "prepared", **wrong})
+    arguments = arguments_of(
+        corpus, tmp_path / "out", **{"prepared": tmp_path / "prepared", **wrong}
+    )
     assert cli.main(["pretrain", *arguments]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("neobert pretrain: ") and words in error, error
-    assert not list((tmp_path / "out").glob("checkpoint-*")) and not (tmp_path / "out" / "recipe.json").exists(), "no work may have begun"
+    assert (
+        not list((tmp_path / "out").glob("checkpoint-*"))
+        and not (tmp_path / "out" / "recipe.json").exists()
+    ), "no work may have begun"
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
         ("datset: a.txt", "unknown key 'datset' in the recipe recipe.yaml; did you mean dataset?"),
-        ("trainer: {learning_rat: 1}", "unknown key 'learning_rat' under trainer: in the recipe recipe.yaml; did you mean learning_rate?"),
+        (
+            "trainer: {learning_rat: 1}",
+            "unknown key 'learning_rat' under trainer: in the recipe recipe.yaml; did you mean "
+            "learning_rate?",
+        ),
         ("learning_rate: 1", "unknown key 'learning_rate' in the recipe recipe.yaml"),
-        ("tokenizer: [a, b]", "tokenizer in the recipe recipe.yaml must be text, but ['a', 'b'] was given"),
+        (
+            "tokenizer: [a, b]",
+            "tokenizer in the recipe recipe.yaml must be text, but ['a', 'b'] was given",
+        ),
         ("max_length: {a: 1}", "max_length in the recipe recipe.yaml must be a whole number"),
-        ("tokens_per_batch: 1.5", "tokens_per_batch in the recipe recipe.yaml must be a whole number, but 1.5 was given"),
+        (
+            "tokens_per_batch: 1.5",
+            "tokens_per_batch in the recipe recipe.yaml must be a whole number, but 1.5 was given",
+        ),
         ("streaming: perhaps", "streaming in the recipe recipe.yaml must be true or false"),
         ("mixture: [0.2, 0.8]", "mixture in the recipe recipe.yaml must be a mapping"),
-        ("dataset: a.txt\nmixture: {a: 0.2, b: 0.8}", "mixture must map least lengths to probabilities"),
+        (
+            "dataset: a.txt\nmixture: {a: 0.2, b: 0.8}",
+            "mixture must map least lengths to probabilities",
+        ),
         ("model_config: small", "model_config in the recipe recipe.yaml must be a mapping"),
         ("- dataset", "must hold 'name: value' lines"),
         ("dataset: 'a", "is not valid YAML"),
@@ -135,12 +190,19 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, capsys, monkeypatch, text, wo
     (tmp_path / "recipe.yaml").write_text(text + "\n")
     assert cli.main(["pretrain", "recipe.yaml", "--report-to", "none"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("neobert pretrain: ") and words in error and error.count("\n") == 1, error
+    assert error.startswith("neobert pretrain: ") and words in error and error.count("\n") == 1, (
+        error
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"], "nothing may be written"
 
 
 @pytest.mark.parametrize(
-    "token, words", [("mask_token", "has no mask token"), ("pad_token", "has no padding token"), ("sep_token", "start and end")]
+    "token, words",
+    [
+        ("mask_token", "has no mask token"),
+        ("pad_token", "has no padding token"),
+        ("sep_token", "start and end"),
+    ],
 )
 def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, words):
     tokenizer = load_tokenizer(TOKENIZER)
@@ -148,17 +210,31 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     padded = {"layout": "padded", "tokens_per_batch": None, "texts_per_batch": 4}
     with pytest.raises(UserError, match=words):
-        run_of(arguments_of(corpus, tmp_path / "out", tokenizer=tmp_path / "tokenizer", prepared=tmp_path / "prepared", **padded))
+        run_of(
+            arguments_of(
+                corpus,
+                tmp_path / "out",
+                tokenizer=tmp_path / "tokenizer",
+                prepared=tmp_path / "prepared",
+                **padded,
+            )
+        )
     assert not (tmp_path / "out" / "recipe.json").exists()
 
 
 def test_moments_need_weights_in_one_piece(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "make_model", lambda *given: SimpleNamespace(config=NeoBERTConfig(**TINY)))
+    monkeypatch.setattr(
+        pretrain, "make_model", lambda *given: SimpleNamespace(config=NeoBERTConfig(**TINY))
+    )
     monkeypatch.setattr(pretrain, "_moments", lambda run: None)
-    run = pretrain.read_run(arguments_of(corpus, tmp_path / "out", init_optimizer="true", init_from="me/model"))
+    run = pretrain.read_run(
+        arguments_of(corpus, tmp_path / "out", init_optimizer="true", init_from="me/model")
+    )
     vars(run)["start"] = None
     run.training.deepspeed_plugin = SimpleNamespace(zero_stage=2)
-    with pytest.raises(UserError, match="needs all of a weight in one process; DeepSpeed and FSDP cut them"):
+    with pytest.raises(
+        UserError, match="needs all of a weight in one process; DeepSpeed and FSDP cut them"
+    ):
         pretrain.execute(run)
     assert not (tmp_path / "out").exists()
 
@@ -172,11 +248,19 @@ def test_pretrain_without_arguments_does_not_go_for_the_papers_data(tmp_path, ca
 
 def test_a_recipe_may_write_lists_and_bare_exponents(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
-        "dataset: [a.txt, b.txt]\ntrainer:\n  learning_rate: 1e-4\nmodel_config:\n  norm_eps: 1e-6\n  hidden_act: gelu\n"
+        "dataset: [a.txt, b.txt]\ntrainer:\n  learning_rate: 1e-4\nmodel_config:\n  norm_eps: "
+        "1e-6\n  hidden_act: gelu\n"
     )
-    run = pretrain.read_run([str(tmp_path / "recipe.yaml"), "--report-to", "none", "--output", str(tmp_path)])
-    assert [source.name for source in run.data.sources] == ["a.txt", "b.txt"] and run.training.learning_rate == 1e-4
-    assert run.model.model_config == {"norm_eps": 1e-6, "hidden_act": "gelu"}, "YAML 1.1 reads 1e-6 as text, which nobody means"
+    run = pretrain.read_run(
+        [str(tmp_path / "recipe.yaml"), "--report-to", "none", "--output", str(tmp_path)]
+    )
+    assert [source.name for source in run.data.sources] == [
+        "a.txt",
+        "b.txt",
+    ] and run.training.learning_rate == 1e-4
+    assert run.model.model_config == {"norm_eps": 1e-6, "hidden_act": "gelu"}, (
+        "YAML 1.1 reads 1e-6 as text, which nobody means"
+    )
 
 
 def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypatch):
@@ -188,14 +272,19 @@ def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypat
         pretrain.read_run([*given, "--bf16"])
     assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not pretrain.read_run(given).training.use_cpu and pretrain.read_run([*given, "--use-cpu"]).training.use_cpu
+    assert (
+        not pretrain.read_run(given).training.use_cpu
+        and pretrain.read_run([*given, "--use-cpu"]).training.use_cpu
+    )
 
 
 def test_trackers_are_checked_by_name(monkeypatch):
     monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
     for known in (None, [], "none", "all", "tensorboard,none", ["tensorboard"]):
         trackers.check_trackers(known)
-    with pytest.raises(UserError, match="'wandb' is not installed; installed are none, tensorboard"):
+    with pytest.raises(
+        UserError, match="'wandb' is not installed; installed are none, tensorboard"
+    ):
         trackers.check_trackers("tensorboard,wandb")
     with pytest.raises(UserError, match="'wandbb' is unknown"):
         trackers.check_trackers(["wandbb"])

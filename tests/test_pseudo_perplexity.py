@@ -1,5 +1,6 @@
-"""Pins `neobert pseudo-perplexity`: the definition against a plain loop, sampled against exact positions (mean and standard error), length
-buckets, resuming after an interruption, what of a shared CSV stands in the table, YaRN, and one sentence for bad input."""
+"""Pins `neobert pseudo-perplexity`: the definition against a plain loop, sampled against exact
+positions (mean and standard error), length buckets, resuming after an interruption, what of a
+shared CSV stands in the table, YaRN, and one sentence for bad input."""
 
 import csv
 import itertools
@@ -10,7 +11,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
@@ -25,13 +32,24 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random NeoBERT whose predictions are far from uniform, a random BERT, texts of 20 to 70 words."""
+    """A random NeoBERT whose predictions are far from uniform, a random BERT, texts of 20 to 70
+    words."""
     root = tmp_path_factory.mktemp("pseudo_perplexity")
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(module.Path(__file__).resolve().parents[1] / "tokenizer")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 48}
+    tokenizer = AutoTokenizer.from_pretrained(
+        module.Path(__file__).resolve().parents[1] / "tokenizer"
+    )
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 48,
+    }
     models = {
-        "neobert": NeoBERTForMaskedLM(NeoBERTConfig(**sizes, decoder_init_range=0.3, embedding_init_range=0.5)),
+        "neobert": NeoBERTForMaskedLM(
+            NeoBERTConfig(**sizes, decoder_init_range=0.3, embedding_init_range=0.5)
+        ),
         "bert": BertForMaskedLM(BertConfig(vocab_size=30522, **sizes)),
     }
     for name, model in models.items():
@@ -62,7 +80,10 @@ def arguments(folder, output, **more):
     }
     lists = ("lengths", "yarn")
     given = {key: value for key, value in given.items() if value is not None}
-    named = [(key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)]) for key, value in given.items()]
+    named = [
+        (key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)])
+        for key, value in given.items()
+    ]
     return [part for key, values in named for part in (f"--{key}", *values)]
 
 
@@ -91,20 +112,36 @@ def test_exact_value_is_the_definition(folder, tmp_path):
             expected.append(math.exp(sum(losses) / len(losses)))
         own = [row for row in rows if row["length"] == str(length)]
         found = sorted(float(row["pseudo_perplexity"]) for row in own)
-        assert found == pytest.approx(sorted(expected), rel=1e-4), "The pseudo-perplexity is not exp of the mean masked cross-entropy."
-        assert {(row["tokens"], row["positions"], row["standard_error"]) for row in own} == {(str(length), str(length - 2), "0")}
-        assert bucket["pseudo_perplexity"] == pytest.approx(math.sqrt(math.prod(expected)), rel=1e-4), "A bucket is exp of the texts' mean."
+        assert found == pytest.approx(sorted(expected), rel=1e-4), (
+            "The pseudo-perplexity is not exp of the mean masked cross-entropy."
+        )
+        assert {(row["tokens"], row["positions"], row["standard_error"]) for row in own} == {
+            (str(length), str(length - 2), "0")
+        }
+        assert bucket["pseudo_perplexity"] == pytest.approx(
+            math.sqrt(math.prod(expected)), rel=1e-4
+        ), "A bucket is exp of the texts' mean."
     assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "No plot was drawn."
 
 
 def test_every_subset_together_is_unbiased():
-    """Over all subsets of a population: mean of the means = the mean; mean of the squared errors = variance of the means."""
+    """Over all subsets of a population: mean of the means = the mean; mean of the squared errors =
+    variance of the means."""
     population = np.array([0.3, 1.0, 4.0, 0.1, 2.5, 7.0, 0.9])
-    subsets = [module.mean_and_error(population[list(chosen)], len(population)) for chosen in itertools.combinations(range(7), 3)]
+    subsets = [
+        module.mean_and_error(population[list(chosen)], len(population))
+        for chosen in itertools.combinations(range(7), 3)
+    ]
     means, errors = np.array(subsets).T
-    assert means.mean() == pytest.approx(population.mean(), rel=1e-12), "The sampled mean is biased."
-    assert (errors**2).mean() == pytest.approx(means.var(), rel=1e-12), "The squared standard error is not the variance of the estimate."
-    assert module.mean_and_error(population, 7) == (pytest.approx(population.mean()), 0.0), "All positions leave no sampling error."
+    assert means.mean() == pytest.approx(population.mean(), rel=1e-12), (
+        "The sampled mean is biased."
+    )
+    assert (errors**2).mean() == pytest.approx(means.var(), rel=1e-12), (
+        "The squared standard error is not the variance of the estimate."
+    )
+    assert module.mean_and_error(population, 7) == (pytest.approx(population.mean()), 0.0), (
+        "All positions leave no sampling error."
+    )
 
 
 def test_positions_are_drawn_evenly_without_replacement():
@@ -116,13 +153,17 @@ def test_positions_are_drawn_evenly_without_replacement():
     # Binomial: 3000 draws with probability 5/12, standard deviation 27.
     assert np.abs(counts - 1250).max() < 110, f"Positions are not drawn evenly: {counts}."
     assert module.sample_positions(4, None, 0, "x").tolist() == [0, 1, 2, 3]
-    assert module.sample_positions(12, 5, 1, "a").tolist() != module.sample_positions(12, 5, 1, "b").tolist(), (
-        "Texts share their positions."
-    )
+    assert (
+        module.sample_positions(12, 5, 1, "a").tolist()
+        != module.sample_positions(12, 5, 1, "b").tolist()
+    ), "Texts share their positions."
 
 
 def test_sampled_agrees_with_exact(folder, tmp_path):
-    exact = {(row["text"], row["length"]): float(row["mean_cross_entropy"]) for row in run(folder, tmp_path / "exact")}
+    exact = {
+        (row["text"], row["length"]): float(row["mean_cross_entropy"])
+        for row in run(folder, tmp_path / "exact")
+    }
     deviations = []
     for seed in range(6):
         for row in run(folder, tmp_path / str(seed), positions=9, seed=seed):
@@ -131,36 +172,62 @@ def test_sampled_agrees_with_exact(folder, tmp_path):
                 deviations.append(difference / float(row["standard_error"]))
     assert len(deviations) > 50, "Too few sampled texts: the comparison would say nothing."
     # Student's t with 8 degrees of freedom has variance 8 / 6.
-    assert abs(np.mean(deviations)) < 0.5, f"Sampled values lie {np.mean(deviations):.2f} standard errors off on average."
-    assert 0.7 < np.std(deviations) < 1.8, f"The standard error is wrong by a factor of {np.std(deviations):.2f}."
+    assert abs(np.mean(deviations)) < 0.5, (
+        f"Sampled values lie {np.mean(deviations):.2f} standard errors off on average."
+    )
+    assert 0.7 < np.std(deviations) < 1.8, (
+        f"The standard error is wrong by a factor of {np.std(deviations):.2f}."
+    )
 
 
 def test_buckets(folder, tmp_path):
     cut = run(folder, tmp_path / "cut", positions=2)
-    assert [row["length"] for row in cut].count("64") == 1, "Only the text of 70 words reaches 64 tokens."
-    assert [row["length"] for row in cut].count("32") == 5 and [row["length"] for row in cut].count("16") == 6
+    assert [row["length"] for row in cut].count("64") == 1, (
+        "Only the text of 70 words reaches 64 tokens."
+    )
+    assert [row["length"] for row in cut].count("32") == 5 and [row["length"] for row in cut].count(
+        "16"
+    ) == 6
     assert all(row["tokens"] == row["length"] for row in cut), "A cut text fills its bucket."
     own = run(folder, tmp_path / "own", positions=2, bucketing="own")
-    assert [int(row["tokens"]) for row in own] == [22, 32, 42, 52, 62, 64], "Each text stands once, at its own length with [CLS] and [SEP]."
+    assert [int(row["tokens"]) for row in own] == [22, 32, 42, 52, 62, 64], (
+        "Each text stands once, at its own length with [CLS] and [SEP]."
+    )
     assert [row["length"] for row in own] == ["32", "32", "64", "64", "64", "64"]
     # BERT's 48 learned positions end the buckets there.
     bert = run(folder, tmp_path / "bert", model=folder / "bert", positions=2)
-    assert {row["length"] for row in bert} == {"16", "32"}, "A bucket beyond the position table was evaluated."
+    assert {row["length"] for row in bert} == {"16", "32"}, (
+        "A bucket beyond the position table was evaluated."
+    )
 
 
 def test_errors_of_a_bucket_by_hand():
-    """Means 1 and 2 with errors 0.3 and 0.4: the mean's own error is 0.5 / 2, the spread of the texts gives 0.7071 / sqrt(2)."""
+    """Means 1 and 2 with errors 0.3 and 0.4: the mean's own error is 0.5 / 2, the spread of the
+    texts gives 0.7071 / sqrt(2)."""
     rows = [
-        {"name": "m", "yarn": "off", "length": "16", "positions": "4", "mean_cross_entropy": mean, "standard_error": error}
+        {
+            "name": "m",
+            "yarn": "off",
+            "length": "16",
+            "positions": "4",
+            "mean_cross_entropy": mean,
+            "standard_error": error,
+        }
         for mean, error in (("1", "0.3"), ("2", "0.4"))
     ]
     (bucket,) = report.summarise(rows)
     assert (bucket["texts"], bucket["positions"]) == (2, 8)
-    assert bucket["error_positions"] == pytest.approx(0.25) and bucket["error_texts"] == pytest.approx(0.5)
+    assert bucket["error_positions"] == pytest.approx(0.25) and bucket[
+        "error_texts"
+    ] == pytest.approx(0.5)
     expected = [math.exp(value) for value in (1.5 - 1.96 * 0.5, 1.5, 1.5 + 1.96 * 0.5)]
-    assert [bucket[name] for name in ("low", "pseudo_perplexity", "high")] == pytest.approx(expected)
+    assert [bucket[name] for name in ("low", "pseudo_perplexity", "high")] == pytest.approx(
+        expected
+    )
     (bucket,) = report.summarise(rows[:1])
-    assert bucket["error_texts"] is None and bucket["high"] == pytest.approx(math.exp(1 + 1.96 * 0.3)), "one text has no spread"
+    assert bucket["error_texts"] is None and bucket["high"] == pytest.approx(
+        math.exp(1 + 1.96 * 0.3)
+    ), "one text has no spread"
 
 
 def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
@@ -177,12 +244,18 @@ def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "parts", positions=4)
     path = tmp_path / "parts" / "pseudo_perplexity.csv"
-    assert len(path.read_text().splitlines()) == 6, "Five texts were done, and each should have its row."
+    assert len(path.read_text().splitlines()) == 6, (
+        "Five texts were done, and each should have its row."
+    )
     path.write_text(path.read_text() + "neobert,half a li")
     calls.clear()
-    monkeypatch.setattr(module, "masked_cross_entropy", lambda *inputs: (calls.append(1), real(*inputs))[1])
+    monkeypatch.setattr(
+        module, "masked_cross_entropy", lambda *inputs: (calls.append(1), real(*inputs))[1]
+    )
     parts = run(folder, tmp_path / "parts", positions=4)
-    assert len(calls) == len(whole) - 5, "Finished texts were evaluated again, or open ones were not."
+    assert len(calls) == len(whole) - 5, (
+        "Finished texts were evaluated again, or open ones were not."
+    )
     assert parts == whole, "The continued run differs from the uninterrupted one."
 
 
@@ -190,7 +263,9 @@ def table(folder, output, **more):
     """{(name, YaRN, length): (texts, pseudo-perplexity)} of the run's table."""
     run(folder, output, **{"lengths": "16,32", **more})
     buckets = json.loads((output / "pseudo_perplexity.json").read_text())["buckets"]
-    return {(b["name"], b["yarn"], b["length"]): (b["texts"], b["pseudo_perplexity"]) for b in buckets}
+    return {
+        (b["name"], b["yarn"], b["length"]): (b["texts"], b["pseudo_perplexity"]) for b in buckets
+    }
 
 
 def test_the_table_is_of_the_command_that_ran(folder, tmp_path):
@@ -199,34 +274,71 @@ def test_the_table_is_of_the_command_that_ran(folder, tmp_path):
     for name, part in (("p1", lines[:3]), ("p2", lines[3:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(part))
     p1, p2 = ({"text": tmp_path / f"{name}.jsonl"} for name in ("p1", "p2"))
-    commands = [p1, {**p1, "positions": 2}, {**p1, "positions": 2, "seed": 1}, {**p1, "texts": 1}, p2, {**p1, "bucketing": "own"}]
+    commands = [
+        p1,
+        {**p1, "positions": 2},
+        {**p1, "positions": 2, "seed": 1},
+        {**p1, "texts": 1},
+        p2,
+        {**p1, "bucketing": "own"},
+    ]
     commands += [{**p1, "dtype": "bfloat16"}, {**p1, "lengths": "16"}]
     alone = [table(folder, tmp_path / str(i), **more) for i, more in enumerate(commands)]
-    assert len(set(map(str, alone))) == len(alone), "The commands must differ, or this shows nothing."
+    assert len(set(map(str, alone))) == len(alone), (
+        "The commands must differ, or this shows nothing."
+    )
     for more, expected in [*zip(commands, alone), (commands[0], alone[0])]:
-        assert table(folder, tmp_path / "shared", **more) == expected, f"{more} shows rows of other commands."
+        assert table(folder, tmp_path / "shared", **more) == expected, (
+            f"{more} shows rows of other commands."
+        )
 
 
 def test_models_and_yarn_share_a_table_where_they_compare(folder, tmp_path, caplog):
-    neobert, yarn = table(folder, tmp_path, positions=4), table(folder, tmp_path, positions=4, yarn=2)
-    assert neobert.items() < yarn.items() and {key[1] for key in yarn} == {"off", "2"}, "Another YaRN factor stands beside the first."
+    neobert, yarn = (
+        table(folder, tmp_path, positions=4),
+        table(folder, tmp_path, positions=4, yarn=2),
+    )
+    assert neobert.items() < yarn.items() and {key[1] for key in yarn} == {"off", "2"}, (
+        "Another YaRN factor stands beside the first."
+    )
     both = table(folder, tmp_path, positions=4, model=folder / "bert")
-    assert yarn.items() < both.items() and {key[0] for key in both} == {"neobert", "bert"}, "Another model stands beside the first."
+    assert yarn.items() < both.items() and {key[0] for key in both} == {"neobert", "bert"}, (
+        "Another model stands beside the first."
+    )
     (tmp_path / "other.jsonl").write_text(json.dumps({"text": "a cold green sea " * 10}))
-    for more in ({"positions": 5}, {"positions": "exact"}, {"positions": 4, "seed": 1}, {"positions": 4, "text": tmp_path / "other.jsonl"},
-                 {"positions": 4, "dtype": "bfloat16"}):  # fmt: skip
+    for more in (
+        {"positions": 5},
+        {"positions": "exact"},
+        {"positions": 4, "seed": 1},
+        {"positions": 4, "text": tmp_path / "other.jsonl"},
+        {"positions": 4, "dtype": "bfloat16"},
+    ):
         caplog.clear()
-        assert {key[0] for key in table(folder, tmp_path, model=folder / "bert", **more)} == {"bert"}, more
+        assert {key[0] for key in table(folder, tmp_path, model=folder / "bert", **more)} == {
+            "bert"
+        }, more
         assert "not in this table, because of other texts or settings: neobert" in caplog.text
     assert table(folder, tmp_path, positions=4) == both, "The first command again shows both."
     short = table(folder, tmp_path, positions=4, lengths="16", model=folder / "bert")
-    assert short == {key: value for key, value in both.items() if key[2] == 16}, "Lengths that were not asked for stand in the table."
+    assert short == {key: value for key, value in both.items() if key[2] == 16}, (
+        "Lengths that were not asked for stand in the table."
+    )
     own = (
         table(folder, tmp_path, positions=4, bucketing="own"),
         table(folder, tmp_path, positions=4, bucketing="own", model=folder / "bert"),
     )
-    assert sum(texts for (name, yarn, _), (texts, _) in own[1].items() if (name, yarn) == ("neobert", "off")) == 6, "Each text stands once."
-    assert own[1].items() > {key: value for key, value in own[0].items() if key[:2] == ("neobert", "off")}.items()
+    assert (
+        sum(
+            texts
+            for (name, yarn, _), (texts, _) in own[1].items()
+            if (name, yarn) == ("neobert", "off")
+        )
+        == 6
+    ), "Each text stands once."
+    assert (
+        own[1].items()
+        > {key: value for key, value in own[0].items() if key[:2] == ("neobert", "off")}.items()
+    )
 
 
 def test_a_name_is_one_model(folder, tmp_path):
@@ -235,21 +347,41 @@ def test_a_name_is_one_model(folder, tmp_path):
         (tmp_path / parent).mkdir()
         (tmp_path / parent / "best").symlink_to(folder / name)
     first = table(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1)
-    with pytest.raises(UserError, match="rows of other weights or another tokenizer under the name 'best'; give this model another --name"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "rows of other weights or another tokenizer under the name 'best'; give this "
+            "model another --name"
+        ),
+    ):
         run(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1)
     with pytest.raises(UserError, match="another tokenizer"):
-        run(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1, tokenizer=folder / "bert")
+        run(
+            folder,
+            tmp_path / "out",
+            model=tmp_path / "A" / "best",
+            texts=1,
+            tokenizer=folder / "bert",
+        )
     assert table(folder, tmp_path / "out", model=tmp_path / "A" / "best", texts=1) == first
-    assert table(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1, name="B").items() > first.items()
+    assert (
+        table(folder, tmp_path / "out", model=tmp_path / "B" / "best", texts=1, name="B").items()
+        > first.items()
+    )
 
 
 def test_the_committed_results_continue():
     """The committed CSV gives the committed table, where its own command runs again."""
     committed = module.Path(__file__).resolve().parents[1] / "results" / "pseudo_perplexity"
     rows = module.read_finished(committed / "pseudo_perplexity.csv")
-    given = PseudoPerplexityArguments(model="m", text="t", lengths=[32, 64, 128, 256, 512, 1024], positions="48")
+    given = PseudoPerplexityArguments(
+        model="m", text="t", lengths=[32, 64, 128, 256, 512, 1024], positions="48"
+    )
     found = module.rows_to_show(given, [module.Unit(row["text"], 0, ()) for row in rows], rows)
-    assert report.summarise(found) == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"]
+    assert (
+        report.summarise(found)
+        == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"]
+    )
 
 
 def test_yarn(folder, tmp_path):
@@ -258,17 +390,26 @@ def test_yarn(folder, tmp_path):
     assert set(values) == {"off", "2"} and values["off"] != values["2"], "YaRN changed nothing."
     tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 48}
-    model = NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32, rope_scaling=scaling).eval()
+    model = NeoBERTForMaskedLM.from_pretrained(
+        folder / "neobert", dtype=torch.float32, rope_scaling=scaling
+    ).eval()
     text = json.loads((folder / "texts.jsonl").read_text().splitlines()[-1])["text"]
     ids = torch.tensor(tokenizer(text)["input_ids"][:63] + [tokenizer.sep_token_id])
     positions = torch.arange(1, 63)
-    losses = module.masked_cross_entropy(model, ids.expand(62, -1), positions, tokenizer.mask_token_id)
-    assert values["2"] == pytest.approx(losses.mean(), rel=1e-6), "The YaRN row is not the model with this rope_scaling."
+    losses = module.masked_cross_entropy(
+        model, ids.expand(62, -1), positions, tokenizer.mask_token_id
+    )
+    assert values["2"] == pytest.approx(losses.mean(), rel=1e-6), (
+        "The YaRN row is not the model with this rope_scaling."
+    )
 
 
 def test_yarn_from_another_length(folder, tmp_path):
-    """A model whose configuration says 48 positions, and whose texts had 12: YaRN by 2 from there is another model than by 2 from 48."""
-    rows = run(folder, tmp_path, lengths=64, yarn=2, yarn_from=12, texts=1) and run(folder, tmp_path, lengths=64, yarn=2, texts=1)
+    """A model whose configuration says 48 positions, and whose texts had 12: YaRN by 2 from there
+    is another model than by 2 from 48."""
+    rows = run(folder, tmp_path, lengths=64, yarn=2, yarn_from=12, texts=1) and run(
+        folder, tmp_path, lengths=64, yarn=2, texts=1
+    )
     values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
     assert set(values) == {"2 from 12", "2"} and len(set(values.values())) == 2, values
 
@@ -292,28 +433,53 @@ def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
 
 def test_usual_lengths_end_at_the_context(folder, tmp_path):
     """48 positions, with YaRN by 1.2 then 58."""
-    assert module.usual_lengths(1024) == [128, 256, 512, 1024] and module.usual_lengths(100_000)[-1] == 8192
+    assert (
+        module.usual_lengths(1024) == [128, 256, 512, 1024]
+        and module.usual_lengths(100_000)[-1] == 8192
+    )
     (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
     for yarn, length in (("off", "48"), ("off,1.2", "58")):
-        rows = run(folder, tmp_path / yarn, text=tmp_path / "long.txt", lengths=None, yarn=yarn, positions=2)
+        rows = run(
+            folder,
+            tmp_path / yarn,
+            text=tmp_path / "long.txt",
+            lengths=None,
+            yarn=yarn,
+            positions=2,
+        )
         assert {row["length"] for row in rows} == {length}
 
 
 def test_positions_that_start_behind_the_padding(folder, tmp_path):
     """RoBERTa's 34 rows of positions are 32 tokens, and its tokenizer names no limit."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 34}
-    RobertaForMaskedLM(RobertaConfig(vocab_size=30522, pad_token_id=1, **sizes)).save_pretrained(tmp_path / "roberta")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 34,
+    }
+    RobertaForMaskedLM(RobertaConfig(vocab_size=30522, pad_token_id=1, **sizes)).save_pretrained(
+        tmp_path / "roberta"
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
     tokenizer.model_max_length = int(1e30)
     tokenizer.save_pretrained(tmp_path / "roberta")
-    rows = run(folder, tmp_path / "out", model=tmp_path / "roberta", lengths="32,33,34", positions=2)
-    assert {row["length"] for row in rows} == {"32"}, "A bucket beyond the position table was evaluated."
+    rows = run(
+        folder, tmp_path / "out", model=tmp_path / "roberta", lengths="32,33,34", positions=2
+    )
+    assert {row["length"] for row in rows} == {"32"}, (
+        "A bucket beyond the position table was evaluated."
+    )
 
 
 def test_texts_below_the_shortest_length_are_named(folder, tmp_path, caplog):
     """Six texts of 22 to 72 tokens."""
     assert len(run(folder, tmp_path, lengths="40", positions=2)) == 4
-    assert "texts.jsonl: 2 texts are shorter than 40 tokens, the shortest length, and are left out" in caplog.text
+    assert (
+        "texts.jsonl: 2 texts are shorter than 40 tokens, the shortest length, and are left out"
+        in caplog.text
+    )
     caplog.clear()
     run(folder, tmp_path / "own", lengths="40", positions=2, bucketing="own")
     assert "left out" not in caplog.text, "each text at its own length misses none"
@@ -330,8 +496,13 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
         (folder / "texts.jsonl").read_bytes().strip(),
     ]
     (tmp_path / "texts.jsonl").write_bytes(b"\n".join(lines))
-    assert len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2)) == 6
-    assert "5 of 11 rows are broken or empty and were skipped" in caplog.text, "a blank line is not a row"
+    assert (
+        len(run(folder, tmp_path / "out", text=tmp_path / "texts.jsonl", lengths=16, positions=2))
+        == 6
+    )
+    assert "5 of 11 rows are broken or empty and were skipped" in caplog.text, (
+        "a blank line is not a row"
+    )
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="bad.parquet cannot be read"):
         run(folder, tmp_path / "none", text=tmp_path / "bad.parquet")
@@ -341,7 +512,10 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
     ("more", "sentence"),
     [
         ({"positions": 0}, "positions must be a whole number of at least 1, or exact"),
-        ({"positions": "²"}, "positions must be a whole number of at least 1, or exact, but '²' was given"),
+        (
+            {"positions": "²"},
+            "positions must be a whole number of at least 1, or exact, but '²' was given",
+        ),
         ({"lengths": "9" * 20}, "lengths must be at most 2147483647, but 9+ was given"),
         ({"lengths": "16,x"}, "lengths on the command line must be a list"),
         ({"lengths": "16,0"}, "lengths must be at least 1, but 0 was given"),
@@ -354,7 +528,10 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, caplog):
         ({"text": "tests/missing"}, "dataset tests/missing: .* found nothing"),
         ({"yarn": "2", "yarn_from": 0}, "yarn_from must be at least 1"),
         ({"text": "no_such_data"}, "dataset no_such_data cannot be read from the Hub"),
-        ({"model": "no_such_model"}, "there is no no_such_model; give a folder, or a name on the Hub as ORGANISATION/MODEL"),
+        (
+            {"model": "no_such_model"},
+            "there is no no_such_model; give a folder, or a name on the Hub as ORGANISATION/MODEL",
+        ),
         ({"dtype": "int8"}, "dtype must be one of float32"),
         ({"bucketing": "both"}, "bucketing must be one of cut, own"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
@@ -369,7 +546,9 @@ def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
 def test_output_must_be_a_folder(folder, tmp_path):
     (tmp_path / "out").write_text("mine")
     for output in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(UserError, match="output must be a folder or a new name, but .*out is a file"):
+        with pytest.raises(
+            UserError, match="output must be a folder or a new name, but .*out is a file"
+        ):
             module.main(arguments(folder, output))
 
 
@@ -383,24 +562,39 @@ def test_models_that_cannot(folder, tmp_path):
     with pytest.raises(UserError, match="no trained masked-LM head: decoder.bias, decoder.weight"):
         run(folder, tmp_path / "out", model=backbone)
     bare = tmp_path / "bare"
-    NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(bare)
-    with pytest.raises(UserError, match="no tokenizer was found in .*bare: give its folder with --tokenizer"):
+    NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(
+        bare
+    )
+    with pytest.raises(
+        UserError, match="no tokenizer was found in .*bare: give its folder with --tokenizer"
+    ):
         run(folder, tmp_path / "out", model=bare)
     assert not (tmp_path / "out").exists()
     larger = AutoTokenizer.from_pretrained(folder / "neobert")
     larger.add_tokens(["sea-green"])
     larger.save_pretrained(tmp_path / "larger")
-    with pytest.raises(UserError, match="the tokenizer has 30523 tokens, but the embedding of .* has 30522 rows"):
+    with pytest.raises(
+        UserError, match="the tokenizer has 30523 tokens, but the embedding of .* has 30522 rows"
+    ):
         run(folder, tmp_path / "out", model=bare, tokenizer=tmp_path / "larger")
-    rows = run(folder, tmp_path / "with", model=bare, tokenizer=folder / "neobert", lengths=16, texts=1)
-    assert rows[0]["mean_cross_entropy"] == run(folder, tmp_path / "same", lengths=16, texts=1)[0]["mean_cross_entropy"]
+    rows = run(
+        folder, tmp_path / "with", model=bare, tokenizer=folder / "neobert", lengths=16, texts=1
+    )
+    assert (
+        rows[0]["mean_cross_entropy"]
+        == run(folder, tmp_path / "same", lengths=16, texts=1)[0]["mean_cross_entropy"]
+    )
 
 
 def test_files_of_others_are_not_replaced(folder, tmp_path):
-    files = [("csv", content, "not a pseudo-perplexity CSV") for content in (b"a,b\n1,2\n", b"a,b\n1,2\n3,4", b"a,b", b"\n")]
+    files = [
+        ("csv", content, "not a pseudo-perplexity CSV")
+        for content in (b"a,b\n1,2\n", b"a,b\n1,2\n3,4", b"a,b", b"\n")
+    ]
     files += [("csv", b"name,caf\xe9\n", "is not UTF-8 text")]
     files += [
-        (ending, b"mine", f"pseudo_perplexity.{ending} was not made by neobert pseudo-perplexity") for ending in ("md", "json", "png")
+        (ending, b"mine", f"pseudo_perplexity.{ending} was not made by neobert pseudo-perplexity")
+        for ending in ("md", "json", "png")
     ]
     for ending, content, sentence in files:
         other = tmp_path / f"pseudo_perplexity.{ending}"

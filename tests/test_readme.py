@@ -1,8 +1,10 @@
-"""Pins the README (and docs/troubleshooting.md): it is short, every Python snippet runs and prints what it says, every command, link and extra
-exists, every figure is that of its file, and every published score is marked as such and the paper's. With it the files beside the README:
+"""Pins the README (and docs/troubleshooting.md): it is short, every Python snippet runs and prints
+what it says, every command, link and extra exists, every figure is that of its file, and every
+published score is marked as such and the paper's. With it the files beside the README:
 SECURITY.md, CITATION.cff, CHANGELOG.md.
 
-The snippets load the bundled masked LM in place of the published one, which cannot be fetched in a test.
+The snippets load the bundled masked LM in place of the published one, which cannot be fetched in a
+test.
 """
 
 import ast
@@ -31,7 +33,10 @@ from .test_pages import options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [*(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
@@ -55,14 +60,22 @@ def test_it_is_short_and_opens_with_the_published_weights():
     install, first = README.index("pip install"), README.index("```python")
     assert install < first < README.index("make demo") < README.index("examples/sentence-encoder")
     for snippet in blocks("python")[:2]:
-        assert 'chandar-lab/NeoBERT", trust_remote_code=True, revision=' in snippet, "the card is read on the Hub, where no clone is"
+        assert 'chandar-lab/NeoBERT", trust_remote_code=True, revision=' in snippet, (
+            "the card is read on the Hub, where no clone is"
+        )
 
 
-@pytest.mark.parametrize("source", blocks("python") + blocks("python", TROUBLESHOOTING), ids=lambda source: source.splitlines()[-1][:40])
+@pytest.mark.parametrize(
+    "source",
+    blocks("python") + blocks("python", TROUBLESHOOTING),
+    ids=lambda source: source.splitlines()[-1][:40],
+)
 def test_python_snippet(source, bundled, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     width = str(json.loads((bundled / "config.json").read_text())["hidden_size"])
-    expected = [line[2:].replace("768", width) for line in source.splitlines() if line.startswith("# ")]
+    expected = [
+        line[2:].replace("768", width) for line in source.splitlines() if line.startswith("# ")
+    ]
     printed, _ = run(source, bundled)
     assert printed or "print" not in source, "it prints nothing"
     for line in expected:
@@ -73,17 +86,27 @@ def test_loras_head_learns_and_is_saved(bundled, tmp_path):
     """PEFT keeps a `classifier` by itself, and not the layer `dense` before it."""
     source = next(source for source in blocks("python") if "LoraConfig" in source)
     model = run(source, bundled)[1]["model"]
-    dense = next(weight for name, weight in model.named_parameters() if name.endswith("dense.modules_to_save.default.weight"))
+    dense = next(
+        weight
+        for name, weight in model.named_parameters()
+        if name.endswith("dense.modules_to_save.default.weight")
+    )
     before = dense.detach().clone()
     model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([1])).loss.backward()
     torch.optim.SGD([dense], lr=1.0).step()
     assert not torch.equal(dense, before)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert torch.equal(saved["base_model.model.dense.weight"], dense) and "base_model.model.classifier.weight" in saved
+    assert (
+        torch.equal(saved["base_model.model.dense.weight"], dense)
+        and "base_model.model.classifier.weight" in saved
+    )
 
 
-@pytest.mark.parametrize("command", [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()])
+@pytest.mark.parametrize(
+    "command",
+    [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()],
+)
 def test_command(command):
     words = shlex.split(command)
     if words[0] == "make":
@@ -95,12 +118,25 @@ def test_command(command):
 
 def test_metadata():
     metadata = yaml.safe_load(README.split("---")[1])
-    assert metadata["license"] == "mit" and metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "fill-mask"
+    assert (
+        metadata["license"] == "mit"
+        and metadata["library_name"] == "transformers"
+        and metadata["pipeline_tag"] == "fill-mask"
+    )
     assert "custom_code" in metadata["tags"], "the Hub would not say that the repository holds code"
     assert "sentence-similarity" not in metadata["tags"], "a masked LM"
-    found = {(row.dataset_type, row.metric_name): row for row in ModelCard(README, ignore_metadata_errors=False).data.eval_results}
-    paper = {("nyu-mll/glue", name): value for name, value in zip((*GLUE_TASKS, "GLUE average"), GLUE["NeoBERT-4096"])}
-    paper |= {("mteb", name): value for name, value in zip((*MTEB_TYPES, "MTEB average"), MTEB["NeoBERT-4096"])}
+    found = {
+        (row.dataset_type, row.metric_name): row
+        for row in ModelCard(README, ignore_metadata_errors=False).data.eval_results
+    }
+    paper = {
+        ("nyu-mll/glue", name): value
+        for name, value in zip((*GLUE_TASKS, "GLUE average"), GLUE["NeoBERT-4096"])
+    }
+    paper |= {
+        ("mteb", name): value
+        for name, value in zip((*MTEB_TYPES, "MTEB average"), MTEB["NeoBERT-4096"])
+    }
     assert {name: row.metric_value for name, row in found.items()} == paper
     assert {row.source_url for row in found.values()} == {"https://arxiv.org/abs/2502.19587"}
 
@@ -108,7 +144,11 @@ def test_metadata():
 def table(heading):
     """Cells of the rows below a heading, without the header."""
     section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")][2:]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    ][2:]
 
 
 def test_every_task_has_its_page_and_a_command_that_exists():
@@ -120,7 +160,9 @@ def test_every_task_has_its_page_and_a_command_that_exists():
         assert commands or "`infinity_emb " in cell, f"{task}: no command"
         for words in commands:
             options = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-            assert words[0] == "python" or words[1] in COMMANDS, f"{task}: there is no command {words[1]}"
+            assert words[0] == "python" or words[1] in COMMANDS, (
+                f"{task}: there is no command {words[1]}"
+            )
             assert options <= options_of(words), f"{task}: {' '.join(words)}"
 
 
@@ -129,7 +171,9 @@ def test_published_scores_are_the_papers():
     rows = table("Scores")
     assert rows[0] == ["NeoBERT-4096", "245M", "89.0", "51.3"]
     for name, _, glue, mteb in rows:
-        assert (float(glue), float(mteb)) == (GLUE[name][-1], MTEB[name][-1]), f"{name} has other scores in the paper"
+        assert (float(glue), float(mteb)) == (GLUE[name][-1], MTEB[name][-1]), (
+            f"{name} has other scores in the paper"
+        )
 
 
 def test_figures_are_those_of_the_results():
@@ -138,7 +182,9 @@ def test_figures_are_those_of_the_results():
         file = file if named == "same file" else ROOT / named.strip("`")
         for number in re.findall(r"\b\d+\.\d+", figure):
             text = file.read_text(encoding="utf-8")
-            assert re.search(rf"\b{re.escape(number)}\b", text), f"{file.name} has no {number}, which the README takes from it"
+            assert re.search(rf"\b{re.escape(number)}\b", text), (
+                f"{file.name} has no {number}, which the README takes from it"
+            )
             checked += 1
     assert checked >= 9
 
@@ -146,10 +192,29 @@ def test_figures_are_those_of_the_results():
 def test_the_chart_shows_every_measured_set():
     folder = ROOT / "results" / "throughput_cpu"
     data = json.loads((folder / "throughput.json").read_text(encoding="utf-8"))
-    drawn = {other: [(round(fill, 2), round(ratio, 2)) for fill, ratio, _ in points(data, other)] for other in OTHERS}
-    assert drawn["modernbert-base/sdpa"] == [(0.31, 1.80), (0.67, 1.04), (1.0, 0.57), (1.0, 0.61), (1.0, 0.79)], "also what is slower"
-    assert drawn["neobert/padded"] == [(0.2, 5.72), (0.31, 3.18), (0.4, 3.01), (0.6, 1.93), (0.67, 1.63), (1.0, 0.99)]
-    assert "](results/throughput_cpu/by_fill.png)" in README and (folder / "by_fill.png").stat().st_size < 100_000
+    drawn = {
+        other: [(round(fill, 2), round(ratio, 2)) for fill, ratio, _ in points(data, other)]
+        for other in OTHERS
+    }
+    assert drawn["modernbert-base/sdpa"] == [
+        (0.31, 1.80),
+        (0.67, 1.04),
+        (1.0, 0.57),
+        (1.0, 0.61),
+        (1.0, 0.79),
+    ], "also what is slower"
+    assert drawn["neobert/padded"] == [
+        (0.2, 5.72),
+        (0.31, 3.18),
+        (0.4, 3.01),
+        (0.6, 1.93),
+        (0.67, 1.63),
+        (1.0, 0.99),
+    ]
+    assert (
+        "](results/throughput_cpu/by_fill.png)" in README
+        and (folder / "by_fill.png").stat().st_size < 100_000
+    )
 
 
 def anchors(path):
@@ -164,27 +229,36 @@ def test_commands_extras_and_links_exist(path):
     for command in re.findall(r"`neobert ([a-z][a-z-]*)[ `]", page):
         assert command in COMMANDS, f"there is no command neobert {command}"
     for extra in re.findall(r"'\.\[(\w+)\]'", page):
-        assert re.search(rf"^{extra} ?=", setup, flags=re.MULTILINE), f"setup.cfg has no extra {extra}"
+        assert re.search(rf"^{extra} ?=", setup, flags=re.MULTILINE), (
+            f"setup.cfg has no extra {extra}"
+        )
     for name, anchor in re.findall(r"\]\((?!http)([\w./-]*)#?([\w-]*)\)", page):
         target = (path.parent / name).resolve() if name else path
         assert target.exists(), f"{path.name} links to {name}, which does not exist"
-        assert not anchor or anchor in anchors(target), f"{path.name} links to {name}#{anchor}: there is no such heading"
+        assert not anchor or anchor in anchors(target), (
+            f"{path.name} links to {name}#{anchor}: there is no such heading"
+        )
     if path.name == "README.md":
         for name in re.findall(r"`([\w/-]+\.(?:py|md))`", page):
             assert (ROOT / name).exists(), f"the README names {name}, which does not exist"
 
 
 def test_the_table_of_remote_code_is_todays():
-    spec = importlib.util.spec_from_file_location("remote_files", ROOT / "tests" / "tools" / "remote_files.py")
+    spec = importlib.util.spec_from_file_location(
+        "remote_files", ROOT / "tests" / "tools" / "remote_files.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    assert page.count("\n| `") == len(CODE_FILES) and module.with_table(page) == page, "run: python tests/tools/remote_files.py"
+    assert page.count("\n| `") == len(CODE_FILES) and module.with_table(page) == page, (
+        "run: python tests/tools/remote_files.py"
+    )
 
 
 @pytest.mark.parametrize("name", CODE_FILES)
 def test_the_remote_code_does_what_security_md_says(name):
-    """No network, no process, no file but by transformers' own function for saving, no code from text."""
+    """No network, no process, no file but by transformers' own function for saving, no code from
+    text."""
     tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
     modules, called = set(), set()
     for node in ast.walk(tree):
@@ -196,8 +270,27 @@ def test_the_remote_code_does_what_security_md_says(name):
             called.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
     allowed = {"torch", "transformers", "configuration_neobert", "attention_neobert"}
     others = {module for module in modules if module.split(".")[0] not in allowed}
-    assert others <= {"dataclasses", "functools", "inspect", "itertools", "math", "pathlib", "typing"}, others
-    harmful = {"open", "eval", "exec", "__import__", "load", "unlink", "read_text", "write_text", "system", "import_module"}
+    assert others <= {
+        "dataclasses",
+        "functools",
+        "inspect",
+        "itertools",
+        "math",
+        "pathlib",
+        "typing",
+    }, others
+    harmful = {
+        "open",
+        "eval",
+        "exec",
+        "__import__",
+        "load",
+        "unlink",
+        "read_text",
+        "write_text",
+        "system",
+        "import_module",
+    }
     assert not called & harmful, called & harmful
 
 
@@ -206,6 +299,11 @@ def test_citation_names_the_paper_of_the_readme():
     assert found["cff-version"] == "1.2.0" and found["message"] and found["license"] == "MIT"
     bibtex = README.split("```bibtex")[1]
     cited = found["preferred-citation"]
-    assert " and ".join(f"{author['family-names']}, {author['given-names']}" for author in cited["authors"]) in bibtex
+    assert (
+        " and ".join(
+            f"{author['family-names']}, {author['given-names']}" for author in cited["authors"]
+        )
+        in bibtex
+    )
     for field in ("title", "journal", "year", "url"):
         assert f"{{{cited[field]}}}" in bibtex, field

@@ -1,4 +1,5 @@
-"""Pins `neobert report`: an index, every result with its plots and its environment once, the published figures, bad input in one sentence."""
+"""Pins `neobert report`: an index, every result with its plots and its environment once, the
+published figures, bad input in one sentence."""
 
 import json
 import re
@@ -24,13 +25,26 @@ ENVIRONMENT |= {"threads": 2, "versions": {"torch": "2.13.0"}, "dtype": "float32
 @pytest.fixture
 def results(tmp_path):
     folder = tmp_path / "results"
-    table = markdown_table(["model", "tokens/s"], [["NeoBERT <tiny>", "12,345"], ["other & more", "1,000 to 2,000"]])
-    write_result(folder / "throughput" / "throughput", "Throughput", ENVIRONMENT, {"rows": []}, f"Real *tokens*.\n\n## Each\n\n{table}")
+    table = markdown_table(
+        ["model", "tokens/s"], [["NeoBERT <tiny>", "12,345"], ["other & more", "1,000 to 2,000"]]
+    )
+    write_result(
+        folder / "throughput" / "throughput",
+        "Throughput",
+        ENVIRONMENT,
+        {"rows": []},
+        f"Real *tokens*.\n\n## Each\n\n{table}",
+    )
     (folder / "throughput" / "lengths.png").write_bytes(b"x")
     (folder / "glue").mkdir()
-    glue = markdown_table(["model", "source", "MNLI"], [["BERT base", "published", 84.0], ["ours", "measured", "70.0 ± 1.0"]])
+    glue = markdown_table(
+        ["model", "source", "MNLI"],
+        [["BERT base", "published", 84.0], ["ours", "measured", "70.0 ± 1.0"]],
+    )
     (folder / "glue" / "table.md").write_text(glue)
-    (folder / "glue" / "table.json").write_text(json.dumps({"environment": {**ENVIRONMENT, "command": "neobert glue"}}))
+    (folder / "glue" / "table.json").write_text(
+        json.dumps({"environment": {**ENVIRONMENT, "command": "neobert glue"}})
+    )
     (folder / "ablations_small.md").write_text("| rung | score |\n| --- | --- |\n| M0 | 77.7 |\n")
     (folder / "ablations_small.json").write_text("{")
     (folder / "mteb" / "cache").mkdir(parents=True)
@@ -47,10 +61,18 @@ def build(results):
 
 def test_every_result_is_there_once_with_its_environment(results):
     text = build(results)
-    for expected in ("| NeoBERT <tiny> | 12,345 |", "other & more", "70.0 ± 1.0", "77.7", "Something else."):
+    for expected in (
+        "| NeoBERT <tiny> | 12,345 |",
+        "other & more",
+        "70.0 ± 1.0",
+        "77.7",
+        "Something else.",
+    ):
         assert text.count(expected) == 1, f"{expected} is in the page {text.count(expected)} times"
     for command in ("neobert throughput --preset cpu", "neobert glue"):
-        assert text.count(f"`{command}`") == 1 and f"| {command} |" in text, f"the environment of {command} is missing, or told twice"
+        assert text.count(f"`{command}`") == 1 and f"| {command} |" in text, (
+            f"the environment of {command} is missing, or told twice"
+        )
     assert "torch 2.13.0" in text and "2 threads" in text
     assert "not a result" not in text and "a cache" not in text
     assert build(results) == text, "the report reported itself"
@@ -58,10 +80,17 @@ def test_every_result_is_there_once_with_its_environment(results):
 
 def test_the_index_names_every_page(results):
     text = build(results)
-    index = "| [throughput/throughput](throughput/throughput.md) | 2026-01-02 03:04 UTC | abc1234 | neobert throughput --preset cpu |"
+    index = (
+        "| [throughput/throughput](throughput/throughput.md) | 2026-01-02 03:04 UTC | "
+        "abc1234 | neobert throughput --preset cpu |"
+    )
     assert index in text and "| [surprise](surprise.md) |  |  |  |" in text
     assert re.findall(r"^# (.*)$", text, flags=re.M) == ["NeoBERT: measured results"]
-    assert "\n### Each\n" in text and "\n## throughput/throughput\n" in text and "# Surprise" not in text
+    assert (
+        "\n### Each\n" in text
+        and "\n## throughput/throughput\n" in text
+        and "# Surprise" not in text
+    )
 
 
 def test_published_figures_are_at_the_end(results):
@@ -79,9 +108,19 @@ def test_runs_below_a_table_are_not_results_of_their_own(results):
     (results / "surprise.png").write_bytes(b"x")
     (results / "a_gpu_PENDING.md").write_text("# Throughput on a GPU: not measured yet\n\ntext")
     found = [path.relative_to(results).as_posix() for path in collect(results)]
-    assert found == ["ablations_small.md", "glue/table.md", "surprise.md", "throughput/throughput.md", "a_gpu_PENDING.md"]
+    assert found == [
+        "ablations_small.md",
+        "glue/table.md",
+        "surprise.md",
+        "throughput/throughput.md",
+        "a_gpu_PENDING.md",
+    ]
     plots = re.findall(r"!\[(.*)\]\((.*)\)", build(results))
-    assert plots == [("surprise", "surprise.png"), ("fill", "throughput/fill.png"), ("lengths", "throughput/lengths.png")]
+    assert plots == [
+        ("surprise", "surprise.png"),
+        ("fill", "throughput/fill.png"),
+        ("lengths", "throughput/lengths.png"),
+    ]
 
 
 def test_environment_of_a_damaged_or_foreign_file_is_empty(tmp_path):
@@ -92,7 +131,19 @@ def test_environment_of_a_damaged_or_foreign_file_is_empty(tmp_path):
 
 
 def test_the_page_may_lie_elsewhere(results, tmp_path):
-    assert main(["--results", str(results), "--output", str(tmp_path / "docs" / "page.md"), "--title", "Mine"]) == 0
+    assert (
+        main(
+            [
+                "--results",
+                str(results),
+                "--output",
+                str(tmp_path / "docs" / "page.md"),
+                "--title",
+                "Mine",
+            ]
+        )
+        == 0
+    )
     text = (tmp_path / "docs" / "page.md").read_text()
     assert text.startswith("# Mine\n") and "(../results/throughput/lengths.png)" in text
 
@@ -106,7 +157,9 @@ def test_bad_input_is_one_sentence(tmp_path):
         main(["--results", str(tmp_path), "--output", str(tmp_path / "x.html")])
     (tmp_path / "file").write_text("")
     (tmp_path / "a.md").write_text("text")
-    with pytest.raises(UserError, match="output must be a folder or a new name, but .*file is a file"):
+    with pytest.raises(
+        UserError, match="output must be a folder or a new name, but .*file is a file"
+    ):
         main(["--results", str(tmp_path), "--output", str(tmp_path / "file" / "x.md")])
     assert len(list(tmp_path.iterdir())) == 2, "something was written for bad input"
 
@@ -116,17 +169,29 @@ def test_only_an_earlier_report_is_replaced(results, tmp_path):
     (tmp_path / "folder.md").mkdir()
     for output in (tmp_path / "report.md", results / "surprise.md", tmp_path / "folder.md"):
         before = output.is_file() and output.read_bytes()
-        with pytest.raises(UserError, match=f"{output.name} was not made by neobert report, so it is not replaced; move it, or give"):
+        with pytest.raises(
+            UserError,
+            match=(
+                f"{output.name} was not made by neobert report, so it is not replaced; move "
+                "it, or give"
+            ),
+        ):
             main(["--results", str(results), "--output", str(output)])
-        assert before == (output.is_file() and output.read_bytes()), "what is not a report was changed"
+        assert before == (output.is_file() and output.read_bytes()), (
+            "what is not a report was changed"
+        )
     below, texts = results / "mine.md", []
     for title in ("One", "One", "Two"):
         assert main(["--results", str(results), "--output", str(below), "--title", title]) == 0
         texts.append(below.read_text())
-    assert texts[0] == texts[1] and texts[2].startswith("# Two\n"), "a report of any name is replaced, and no result of the next one"
+    assert texts[0] == texts[1] and texts[2].startswith("# Two\n"), (
+        "a report of any name is replaced, and no result of the next one"
+    )
 
 
 def test_the_committed_page_is_that_of_the_committed_results():
     root = Path(report.__file__).resolve().parent.parent
     page = root / "results" / "report.md"
-    assert page.read_text() == report.build(root / "results", "NeoBERT: measured results", page.parent), "run `neobert report`"
+    assert page.read_text() == report.build(
+        root / "results", "NeoBERT: measured results", page.parent
+    ), "run `neobert report`"

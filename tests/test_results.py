@@ -1,4 +1,5 @@
-"""Pins what every published figure carries: the processor with its units, one environment line, one way to write a result and one to draw it."""
+"""Pins what every published figure carries: the processor with its units, one environment line, one
+way to write a result and one to draw it."""
 
 import json
 
@@ -45,7 +46,9 @@ def test_the_processor_is_named_with_its_units(cpuinfo, units, tmp_path, monkeyp
     monkeypatch.setattr(results.os, "cpu_count", lambda: 2)
     assert processor_units() == units
     if cpuinfo == XEON:
-        assert hardware().startswith("Intel(R) Xeon(R) Processor (family 6, model 207), 2 cores, AVX2, AVX-512, VNNI, ")
+        assert hardware().startswith(
+            "Intel(R) Xeon(R) Processor (family 6, model 207), 2 cores, AVX2, AVX-512, VNNI, "
+        )
     if cpuinfo == EPYC:
         assert hardware().startswith("AMD EPYC 7763 64-Core Processor, 2 cores, AVX2")
 
@@ -66,10 +69,13 @@ def test_the_environment_line_says_all_that_the_environment_holds():
         "note": None,
     }
     assert environment_line(full) == (
-        "`neobert throughput`, commit abc1234, 2026-01-02 03:04 UTC, A CPU, 2 cores, 1 thread, dtype float32, bfloat16, "
+        "`neobert throughput`, commit abc1234, 2026-01-02 03:04 UTC, A CPU, 2 cores, 1 thread, "
+        "dtype float32, bfloat16, "
         "batch sizes short 8, torch 2.13.0"
     )
-    assert environment_line({"hardware": "A CPU", "commit": None}) == "A CPU", "what is not known is not printed"
+    assert environment_line({"hardware": "A CPU", "commit": None}) == "A CPU", (
+        "what is not known is not printed"
+    )
 
 
 def test_a_copy_without_git_is_told_its_commit(monkeypatch):
@@ -85,29 +91,53 @@ def test_a_copy_without_git_is_told_its_commit(monkeypatch):
 
 def test_a_result_is_a_json_file_and_a_page(tmp_path):
     page = write_result(
-        tmp_path / "new" / "speed.v2", "Speed", environment(dtype="float32"), {"rows": [1]}, markdown_table(["a", "b"], [[1, None]])
+        tmp_path / "new" / "speed.v2",
+        "Speed",
+        environment(dtype="float32"),
+        {"rows": [1]},
+        markdown_table(["a", "b"], [[1, None]]),
     )
     data = json.loads((tmp_path / "new" / "speed.v2.json").read_text())
-    assert data["rows"] == [1] and data["environment"]["dtype"] == "float32", "the figures and where they were measured"
+    assert data["rows"] == [1] and data["environment"]["dtype"] == "float32", (
+        "the figures and where they were measured"
+    )
     assert (tmp_path / "new" / "speed.v2.md").read_text() == page
-    assert page.startswith("# Speed\n\n`") and "dtype float32" in page and page.endswith("| 1 |  |\n")
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["speed.v2.json", "speed.v2.md"], "nothing else is left there"
+    assert (
+        page.startswith("# Speed\n\n`") and "dtype float32" in page and page.endswith("| 1 |  |\n")
+    )
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "speed.v2.json",
+        "speed.v2.md",
+    ], "nothing else is left there"
 
 
-# --------------------------------------------------------------------------------------------------------------------- plots
+# ------------------------------------------------------------------------------------------------
+# plots
 
 
 def test_bars_start_at_zero_and_tell_their_values():
     pytest.importorskip("matplotlib")
     for horizontal in (False, True):
         _, axes = figures.subplots("Scores")
-        figures.bars(axes, ["M0", "M1", "M2"], [79.2, None, 84.0], [(78.0, 81.0), None, 0.5], horizontal=horizontal)
+        figures.bars(
+            axes,
+            ["M0", "M1", "M2"],
+            [79.2, None, 84.0],
+            [(78.0, 81.0), None, 0.5],
+            horizontal=horizontal,
+        )
         low, high = axes.get_xlim() if horizontal else axes.get_ylim()
-        assert low == 0 and high > 84.5, "a bar that does not start at 0 shows a difference larger than it is"
-        assert [text.get_text() for text in axes.texts] == ["79.2", "84.0"], "a missing value has no figure"
+        assert low == 0 and high > 84.5, (
+            "a bar that does not start at 0 shows a difference larger than it is"
+        )
+        assert [text.get_text() for text in axes.texts] == ["79.2", "84.0"], (
+            "a missing value has no figure"
+        )
         (errors,) = axes.collections
         across = [segment[:, 0 if horizontal else 1].tolist() for segment in errors.get_segments()]
-        assert across[0] == pytest.approx([78.0, 81.0]) and across[2] == pytest.approx([83.5, 84.5]), "a range, and a deviation"
+        assert across[0] == pytest.approx([78.0, 81.0]) and across[2] == pytest.approx(
+            [83.5, 84.5]
+        ), "a range, and a deviation"
 
 
 def test_the_labels_of_a_length_axis_do_not_collide():
@@ -117,7 +147,9 @@ def test_the_labels_of_a_length_axis_do_not_collide():
     figures.length_axis(axes, [1000, 4000, 16000, 48000])
     figure.draw_without_rendering()
     boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    assert len(boxes) == 4 and all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])), boxes
+    assert len(boxes) == 4 and all(
+        left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])
+    ), boxes
 
 
 def test_lines_differ_in_colour_and_marker():
@@ -127,7 +159,10 @@ def test_lines_differ_in_colour_and_marker():
         figures.line(axes, [128, 512], [1.0, 2.0], str(series), series)
     figures.line(axes, [128, 512], [1.0, 2.0], "own", 0, spread=[(0.5, 1.5), (2.0, 2.0)], own=True)
     figures.length_axis(axes, [512, 128, 512])
-    looks = {(container.lines[0].get_color(), container.lines[0].get_marker()) for container in axes.containers}
+    looks = {
+        (container.lines[0].get_color(), container.lines[0].get_marker())
+        for container in axes.containers
+    }
     assert len(looks) == len(figures.COLOURS) + 1, "two lines look the same"
     assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "512"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("length", "tokens a second")
@@ -136,7 +171,13 @@ def test_lines_differ_in_colour_and_marker():
 def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     figure, _ = figures.subplots("Anything")
-    env = {"hardware": "A CPU, 2 cores", "threads": 1, "dtype": "float32", "commit": "abc1234", "date": "2026-01-02"}
+    env = {
+        "hardware": "A CPU, 2 cores",
+        "threads": 1,
+        "dtype": "float32",
+        "commit": "abc1234",
+        "date": "2026-01-02",
+    }
     assert figures.caption(env) == "A CPU, 2 cores, 1 thread, float32, commit abc1234, 2026-01-02"
     path = figures.save(figure, tmp_path / "new" / "plot.png", env)
     assert path.read_bytes()[:4] == b"\x89PNG" and list(path.parent.iterdir()) == [path]
@@ -151,7 +192,9 @@ def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(figure, "savefig", full_disk)
     with pytest.raises(OSError, match="No space"):
         figures.save(figure, path)
-    assert path.read_bytes() == drawn and list(path.parent.iterdir()) == [path], "the old plot stays, and nothing beside it"
+    assert path.read_bytes() == drawn and list(path.parent.iterdir()) == [path], (
+        "the old plot stays, and nothing beside it"
+    )
 
 
 @pytest.mark.parametrize(

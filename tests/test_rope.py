@@ -1,5 +1,6 @@
-"""Pins the rotary angles: adjacent pairs, position * theta^(-2i/K) in float32 whatever the model's dtype, and the linear, dynamic and
-yarn extensions in the way transformers 4 (rope_scaling) and 5 (rope_parameters) users write them.
+"""Pins the rotary angles: adjacent pairs, position * theta^(-2i/K) in float32 whatever the model's
+dtype, and the linear, dynamic and yarn extensions in the way transformers 4 (rope_scaling) and 5
+(rope_parameters) users write them.
 """
 
 import math
@@ -10,7 +11,15 @@ import torch
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
 from neobert.modeling_neobert import apply_rotary_pos_emb, rotary_embeddings
 
-from .reference import FIELDS, assert_same, make_model, random_batch, reference_states, rotary_angles, rotate
+from .reference import (
+    FIELDS,
+    assert_same,
+    make_model,
+    random_batch,
+    reference_states,
+    rotary_angles,
+    rotate,
+)
 
 
 K = 16
@@ -19,12 +28,20 @@ K = 16
 def table(config, positions, length=None):
     length = length or int(positions.max()) + 1
     (angles,) = rotary_embeddings(config, positions[None], length)
-    assert angles.dtype == torch.complex64 and angles.shape == (1, len(positions), 1, 1, config.head_dim // 2)
+    assert angles.dtype == torch.complex64 and angles.shape == (
+        1,
+        len(positions),
+        1,
+        1,
+        config.head_dim // 2,
+    )
     return angles.real[0, :, 0, 0].double(), angles.imag[0, :, 0, 0].double()
 
 
 def linear(factor):
-    return rotary_angles(torch.arange(1), K), lambda positions, length: rotary_angles(positions, K) / factor
+    return rotary_angles(
+        torch.arange(1), K
+    ), lambda positions, length: rotary_angles(positions, K) / factor
 
 
 def dynamic_theta(factor, length, limit, theta=10000.0):
@@ -34,12 +51,16 @@ def dynamic_theta(factor, length, limit, theta=10000.0):
 
 
 def yarn_frequencies(factor, original, theta=10000.0, beta_fast=32, beta_slow=1):
-    """YaRN (arXiv 2309.00071, section 3.2) as every implementation has it: a ramp over the pair index between the two correction bounds."""
+    """YaRN (arXiv 2309.00071, section 3.2) as every implementation has it: a ramp over the pair
+    index between the two correction bounds."""
 
     def pair_that_turns(times):
         return K * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(pair_that_turns(beta_fast)), 0), min(math.ceil(pair_that_turns(beta_slow)), K - 1)
+    low, high = (
+        max(math.floor(pair_that_turns(beta_fast)), 0),
+        min(math.ceil(pair_that_turns(beta_slow)), K - 1),
+    )
     pairs = torch.arange(K // 2, dtype=torch.float64)
     interpolated = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     plain = theta ** (-2 * pairs / K)
@@ -51,7 +72,8 @@ def test_angles_are_the_formulas():
     cos, sin = table(NeoBERTConfig(**FIELDS), positions)
     angles = rotary_angles(positions, K)
     assert cos.shape == (len(positions), K // 2)
-    # A float32 position times a float32 frequency: half a unit in the last place of an angle below 8,192.
+    # A float32 position times a float32 frequency: half a unit in the last place of an angle below
+    # 8,192.
     assert (cos - angles.cos()).abs().max() < 1e-3 and (sin - angles.sin()).abs().max() < 1e-3
     small = positions < 64
     assert (cos - angles.cos())[small].abs().max() < 5e-6
@@ -67,11 +89,14 @@ def test_theta_is_used(theta):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("form", ("complex", "real", "in place"))
 def test_adjacent_pairs_are_rotated(form, dtype):
-    """300 tokens are several slices of the in-place form. Low precision is rounded once, at the end."""
+    """300 tokens are several slices of the in-place form. Low precision is rounded once, at the
+    end."""
     positions = torch.arange(300)
     qkv = torch.randn(1, 300, 2, 3, K).to(dtype)
     x, value = qkv.clone().split((2, 1), dim=-2)
-    angles = rotary_embeddings(NeoBERTConfig(**FIELDS), positions[None], 300, compiled=form == "real")
+    angles = rotary_embeddings(
+        NeoBERTConfig(**FIELDS), positions[None], 300, compiled=form == "real"
+    )
     assert len(angles) == (2 if form == "real" else 1), "another form than asked for"
     turned = apply_rotary_pos_emb(x, angles, in_place=form == "in place")
     assert turned.dtype == dtype and (turned.data_ptr() == x.data_ptr()) == (form == "in place")
@@ -80,14 +105,19 @@ def test_adjacent_pairs_are_rotated(form, dtype):
         for part in range(2):
             expected = rotate(qkv[0, :, head, part].double(), rotary_angles(positions, K))
             assert_same(
-                turned[0, :, head, part], expected, {torch.float32: 2e-5, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}[dtype], "pair"
+                turned[0, :, head, part],
+                expected,
+                {torch.float32: 2e-5, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}[dtype],
+                "pair",
             )
 
 
 def _captured_rotary(model, **inputs):
     """cos + i sin, (L, K / 2), that the first block of a running model receives."""
     seen = []
-    handle = model.transformer_encoder[0].register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    handle = model.transformer_encoder[0].register_forward_pre_hook(
+        lambda module, args: seen.append(args[1])
+    )
     with torch.no_grad():
         model(**inputs)
     handle.remove()
@@ -109,12 +139,22 @@ def test_a_bf16_model_has_float32_angles(cast, tmp_path):
         rotary = _captured_rotary(model, input_ids=ids, position_ids=positions)
     assert rotary.dtype == torch.complex64, f"The angles must be float32, not {rotary.dtype}."
     angles = rotary_angles(positions[0], K)
-    gap = (rotary.to(torch.complex128) - torch.polar(torch.ones_like(angles), angles)).abs().max().item()
-    assert gap < 1e-3, f"At position 4,095 and beyond the phase is off by {gap:.1e} rad; bfloat16 angles would be off by more than 1."
+    gap = (
+        (rotary.to(torch.complex128) - torch.polar(torch.ones_like(angles), angles))
+        .abs()
+        .max()
+        .item()
+    )
+    assert gap < 1e-3, (
+        f"At position 4,095 and beyond the phase is off by {gap:.1e} rad; bfloat16 angles would be "
+        "off by more than 1."
+    )
 
 
 def test_there_are_no_buffers():
-    assert not list(NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS)).buffers()), "A buffer is cast by .to() and lost by transformers 5 loading."
+    assert not list(NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS)).buffers()), (
+        "A buffer is cast by .to() and lost by transformers 5 loading."
+    )
 
 
 @torch.no_grad()
@@ -135,12 +175,19 @@ def test_position_ids_per_row():
     positions = torch.stack((torch.arange(12) * 3, torch.arange(12).flip(0)))
     out = model(ids, position_ids=positions).last_hidden_state
     for row in range(2):
-        assert_same(out[row], reference_states(model, ids[row], positions[row])[0][-1], 1e-5, f"row {row}")
+        assert_same(
+            out[row], reference_states(model, ids[row], positions[row])[0][-1], 1e-5, f"row {row}"
+        )
 
 
 WAYS = {
     "4": lambda rope: {"rope_scaling": rope},
-    "4, type": lambda rope: {"rope_scaling": {**{k: v for k, v in rope.items() if k != "rope_type"}, "type": rope["rope_type"]}},
+    "4, type": lambda rope: {
+        "rope_scaling": {
+            **{k: v for k, v in rope.items() if k != "rope_type"},
+            "type": rope["rope_type"],
+        }
+    },
     "4, theta beside": lambda rope: {"rope_theta": 10000.0, "rope_scaling": rope},
     "5": lambda rope: {"rope_parameters": {**rope, "rope_theta": 10000.0}},
 }
@@ -180,7 +227,9 @@ def test_dynamic_scaling(configured, way):
         positions = torch.arange(length)
         cos, _ = table(config, positions)
         theta = dynamic_theta(2.0, length, 128)
-        assert (theta == 10000.0) == (length <= 128), "Dynamic scaling starts past the trained length."
+        assert (theta == 10000.0) == (length <= 128), (
+            "Dynamic scaling starts past the trained length."
+        )
         gap = (cos - rotary_angles(positions, K, theta).cos()).abs().max()
         assert gap < 5e-5, f"At {length} tokens the angles are off by {gap}."
 
@@ -192,12 +241,22 @@ def test_yarn(configured, way):
     cos, sin = table(config, positions)
     angles = positions.double()[:, None] * yarn_frequencies(4.0, 128)
     scale = 0.1 * math.log(4.0) + 1
-    assert (cos - scale * angles.cos()).abs().max() < 1e-4 and (sin - scale * angles.sin()).abs().max() < 1e-4
+    assert (cos - scale * angles.cos()).abs().max() < 1e-4 and (
+        sin - scale * angles.sin()
+    ).abs().max() < 1e-4
 
 
 def test_yarn_with_its_own_attention_factor_and_original_length():
-    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "attention_factor": 1.5}
-    for config in (NeoBERTConfig(**FIELDS, rope_scaling=rope), NeoBERTConfig(**FIELDS, rope_parameters={**rope, "rope_theta": 10000.0})):
+    rope = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.5,
+    }
+    for config in (
+        NeoBERTConfig(**FIELDS, rope_scaling=rope),
+        NeoBERTConfig(**FIELDS, rope_parameters={**rope, "rope_theta": 10000.0}),
+    ):
         positions = torch.arange(200)
         cos, _ = table(config, positions)
         angles = positions.double()[:, None] * yarn_frequencies(2.0, 64)
@@ -206,12 +265,16 @@ def test_yarn_with_its_own_attention_factor_and_original_length():
 
 @pytest.mark.parametrize("order", ("length first", "scaling first"))
 def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
-    """`from_pretrained(folder, max_position_embeddings=256, rope_scaling=...)` sets the fields in the order they are written."""
+    """`from_pretrained(folder, max_position_embeddings=256, rope_scaling=...)` sets the fields in
+    the order they are written."""
     NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
     fields = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     given = dict(fields if order == "length first" else reversed(fields.items()))
     config = NeoBERTConfig.from_pretrained(tmp_path, **given)
-    assert config.rope_parameters["original_max_position_embeddings"] == 128 and config.max_position_embeddings == 256
+    assert (
+        config.rope_parameters["original_max_position_embeddings"] == 128
+        and config.max_position_embeddings == 256
+    )
     config.save_pretrained(tmp_path / "extended")
     again = NeoBERTConfig.from_pretrained(tmp_path / "extended")
     assert again.rope_parameters == config.rope_parameters and again == config
@@ -224,9 +287,16 @@ def test_the_model_uses_the_scaled_angles():
     plain = make_model(NeoBERTModel)
     model = make_model(NeoBERTModel, rope_scaling={"rope_type": "linear", "factor": 4.0})
     angles = rotary_angles(torch.arange(40), K) / 4
-    assert_same(model(ids).last_hidden_state[0], reference_states(model, ids[0], angles=angles)[0][-1], 1e-5, "scaled model")
+    assert_same(
+        model(ids).last_hidden_state[0],
+        reference_states(model, ids[0], angles=angles)[0][-1],
+        1e-5,
+        "scaled model",
+    )
     assert (model(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
-    yarn = make_model(NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3})
+    yarn = make_model(
+        NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3}
+    )
     assert (yarn(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
 
 
@@ -249,8 +319,13 @@ def test_dynamic_scaling_depends_on_the_text_not_on_its_padding(implementation):
 @pytest.mark.parametrize("compiled", (False, True))
 @torch.no_grad()
 def test_dynamic_scaling_of_packed_texts(compiled):
-    """By the longest text: neither by the packed row nor by a `max_length_q` above it; also while traced."""
-    model = make_model(NeoBERTModel, max_position_embeddings=6, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    """By the longest text: neither by the packed row nor by a `max_length_q` above it; also while
+    traced."""
+    model = make_model(
+        NeoBERTModel,
+        max_position_embeddings=6,
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
+    )
     lengths = (9, 5)
     ids, _ = random_batch([14])
     # Both are scaled by the longest, as in a padded batch.
@@ -261,15 +336,30 @@ def test_dynamic_scaling_of_packed_texts(compiled):
     run = torch.compile(model, backend="eager") if compiled else model
     torch._dynamo.reset()
     bounds = torch.tensor([0, 9, 14], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 14, "max_length_k": 14}
+    packed = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 14,
+        "max_length_k": 14,
+    }
     positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     for given in (packed, positions):
-        assert_same(run(ids, **given).last_hidden_state[0], expected, 1e-5, f"output, packed by {sorted(given)}")
+        assert_same(
+            run(ids, **given).last_hidden_state[0],
+            expected,
+            1e-5,
+            f"output, packed by {sorted(given)}",
+        )
     torch._dynamo.reset()
 
 
 def test_scaling_survives_saving(tmp_path):
-    for number, rope in enumerate(({"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16})):
+    for number, rope in enumerate(
+        (
+            {"rope_type": "linear", "factor": 3.0},
+            {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16},
+        )
+    ):
         config = NeoBERTConfig(**FIELDS, rope_scaling=rope, rope_theta=500.0)
         config.save_pretrained(tmp_path / str(number))
         again = NeoBERTConfig.from_pretrained(tmp_path / str(number))

@@ -1,5 +1,6 @@
-"""Pins the one reader of local rows: five formats and their compressed forms give the same rows, reading starts anywhere, memory does not grow
-with a file, and a broken row is one sentence with its place."""
+"""Pins the one reader of local rows: five formats and their compressed forms give the same rows,
+reading starts anywhere, memory does not grow with a file, and a broken row is one sentence with its
+place."""
 
 import bz2
 import gzip
@@ -11,7 +12,14 @@ import pytest
 
 from neobert.common import rows
 from neobert.common.errors import UserError
-from neobert.common.rows import FORMATS, check_characters, read_rows, row_columns, row_files, row_format
+from neobert.common.rows import (
+    FORMATS,
+    check_characters,
+    read_rows,
+    row_columns,
+    row_files,
+    row_format,
+)
 
 
 pytest.importorskip("pyarrow")
@@ -19,7 +27,10 @@ import pyarrow  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
 
-ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(["a, \u2028 b", 'say "c"', "  blanks  ", "é", "last"] * 40)]
+ROWS = [
+    {"text": text, "id": str(i)}
+    for i, text in enumerate(["a, \u2028 b", 'say "c"', "  blanks  ", "é", "last"] * 40)
+]
 
 
 def write(path, rows=ROWS):
@@ -45,7 +56,17 @@ def write(path, rows=ROWS):
     return path
 
 
-NAMES = ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv", "rows.tsv", "rows.txt", "rows.jsonl.gz", "rows.csv.xz", "rows.jsonl.zst"]
+NAMES = [
+    "rows.jsonl",
+    "rows.json",
+    "rows.parquet",
+    "rows.csv",
+    "rows.tsv",
+    "rows.txt",
+    "rows.jsonl.gz",
+    "rows.csv.xz",
+    "rows.jsonl.zst",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +79,9 @@ def test_every_format_gives_the_same_rows_from_any_place_on(tmp_path, name):
     for i in (0, 1, 6, 7, 8, 100, 199):
         later = list(read_rows(tmp_path / name, start=found[i][0]))
         assert later == found[i:], f"{name} entered at row {i} gives other rows or places"
-    assert [row for _, row in read_rows(tmp_path / name, ["text"], ["text"])] == [{"text": row["text"]} for row in ROWS]
+    assert [row for _, row in read_rows(tmp_path / name, ["text"], ["text"])] == [
+        {"text": row["text"]} for row in ROWS
+    ]
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
@@ -70,13 +93,21 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     assert list(read_rows(tmp_path, start=found[4][0])) == found[4:], "a start in the second file"
     assert str(found[4][0]) == f"{tmp_path / 'b.jsonl'}, line 3", "blank lines count as lines"
     write(tmp_path / "d.csv")
-    with pytest.raises(UserError, match="must hold files of one format among .*, but a.jsonl, b.jsonl, c.jsonl.gz, d.csv was found"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "must hold files of one format among .*, but a.jsonl, b.jsonl, c.jsonl.gz, d.csv "
+            "was found"
+        ),
+    ):
         row_files(tmp_path)
 
 
 def test_tsv_has_no_quotes_and_csv_has_long_texts(tmp_path):
     (tmp_path / "a.tsv").write_text('text\tlabel\n"open and never closes\t1\n')
-    assert [row for _, row in read_rows(tmp_path / "a.tsv")] == [{"text": '"open and never closes', "label": "1"}]
+    assert [row for _, row in read_rows(tmp_path / "a.tsv")] == [
+        {"text": '"open and never closes', "label": "1"}
+    ]
     long = "word " * 100_000  # above the csv module's own limit of 131,072 characters
     (tmp_path / "a.csv").write_text(f'text\n"{long}"\n')
     assert next(read_rows(tmp_path / "a.csv"))[1]["text"] == long
@@ -103,13 +134,21 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no 'text'; it has: 'body'"),
         ("a.jsonl", b'{"text": null}\n', "line 1: 'text' must be text, but is null"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "line 1 is not JSON"),
-        ("a.jsonl", b'{"text": "b\\ud83d"}\n', "line 1: 'text' has half a surrogate pair, '.ud83d'"),
+        (
+            "a.jsonl",
+            b'{"text": "b\\ud83d"}\n',
+            "line 1: 'text' has half a surrogate pair, '.ud83d'",
+        ),
         ("a.jsonl", b"[" * 100_000 + b"\n", "line 1 is not JSON"),
         ("a.jsonl", b"\n\n", "a.jsonl has no rows"),
         ("a.txt", b"good\ncaf\xe9\n", "line 2 is not UTF-8"),
         ("a.csv", b"text\ncaf\xe9\n", "a.csv cannot be read"),
         ("a.csv", b'text,label\n"open,1\nnext,0\n', "line 2 is broken .*; are its quotes closed"),
-        ("a.csv", b"text,label\none, two,1\n", "line 2 has more columns than the first line, 2; a separator in a text"),
+        (
+            "a.csv",
+            b"text,label\none, two,1\n",
+            "line 2 has more columns than the first line, 2; a separator in a text",
+        ),
         ("a.csv", b"text,text\na,b\n", "line 1 names a column twice: text, text"),
         ("a.parquet", b"PAR0nothing", "is not a parquet file"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read"),
@@ -139,7 +178,9 @@ def test_broken_rows_can_be_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": 1}\nnothing\n{"text": "b"}\n')
     errors = []
-    assert [row["text"] for _, row in read_rows(path, ["text"], ["text"], broken=errors.append)] == ["a", "b"]
+    assert [
+        row["text"] for _, row in read_rows(path, ["text"], ["text"], broken=errors.append)
+    ] == ["a", "b"]
     assert len(errors) == 2 and "line 3 is not JSON" in str(errors[1])
 
 
@@ -147,7 +188,9 @@ def test_a_column_of_some_rows_alone(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "n": 1}\n{"text": "b"}\n')
     assert len(list(read_rows(path))) == 2
-    with pytest.raises(UserError, match="line 2 has no 'n', unlike the first row; give it to every row or to none"):
+    with pytest.raises(
+        UserError, match="line 2 has no 'n', unlike the first row; give it to every row or to none"
+    ):
         list(read_rows(path, ["text"], alike="n".__eq__))
 
 

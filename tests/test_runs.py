@@ -1,4 +1,5 @@
-"""Pins who owns an output folder: new, begun or finished; the lock comes first; what no marker names, or was changed, is the user's."""
+"""Pins who owns an output folder: new, begun or finished; the lock comes first; what no marker
+names, or was changed, is the user's."""
 
 import json
 import multiprocessing
@@ -35,7 +36,10 @@ def test_new_begun_and_finished(tmp_path):
     with run.claim():
         assert run.state == "finished" and run.marker["seconds"] == 2
     assert names(out) == ["encode.json"], "the lock is left behind"
-    with pytest.raises(UserError, match=r"other settings \(rows 1, now 2\); give the same"), Run(out, "encode", {"rows": 2}).claim():
+    with (
+        pytest.raises(UserError, match=r"other settings \(rows 1, now 2\); give the same"),
+        Run(out, "encode", {"rows": 2}).claim(),
+    ):
         pass
 
 
@@ -65,13 +69,19 @@ def test_overwriting_keeps_the_old_output_until_the_new_one_is_complete(tmp_path
     with run.claim():
         assert run.state == "begun"
         run.finish(["b.txt"])
-    assert names(tmp_path) == [".before-overwrite", "b.txt", "encode.json", "mine.txt"] and names(aside) == ["mine.txt"]
-    with pytest.raises(UserError, match="before-overwrite holds files of somebody else"), run.claim(overwrite=True):
+    assert names(tmp_path) == [".before-overwrite", "b.txt", "encode.json", "mine.txt"] and names(
+        aside
+    ) == ["mine.txt"]
+    with (
+        pytest.raises(UserError, match="before-overwrite holds files of somebody else"),
+        run.claim(overwrite=True),
+    ):
         pass
 
 
 def test_killed_while_the_old_output_is_set_aside(tmp_path, monkeypatch):
-    """At any of the renames and writes: the next --overwrite goes on, and no file of the old output is lost."""
+    """At any of the renames and writes: the next --overwrite goes on, and no file of the old output
+    is lost."""
     replace, left = os.replace, [0]
 
     def killed(source, target):
@@ -90,24 +100,33 @@ def test_killed_while_the_old_output_is_set_aside(tmp_path, monkeypatch):
         left[0] = moment
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", killed)
-            with pytest.raises(KeyboardInterrupt), Run(out, "encode", {"rows": 2}).claim(overwrite=True):
+            with (
+                pytest.raises(KeyboardInterrupt),
+                Run(out, "encode", {"rows": 2}).claim(overwrite=True),
+            ):
                 pytest.fail("vacuous")
         with Run(out, "encode", {"rows": 2}).claim(overwrite=True):
             assert names(out) == [".before-overwrite", LOCK, "encode.json"]
-            assert [(out / ".before-overwrite" / name).read_text() for name in ("a.txt", "b.txt")] == ["a.txt", "b.txt"]
+            assert [
+                (out / ".before-overwrite" / name).read_text() for name in ("a.txt", "b.txt")
+            ] == ["a.txt", "b.txt"]
 
 
 def test_a_file_that_the_user_changed_is_not_replaced(tmp_path):
     make(tmp_path)
     (tmp_path / "a.txt").write_text("edited")
-    with pytest.raises(UserError, match=r"changed since \(a.txt\)"), Run(tmp_path, "encode", {}).claim(overwrite=True):
+    with (
+        pytest.raises(UserError, match=r"changed since \(a.txt\)"),
+        Run(tmp_path, "encode", {}).claim(overwrite=True),
+    ):
         pass
     assert (tmp_path / "a.txt").read_text() == "edited"
 
 
 @pytest.mark.parametrize("moves", range(3))
 def test_a_result_moves_in_beside_the_files_of_the_user(tmp_path, monkeypatch, moves):
-    """Killed between two of its files as well; a file of the user under a name of the result is not replaced."""
+    """Killed between two of its files as well; a file of the user under a name of the result is not
+    replaced."""
     out, replace = tmp_path / "out", os.replace
     run = Run(out, "encode", {})
 
@@ -137,11 +156,15 @@ def test_a_result_moves_in_beside_the_files_of_the_user(tmp_path, monkeypatch, m
         (out / "c.txt").unlink()
         assert end("third") == ["b.txt", "c.txt", "a.txt"]
         run.finish(["a.txt", "b.txt", "c.txt"])
-    assert names(out) == ["a.txt", "b.txt", "c.txt", "encode.json"] and (out / "c.txt").read_text() == "third"
+    assert (
+        names(out) == ["a.txt", "b.txt", "c.txt", "encode.json"]
+        and (out / "c.txt").read_text() == "third"
+    )
 
 
 def test_a_result_that_was_moving_in_goes_with_its_run(tmp_path, monkeypatch):
-    """Killed there, and then given up for another run: its files are not the user's, and do not keep the other's result out."""
+    """Killed there, and then given up for another run: its files are not the user's, and do not
+    keep the other's result out."""
     run, replace = Run(tmp_path, "encode", {"rows": 1}), os.replace
 
     def killed(source, target):
@@ -198,7 +221,12 @@ def test_a_marker_cannot_name_what_is_outside(tmp_path):
     path = tmp_path / "precious.txt"
     path.write_text("precious")
     (stamp,) = stamps(tmp_path, ["precious.txt"]).values()
-    marker = {"command": "encode", "run": "1", "settings": {}, "files": {"../precious.txt": stamp, str(path): stamp}}
+    marker = {
+        "command": "encode",
+        "run": "1",
+        "settings": {},
+        "files": {"../precious.txt": stamp, str(path): stamp},
+    }
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "encode.json").write_text(json.dumps(marker))
     make(tmp_path / "out", overwrite=True)
@@ -238,6 +266,8 @@ def test_what_a_finished_run_set_aside_goes_when_it_was_killed_before_that(tmp_p
     make(tmp_path, {"rows": 2}, "b.txt", overwrite=True)
     aside = tmp_path / ".before-overwrite"
     aside.mkdir()
-    (aside / "encode.json").write_text(json.dumps({"command": "encode", "run": "0", "settings": {}, "files": {}}))
+    (aside / "encode.json").write_text(
+        json.dumps({"command": "encode", "run": "0", "settings": {}, "files": {}})
+    )
     with Run(tmp_path, "encode", {"rows": 2}).claim() as run:
         assert run.state == "finished" and not aside.exists()

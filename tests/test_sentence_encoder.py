@@ -1,4 +1,5 @@
-"""Pins the bundled sentence encoder: it loads from a fresh checkout without this package, links to the repository's code, stays small, and finds what is meant."""
+"""Pins the bundled sentence encoder: it loads from a fresh checkout without this package, links to
+the repository's code, stays small, and finds what is meant."""
 
 import json
 import os
@@ -44,11 +45,14 @@ def test_it_is_small():
 def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
     code = (
         "import sys, json; from sentence_transformers import SentenceTransformer; "
-        f"model = SentenceTransformer({str(FOLDER)!r}, trust_remote_code=True, device='cpu'); assert 'neobert' not in sys.modules; "
+        f"model = SentenceTransformer({str(FOLDER)!r}, trust_remote_code=True, device='cpu'); "
+        "assert 'neobert' not in sys.modules; "
         "print(json.dumps([model.max_seq_length, model.encode(['a bird of prey']).tolist()]))"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
     assert found.returncode == 0, found.stderr
     length, (vector,) = json.loads(found.stdout.splitlines()[-1])
     assert length == 128 and len(vector) == 384
@@ -56,25 +60,42 @@ def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
 
 
 def test_it_runs_packed_in_every_precision(encoder):
-    texts = ["a bird of prey", "The committee met again on Tuesday, and nothing was decided.", "rain"]
+    texts = [
+        "a bird of prey",
+        "The committee met again on Tuesday, and nothing was decided.",
+        "rain",
+    ]
     expected = encoder.encode(texts)
     for dtype in ("float32", "bfloat16", "float16"):
         packed = PackedEncoder(str(FOLDER), dtype=dtype, device="cpu")
         assert packed.packs, "it would run on padded batches"
         vectors = packed.embed(packed.tokenize(texts))
-        cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1) / np.linalg.norm(expected, axis=1)
+        cosines = (
+            (vectors * expected).sum(1)
+            / np.linalg.norm(vectors, axis=1)
+            / np.linalg.norm(expected, axis=1)
+        )
         # A single word is the worst case: its rounding is not averaged over tokens.
-        assert cosines.min() > {"float32": 0.99999, "float16": 0.99999, "bfloat16": 0.9995}[dtype], f"{dtype}: {cosines}"
+        assert (
+            cosines.min() > {"float32": 0.99999, "float16": 0.99999, "bfloat16": 0.9995}[dtype]
+        ), f"{dtype}: {cosines}"
 
 
 def test_it_finds_what_is_meant(encoder):
     rows = [line.split("\t") for line in DEFINITIONS.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 8000 and all(len(row) == 2 and all(row) for row in rows)
     rows = rows[::40] + [
-        row for row in rows if row[0].split(", ")[0] in ("library", "dentist", "novelist", "umbrella", "thermometer", "volcano", "lawyer")
+        row
+        for row in rows
+        if row[0].split(", ")[0]
+        in ("library", "dentist", "novelist", "umbrella", "thermometer", "volcano", "lawyer")
     ]
     vectors = encoder.encode([definition for _, definition in rows])
-    for query, word in (("where do i borrow books", "library"), ("doctor for teeth", "dentist"), ("someone who writes novels", "novelist")):
+    for query, word in (
+        ("where do i borrow books", "library"),
+        ("doctor for teeth", "dentist"),
+        ("someone who writes novels", "novelist"),
+    ):
         best = rows[int(encoder.similarity(encoder.encode(query), vectors)[0].argmax())]
         assert best[0].startswith(word), f"{query}: {best}"
 
@@ -83,21 +104,34 @@ def test_its_figures_are_kept_with_it():
     figures = json.loads((FOLDER / "figures.json").read_text())
     last = figures["agreement"][-1]
     assert last["step"] == figures["steps"]
-    assert {"held_out_spearman", "tweets_spearman", "editorials_spearman", "movies_spearman"} <= last.keys()
+    assert {
+        "held_out_spearman",
+        "tweets_spearman",
+        "editorials_spearman",
+        "movies_spearman",
+    } <= last.keys()
     assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
 
 
 def test_its_card_says_what_was_measured_and_what_is_known():
-    """Both figures, that of the training domain and that of other text, are those of results/; the metadata names the teacher on the Hub."""
+    """Both figures, that of the training domain and that of other text, are those of results/; the
+    metadata names the teacher on the Hub."""
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     metadata = yaml.safe_load(card.split("---\n")[1])
-    assert metadata["base_model"] == "sentence-transformers/all-MiniLM-L6-v2" and metadata["license"] == "apache-2.0"
-    assert metadata["base_model_relation"] in ("adapter", "finetune", "merge", "quantized"), "the Hub knows no other"
+    assert (
+        metadata["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
+        and metadata["license"] == "apache-2.0"
+    )
+    assert metadata["base_model_relation"] in ("adapter", "finetune", "merge", "quantized"), (
+        "the Hub knows no other"
+    )
     scores = json.loads((ROOT / "results" / "distill" / "distill.json").read_text())["scores"]
     share = scores["student"]["WordNetRetrieval"] / scores["teacher"]["WordNetRetrieval"]
     retrieval = json.loads((ROOT / "results" / "open_text.json").read_text())["retrieval"]
     page = (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8")
     for text in (card, page):
         assert f"| {share:.3f} |" in text and summary(retrieval) in " ".join(text.split())
-    assert retrieval_table(retrieval) in card, "copy the table of results/open_text.md into the card"
+    assert retrieval_table(retrieval) in card, (
+        "copy the table of results/open_text.md into the card"
+    )
     assert "GCIDE (GPL-2 or later)" in card and "not settled" in card

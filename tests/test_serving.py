@@ -1,5 +1,6 @@
-"""Pins the contracts of whoever drives the model from outside: vLLM's call eager and compiled, functions and masks that users register,
-masks of their own, arguments that nobody reads, no recompilation for other lengths, and how often a forward waits for a GPU.
+"""Pins the contracts of whoever drives the model from outside: vLLM's call eager and compiled,
+functions and masks that users register, masks of their own, arguments that nobody reads, no
+recompilation for other lengths, and how often a forward waits for a GPU.
 """
 
 import ast
@@ -23,7 +24,14 @@ from neobert import (
 )
 from neobert import modeling_neobert as modeling
 
-from .reference import FIELDS, FlashReference, assert_same, make_model, random_batch, reference_states
+from .reference import (
+    FIELDS,
+    FlashReference,
+    assert_same,
+    make_model,
+    random_batch,
+    reference_states,
+)
 
 
 def packed_ids(lengths):
@@ -32,7 +40,8 @@ def packed_ids(lengths):
     return ids[mask.bool()][None], torch.cat([torch.arange(n) for n in lengths])[None]
 
 
-# --------------------------------------------------------------------------------------------------------------------- vLLM
+# ------------------------------------------------------------------------------------------------
+# vLLM
 
 
 # What the engine's scheduler knows of the batch that is running.
@@ -61,7 +70,9 @@ class Instance:
 INSTANCES = {layer: Instance() for layer in range(3)}
 
 
-def vllm_attention(module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs):
+def vllm_attention(
+    module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs
+):
     """The shape of vLLM's function: q, k, v of (1, H, T, K) in, (T, H * K) out, no mask read."""
     assert attention_mask is None, "a mask was built that the engine does not read"
     query, key, value = (x.transpose(1, 2).reshape(-1, 64) for x in (query, key, value))
@@ -77,13 +88,20 @@ def vllm():
 
 def call_of_vllm(model, ids, positions, lengths):
     RUNNING["lengths"] = lengths
-    return model(input_ids=ids, position_ids=positions, attention_instances=INSTANCES, use_cache=False, return_dict=False)[0]
+    return model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_instances=INSTANCES,
+        use_cache=False,
+        return_dict=False,
+    )[0]
 
 
 @pytest.mark.parametrize("compiled", (False, True))
 @torch.no_grad()
 def test_the_call_of_vllm(vllm, compiled):
-    """Equal to sdpa, with one graph for all numbers of tokens, and with the zeros of its profile run."""
+    """Equal to sdpa, with one graph for all numbers of tokens, and with the zeros of its profile
+    run."""
     model, engine = make_model(NeoBERTModel), make_model(NeoBERTModel)
     engine.config._attn_implementation = "vllm"
     run = torch.compile(engine, backend="eager", dynamic=True) if compiled else engine
@@ -97,33 +115,53 @@ def test_the_call_of_vllm(vllm, compiled):
         expected = model(ids, position_ids=positions).last_hidden_state
         assert actual.shape == expected.shape
         assert_same(actual, expected, 1e-5, f"texts of {lengths}")
-    assert not compiled or graphs["stats"]["unique_graphs"] == 1, f"{graphs['stats']['unique_graphs']} graphs were made"
+    assert not compiled or graphs["stats"]["unique_graphs"] == 1, (
+        f"{graphs['stats']['unique_graphs']} graphs were made"
+    )
     ids, _ = packed_ids([12])
-    assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all(), "the profile run has positions of zero"
+    assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all(), (
+        "the profile run has positions of zero"
+    )
     torch._dynamo.reset()
 
 
 def test_the_source_that_vllm_reads():
-    """It parses the block's `forward`: one call through a local name that was read from ALL_ATTENTION_FUNCTIONS, with its scaling."""
+    """It parses the block's `forward`: one call through a local name that was read from
+    ALL_ATTENTION_FUNCTIONS, with its scaling."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(modeling.NeoBERTBlock.forward)))
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(("ALL_ATTENTION_FUNCTIONS[", "ALL_ATTENTION_FUNCTIONS.")):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(
+            ("ALL_ATTENTION_FUNCTIONS[", "ALL_ATTENTION_FUNCTIONS.")
+        ):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
-    assert len(calls) == 1, "vLLM says: does not dispatch through the Transformers attention interface"
-    assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == ["self.scaling"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+    assert len(calls) == 1, (
+        "vLLM says: does not dispatch through the Transformers attention interface"
+    )
+    assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == [
+        "self.scaling"
+    ]
 
 
 def test_what_vllm_reads_of_the_model():
     assert NeoBERTModel._supports_attention_backend
     model = make_model(NeoBERTModel)
-    assert [(block.is_causal, block.layer_idx) for block in model.transformer_encoder] == [(False, 0), (False, 1), (False, 2)]
+    assert [(block.is_causal, block.layer_idx) for block in model.transformer_encoder] == [
+        (False, 0),
+        (False, 1),
+        (False, 2),
+    ]
     model.config._attn_implementation = "vllm"
     assert "There is no attention implementation 'vllm'" in model.attention_backend()
 
 
-# ------------------------------------------------------------------------------------------------------- masks of the caller
+# ------------------------------------------------------------------------------------------------
+# masks of the caller
 
 
 def block_mask(lengths):
@@ -134,7 +172,8 @@ def block_mask(lengths):
 @pytest.mark.parametrize("kind", ("boolean", "whole numbers", "additive", "additive per head"))
 @torch.no_grad()
 def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
-    """A caller that packs by itself: sequences apart by a (1, 1, L, L) mask, positions of its own."""
+    """A caller that packs by itself: sequences apart by a (1, 1, L, L) mask, positions of its
+    own."""
     lengths = [6, 4]
     ids, positions = packed_ids(lengths)
     model = make_model(NeoBERTModel, attn_implementation=implementation)
@@ -142,7 +181,9 @@ def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
     if kind.startswith("additive"):
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         mask = mask.expand(1, 4, 10, 10) if kind == "additive per head" else mask
-    out = model(ids, attention_mask=mask.long() if kind == "whole numbers" else mask, position_ids=positions).last_hidden_state[0]
+    out = model(
+        ids, attention_mask=mask.long() if kind == "whole numbers" else mask, position_ids=positions
+    ).last_hidden_state[0]
     expected = torch.cat([reference_states(model, part)[0][-1] for part in ids[0].split(lengths)])
     assert_same(out, expected, 1e-5, f"output under a mask ({kind})")
 
@@ -158,7 +199,10 @@ def test_a_mask_of_one_row_for_all_tokens(implementation):
         actual = model(ids, attention_mask=extended).last_hidden_state
         assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, str(extended.dtype))
     for shape in ((2, 1, 2, 8), (3, 1, 8, 8)):
-        with pytest.raises(ValueError, match=rf"attention_mask must have shape .* but {re.escape(str(shape))} was given"):
+        with pytest.raises(
+            ValueError,
+            match=rf"attention_mask must have shape .* but {re.escape(str(shape))} was given",
+        ):
             model(ids, attention_mask=torch.ones(shape))
 
 
@@ -171,34 +215,48 @@ def test_a_mask_of_four_dimensions_in_a_batch_and_a_head():
     model = make_model(NeoBERTForTokenClassification, attn_implementation="eager", num_labels=3)
     weights = model(ids, attention_mask=near, output_attentions=True).attentions
     assert all((w.masked_select(~near.expand_as(w)) == 0).all() and (w > 0).any() for w in weights)
-    with_sdpa = make_model(NeoBERTForTokenClassification, num_labels=3)(ids, attention_mask=near).logits
+    with_sdpa = make_model(NeoBERTForTokenClassification, num_labels=3)(
+        ids, attention_mask=near
+    ).logits
     assert_same(with_sdpa, model(ids, attention_mask=near).logits, 1e-5, "sdpa")
 
 
 def test_a_mask_of_four_dimensions_where_none_can_be_used():
     for implementation in ("flex_attention",):
         model = make_model(NeoBERTModel, attn_implementation=implementation)
-        with pytest.raises(ValueError, match="takes no 4-D attention_mask; choose 'sdpa' or 'eager'"):
+        with pytest.raises(
+            ValueError, match="takes no 4-D attention_mask; choose 'sdpa' or 'eager'"
+        ):
             model(random_batch([8])[0], attention_mask=torch.ones(1, 1, 8, 8))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @torch.no_grad()
 def test_a_registered_mask_function_is_called(dtype):
-    """`AttentionMaskInterface`: the function gets the library's arguments, and the attention function what it returns."""
+    """`AttentionMaskInterface`: the function gets the library's arguments, and the attention
+    function what it returns."""
     seen = []
 
-    def my_mask(batch_size, kv_length, mask_function, attention_mask=None, dtype=torch.float32, **kwargs):
+    def my_mask(
+        batch_size, kv_length, mask_function, attention_mask=None, dtype=torch.float32, **kwargs
+    ):
         seen.append((batch_size, kv_length, dtype, sorted(kwargs)))
         steps = torch.arange(kv_length)
         index = (torch.arange(batch_size)[:, None, None, None], torch.zeros(1, 1, 1, 1).long())
         allowed = mask_function(*index, steps[None, None, :, None], steps[None, None, None, :])
-        return torch.zeros(batch_size, 1, kv_length, kv_length, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+        return torch.zeros(batch_size, 1, kv_length, kv_length, dtype=dtype).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
 
     def my_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        assert attention_mask.dtype == dtype and attention_mask.shape[-2:] == (query.shape[2], key.shape[2])
+        assert attention_mask.dtype == dtype and attention_mask.shape[-2:] == (
+            query.shape[2],
+            key.shape[2],
+        )
         scores = query @ key.transpose(-1, -2) * scaling + attention_mask
-        return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None
+        return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(
+            1, 2
+        ), None
 
     AttentionInterface.register("with_a_mask", my_function)
     AttentionMaskInterface.register("with_a_mask", my_mask)
@@ -207,26 +265,48 @@ def test_a_registered_mask_function_is_called(dtype):
     model.config._attn_implementation = "with_a_mask"
     ids, mask = random_batch([9, 5])
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert_same(model(ids, attention_mask=mask)[0][mask.bool()], expected(ids, attention_mask=mask)[0][mask.bool()], tolerance, "padded")
+    assert_same(
+        model(ids, attention_mask=mask)[0][mask.bool()],
+        expected(ids, attention_mask=mask)[0][mask.bool()],
+        tolerance,
+        "padded",
+    )
     packed, positions = packed_ids([6, 4])
-    assert_same(model(packed, position_ids=positions)[0], expected(packed, position_ids=positions)[0], tolerance, "packed")
+    assert_same(
+        model(packed, position_ids=positions)[0],
+        expected(packed, position_ids=positions)[0],
+        tolerance,
+        "packed",
+    )
     assert [call[:3] for call in seen] == [(2, 9, dtype), (1, 10, dtype)], "once a forward"
     assert {"cache_position", "config", "q_length", "kv_offset"} <= set(seen[0][3])
 
 
-# ------------------------------------------------------------------------------------------------------ arguments and labels
+# ------------------------------------------------------------------------------------------------
+# arguments and labels
 
 
 def test_arguments_that_nobody_reads_are_named_once(caplog):
     modeling.logger.warning_once.cache_clear()
     model, ids = make_model(NeoBERTModel), random_batch([5])[0]
     with caplog.at_level(logging.WARNING, logger=modeling.logger.name):
-        model(ids, use_cache=False, attention_instances={}, past_key_values=None, num_items_in_batch=3, output_router_logits=False)
+        model(
+            ids,
+            use_cache=False,
+            attention_instances={},
+            past_key_values=None,
+            num_items_in_batch=3,
+            output_router_logits=False,
+        )
         assert not caplog.records, "known arguments, and None, pass in silence"
         for _ in range(2):
             model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
     # transformers 4's sdpa function has a word of its own about head_mask.
-    (message,) = [record.getMessage() for record in caplog.records if "`sdpa` attention" not in record.getMessage()]
+    (message,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "`sdpa` attention" not in record.getMessage()
+    ]
     assert "attentionmask, head_mask, past_key_values" in message and "name right?" in message
 
 
@@ -238,23 +318,35 @@ def test_flat_labels_and_labels_of_one_column(unpad_inputs):
         model = make_model(model_class, num_labels=3, unpad_inputs=unpad_inputs)
         labels = torch.where(mask == 1, ids % classes, -100)
         expected = model(ids, attention_mask=mask, labels=labels).loss
-        assert_same(model(ids, attention_mask=mask, labels=labels.flatten()).loss, expected, 1e-6, "loss of flat labels")
+        assert_same(
+            model(ids, attention_mask=mask, labels=labels.flatten()).loss,
+            expected,
+            1e-6,
+            "loss of flat labels",
+        )
         everywhere = model(ids, attention_mask=mask, labels=ids % classes).loss
         assert_same(everywhere, expected, 1e-6, "loss of labels at padding too")
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     labels = torch.tensor([2, 0])
     expected = model(ids, attention_mask=mask, labels=labels).loss
-    assert_same(model(ids, attention_mask=mask, labels=labels[:, None]).loss, expected, 1e-6, "loss of one column")
+    assert_same(
+        model(ids, attention_mask=mask, labels=labels[:, None]).loss,
+        expected,
+        1e-6,
+        "loss of one column",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- compilation
+# ------------------------------------------------------------------------------------------------
+# compilation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ("eager", "inductor"))
 @torch.no_grad()
 def test_one_graph_for_packed_rows_of_all_lengths(backend):
-    """`F.pad` with a symbolic fill made the length a constant, and eight recompilations later torch gave up."""
+    """`F.pad` with a symbolic fill made the length a constant, and eight recompilations later torch
+    gave up."""
     if backend == "inductor":
         pytest.importorskip("torch._inductor")
     torch._dynamo.reset()
@@ -264,7 +356,12 @@ def test_one_graph_for_packed_rows_of_all_lengths(backend):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([5, 7], [9, 3, 7], [12], [4, 4, 4, 4], [20, 11]):
         ids, positions = packed_ids(lengths)
-        assert_same(compiled(ids, position_ids=positions)[0], model(ids, position_ids=positions)[0], 1e-5, f"texts of {lengths}")
+        assert_same(
+            compiled(ids, position_ids=positions)[0],
+            model(ids, position_ids=positions)[0],
+            1e-5,
+            f"texts of {lengths}",
+        )
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert graphs == 1, f"{graphs} graphs were made"
@@ -279,13 +376,17 @@ def test_a_sequence_head_compiles_completely_with_positions(pooling):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for lengths in ([12], [5, 7]):
         ids, positions = packed_ids(lengths)
-        actual, expected = compiled(ids, position_ids=positions).logits, model(ids, position_ids=positions).logits
+        actual, expected = (
+            compiled(ids, position_ids=positions).logits,
+            model(ids, position_ids=positions).logits,
+        )
         assert actual.shape == expected.shape == (len(lengths), 3)
         assert_same(actual, expected, 1e-5, f"texts of {lengths}")
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------------------------------- CUDA, with stand-ins for the device
+# ----------------------------------------------------------------------------------------
+# with stand-ins for the device
 
 
 @pytest.fixture
@@ -302,7 +403,9 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for module in (modeling, attention_neobert):
         monkeypatch.setattr(
-            module, "attention_kernel", lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training)
+            module,
+            "attention_kernel",
+            lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training),
         )
         monkeypatch.setattr(module, "values_are_free", lambda x: False)
     monkeypatch.setattr(modeling, "_on_cpu_without_gradients", lambda x: False)
@@ -312,22 +415,51 @@ def cuda(monkeypatch):
 def count_waits(monkeypatch):
     """Every read of a tensor's values by the host, which waits for a GPU."""
     waits = []
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu"):
+    for name in (
+        "item",
+        "tolist",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "nonzero",
+        "numpy",
+        "cpu",
+    ):
         function = getattr(torch.Tensor, name)
         monkeypatch.setattr(
-            torch.Tensor, name, lambda *args, name=name, function=function, **kwargs: waits.append(name) or function(*args, **kwargs)
+            torch.Tensor,
+            name,
+            lambda *args, name=name, function=function, **kwargs: (
+                waits.append(name) or function(*args, **kwargs)
+            ),
         )
     equal = torch.equal
     monkeypatch.setattr(torch, "equal", lambda *args: waits.append("equal") or equal(*args))
     return waits
 
 
-@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification))
+@pytest.mark.parametrize(
+    "model_class",
+    (
+        NeoBERTModel,
+        NeoBERTForMaskedLM,
+        NeoBERTForSequenceClassification,
+        NeoBERTForTokenClassification,
+    ),
+)
 def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
-    """A padded batch: one, for the lengths of its rows. Packed with numbers as longest lengths: none. None a layer, and none for labels."""
+    """A padded batch: one, for the lengths of its rows. Packed with numbers as longest lengths:
+    none. None a layer, and none for labels."""
     ids, mask = random_batch([9, 3, 7])
     bounds = torch.tensor([0, 9, 12, 19], dtype=torch.int32)
-    packed = {"input_ids": ids[mask.bool()][None], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 9, "max_length_k": 9}
+    packed = {
+        "input_ids": ids[mask.bool()][None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 9,
+        "max_length_k": 9,
+    }
     padded = {"input_ids": ids, "attention_mask": mask}
     if model_class is NeoBERTForSequenceClassification:
         packed["labels"] = padded["labels"] = torch.tensor([0, 2, 1])
@@ -337,18 +469,28 @@ def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
     for batch, allowed in ((padded, 1), (packed, 0), ({**padded, "attention_mask": None}, 0)):
         seen = []
         for layers in (1, 4):
-            model = make_model(model_class, num_hidden_layers=layers, num_labels=3, problem_type="single_label_classification")
+            model = make_model(
+                model_class,
+                num_hidden_layers=layers,
+                num_labels=3,
+                problem_type="single_label_classification",
+            )
             model = model.to(torch.bfloat16).train()
             with monkeypatch.context() as patch:
                 waits = count_waits(patch)
                 model(**batch)
             seen.append(len(waits))
-        assert seen == [allowed, allowed], f"{seen} waits with 1 and 4 layers in place of {allowed}: {waits}"
-    assert cuda and all(call[1] == 9 and isinstance(call[1], int) for call in cuda), "the kernel did not run"
+        assert seen == [allowed, allowed], (
+            f"{seen} waits with 1 and 4 layers in place of {allowed}: {waits}"
+        )
+    assert cuda and all(call[1] == 9 and isinstance(call[1], int) for call in cuda), (
+        "the kernel did not run"
+    )
 
 
 def test_attention_dropout_on_cuda(cuda):
-    """Training in bfloat16: torch's kernel has no dropout, so the re-padded one runs, and drops; in eval the kernel runs."""
+    """Training in bfloat16: torch's kernel has no dropout, so the re-padded one runs, and drops; in
+    eval the kernel runs."""
     ids, mask = random_batch([9, 3, 7])
     model = make_model(NeoBERTModel, attention_dropout=0.5).to(torch.bfloat16).train()
     with torch.no_grad():
@@ -367,27 +509,40 @@ def test_what_reaches_the_re_padded_kernel(cuda):
 
     packing = modeling.Packing(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
     q = torch.randn(1, 2, 6, 8)
-    out, _ = attention_neobert._repadded(function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1)
+    out, _ = attention_neobert._repadded(
+        function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1
+    )
     assert calls == [((2, 2, 4, 8), (2, 1, 1, 4), {"dropout": 0.3, "scaling": 0.2, "more": 1})]
     assert torch.equal(out, q.transpose(1, 2))
 
 
 @pytest.mark.parametrize("longest", (6, torch.tensor(6)))
 def test_a_longest_length_that_is_a_tensor_while_tracing(cuda, longest, monkeypatch):
-    """No tensor can be the number of columns of a traced batch: sequences are then kept apart by a mask."""
+    """No tensor can be the number of columns of a traced batch: sequences are then kept apart by a
+    mask."""
     monkeypatch.setattr(attention_neobert, "is_tracing", lambda: True)
     packing = modeling.Packing(torch.tensor([0, 4, 10], dtype=torch.int32), longest)
-    attention = modeling.AttentionDispatch(NeoBERTConfig(**FIELDS), "sdpa", torch.zeros(1, 10, 64), None, packing, False)
+    attention = modeling.AttentionDispatch(
+        NeoBERTConfig(**FIELDS), "sdpa", torch.zeros(1, 10, 64), None, packing, False
+    )
     assert attention.kernel == ("masked" if torch.is_tensor(longest) else "repadded")
 
 
 @torch.no_grad()
 def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
-    """Complete compilation: the variable-length kernel takes part; of 600 tokens no tensor has 600 x 600 elements."""
+    """Complete compilation: the variable-length kernel takes part; of 600 tokens no tensor has 600
+    x 600 elements."""
     from .test_packing import varlen_operation
 
-    monkeypatch.setattr(attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25))
-    model, expected = (make_model(NeoBERTModel, num_hidden_layers=1, max_position_embeddings=600).to(torch.bfloat16) for _ in range(2))
+    monkeypatch.setattr(
+        attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25)
+    )
+    model, expected = (
+        make_model(NeoBERTModel, num_hidden_layers=1, max_position_embeddings=600).to(
+            torch.bfloat16
+        )
+        for _ in range(2)
+    )
     graphs = []
 
     def backend(graph, inputs):
@@ -398,8 +553,21 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     ids, _ = random_batch([600])
     bounds = torch.tensor([0, 250, 600], dtype=torch.int32)
-    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 350, "max_length_k": 350}
-    assert_same(compiled(ids, **packed)[0].float(), expected(ids, **packed)[0].float(), 0.1, "compiled")
-    sizes = [node.meta["example_value"].numel() for node in graphs[0].graph.nodes if torch.is_tensor(node.meta.get("example_value"))]
+    packed = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": 350,
+        "max_length_k": 350,
+    }
+    assert_same(
+        compiled(ids, **packed)[0].float(), expected(ids, **packed)[0].float(), 0.1, "compiled"
+    )
+    sizes = [
+        node.meta["example_value"].numel()
+        for node in graphs[0].graph.nodes
+        if torch.is_tensor(node.meta.get("example_value"))
+    ]
     torch._dynamo.reset()
-    assert sizes and max(int(size) for size in sizes) < 600 * 600, "a mask of all pairs of tokens was made"
+    assert sizes and max(int(size) for size in sizes) < 600 * 600, (
+        "a mask of all pairs of tokens was made"
+    )

@@ -1,5 +1,5 @@
-"""Pins streamed pre-training text: every row is tokenised by one reader alone, processes and workers resume exactly, shards change their order
-with the epoch."""
+"""Pins streamed pre-training text: every row is tokenised by one reader alone, processes and
+workers resume exactly, shards change their order with the epoch."""
 
 import itertools
 import json
@@ -16,19 +16,38 @@ from neobert.pretraining import streaming
 from neobert.pretraining.batches import BatchSpec, SpecialTokens
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import Tokenise, tokenise_texts
-from neobert.pretraining.streaming import COUNTS, SNAPSHOT_EVERY, STATE, StreamedBatches, TokenStream
+from neobert.pretraining.streaming import (
+    COUNTS,
+    SNAPSHOT_EVERY,
+    STATE,
+    StreamedBatches,
+    TokenStream,
+)
 
 
 def _stream(path, tokenizer, rank=0, world_size=1, workers=0, **spec):
     rows = rows_of(str(path), column="text", streaming=True)
-    spec = BatchSpec(**{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec})
+    spec = BatchSpec(
+        **{"length": 32, "seed": 1, **({} if spec.get("texts") else {"tokens": 64}), **spec}
+    )
     tokenise, masking = Tokenise(tokenizer), TokenMasking(tokenizer)
-    return StreamedBatches(TokenStream(rows, tokenise, SpecialTokens.of(tokenizer)), masking, spec, 1000, rank, world_size, workers)
+    return StreamedBatches(
+        TokenStream(rows, tokenise, SpecialTokens.of(tokenizer)),
+        masking,
+        spec,
+        1000,
+        rank,
+        world_size,
+        workers,
+    )
 
 
 def _loaded(stream, count):
-    """The first batches as a trainer gets them: from a DataLoader, with worker processes where there are some."""
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=stream.workers if stream.in_workers else 0)
+    """The first batches as a trainer gets them: from a DataLoader, with worker processes where
+    there are some."""
+    loader = torch.utils.data.DataLoader(
+        stream, batch_size=None, num_workers=stream.workers if stream.in_workers else 0
+    )
     return [batch for _, batch in zip(range(count), loader)]
 
 
@@ -51,8 +70,14 @@ def _corpus(folder, files=3, rows=40):
     return folder
 
 
-SPECS = [{}, {"mixture": {0: 0.2, 12: 0.8}}, {"texts": 4}, {"texts": 4, "layout": "padded"}, {"layout": "packed_without_boundaries"},
-         {"long_texts": "split", "length": 8}]  # fmt: skip
+SPECS = [
+    {},
+    {"mixture": {0: 0.2, 12: 0.8}},
+    {"texts": 4},
+    {"texts": 4, "layout": "padded"},
+    {"layout": "packed_without_boundaries"},
+    {"long_texts": "split", "length": 8},
+]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -61,7 +86,9 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
     batches = _loaded(_stream(tmp_path, tokenizer, **spec), SNAPSHOT_EVERY + 25)
     consumed = SNAPSHOT_EVERY + 9
     states = _states(batches[:consumed])
-    assert states[0]["batch"] == SNAPSHOT_EVERY, "the snapshot must be the last before the resumption"
+    assert states[0]["batch"] == SNAPSHOT_EVERY, (
+        "the snapshot must be the last before the resumption"
+    )
     resumed = _stream(tmp_path, tokenizer, **spec)
     resumed.load_state(json.loads(json.dumps(states)), consumed)
     for expected, batch in zip(batches[consumed:], resumed):
@@ -78,20 +105,27 @@ def test_a_stream_resumes_exactly_from_its_snapshot(tmp_path, tokenizer, spec):
 
 def _in_turn(stream):
     """Batches of all workers of a process in the order of a DataLoader, without its processes."""
-    workers = [stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)]
+    workers = [
+        stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)
+    ]
     for worker in itertools.cycle(workers):
         yield next(worker)
 
 
 @pytest.mark.parametrize("case", range(12))
 def test_any_interruptions_end_as_none(tmp_path, tokenizer, monkeypatch, case):
-    """Two and three random interruptions, also at once after a continuation: a checkpoint keeps the last snapshot of each worker."""
+    """Two and three random interruptions, also at once after a continuation: a checkpoint keeps the
+    last snapshot of each worker."""
     random = np.random.default_rng(case)
     monkeypatch.setattr(streaming, "SNAPSHOT_EVERY", int(random.choice([1, 3, 50])))
     monkeypatch.setattr(streaming, "ROWS_AT_ONCE", int(random.choice([8, 40])))
     _corpus(tmp_path, files=int(random.choice([1, 3, 5])), rows=150)
     world_size = int(random.choice([1, 2]))
-    given = {"workers": int(random.choice([0, 1, 3])), "world_size": world_size, "rank": int(random.integers(world_size))}
+    given = {
+        "workers": int(random.choice([0, 1, 3])),
+        "world_size": world_size,
+        "rank": int(random.integers(world_size)),
+    }
     given |= SPECS[case % len(SPECS)]
     expected = list(itertools.islice(_in_turn(_stream(tmp_path, tokenizer, **given)), 60))
     for interruptions in (2, 2, 3, 3):
@@ -108,22 +142,28 @@ def test_any_interruptions_end_as_none(tmp_path, tokenizer, monkeypatch, case):
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("consumed", [1, 2, 7, 3 * SNAPSHOT_EVERY + 5])
 def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed):
-    """Real worker processes, which have read ahead when the run is cut; also before each of them has given a batch."""
+    """Real worker processes, which have read ahead when the run is cut; also before each of them
+    has given a batch."""
     _corpus(tmp_path, files=4)
     batches = _loaded(_stream(tmp_path, tokenizer, workers=workers), consumed + 6)
     resumed = _stream(tmp_path, tokenizer, workers=workers)
     resumed.load_state(_states(batches[:consumed]), consumed)
     again = _loaded(resumed, 6)
-    assert all(map(_same, batches[consumed:], again)), "the resumed batches must be those of the uninterrupted run"
+    assert all(map(_same, batches[consumed:], again)), (
+        "the resumed batches must be those of the uninterrupted run"
+    )
     texts = [text for batch in batches for text in texts_of_batch(batch)][:90]
     assert len(set(texts)) == len(texts), "workers must not read the same texts"
 
 
 @pytest.mark.parametrize("files, readers", [(4, 2), (5, 2), (7, 3), (1, 2), (2, 6), (3, 4), (3, 1)])
 def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, readers):
-    """Files dealt out, also where they do not come out even, and rows where there are fewer files than readers."""
+    """Files dealt out, also where they do not come out even, and rows where there are fewer files
+    than readers."""
     _corpus(tmp_path, files=files, rows=31)
-    everything = Counter(line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True))
+    everything = Counter(
+        line["text"] for line in rows_of(str(tmp_path), column="text", streaming=True)
+    )
     read, shares = Counter(), []
     for number in range(readers):
         stream = _stream(tmp_path, tokenizer, rank=number, world_size=readers)
@@ -142,7 +182,8 @@ def test_every_row_is_tokenised_by_one_reader_alone(tmp_path, tokenizer, files, 
 
 
 class _Recording:
-    """`Tokenise` that remembers what it was given, and how much of it belongs to the pass before the present one."""
+    """`Tokenise` that remembers what it was given, and how much of it belongs to the pass before
+    the present one."""
 
     def __init__(self, tokenise):
         self.tokenise, self.seen, self.last = tokenise, [], 0
@@ -166,8 +207,12 @@ def test_processes_share_a_stream_and_resume(tmp_path, tokenizer, files, world_s
         seen.append([text for batch in batches[:5] for text in texts_of_batch(batch)])
         resumed = _stream(tmp_path, tokenizer, rank=rank, world_size=world_size)
         resumed.load_state(_states(batches[:7]), 7)
-        assert all(map(_same, batches[7:], _loaded(resumed, 5))), f"process {rank} must continue with its own batches"
-    assert seen[0] and seen[1] and not set(seen[0]) & set(seen[1]), "each process must read its own share"
+        assert all(map(_same, batches[7:], _loaded(resumed, 5))), (
+            f"process {rank} must continue with its own batches"
+        )
+    assert seen[0] and seen[1] and not set(seen[0]) & set(seen[1]), (
+        "each process must read its own share"
+    )
     assert len(set(seen[0])) == len(seen[0]), "no text may come twice in an epoch"
 
 
@@ -180,18 +225,25 @@ def test_another_epoch_has_another_order_of_shards(tmp_path, tokenizer):
         words.append(tokenizer.decode(reader.next()[1:-1]))
         assert reader.passes == pytest.approx(i / 6), "passes over the data, by shards"
     epochs = [words[start : start + 6] for start in (0, 6, 12)]
-    assert all(sorted(epoch) == sorted(WORDS[:6]) for epoch in epochs), "every epoch must read every shard once"
+    assert all(sorted(epoch) == sorted(WORDS[:6]) for epoch in epochs), (
+        "every epoch must read every shard once"
+    )
     assert len({tuple(epoch) for epoch in epochs}) > 1, "and not always in the same order"
 
 
 @pytest.mark.parametrize("files", [5, 1])
 def test_a_reader_without_long_texts_waits_for_those_of_another_pass(tmp_path, tokenizer, files):
-    """One long text for three readers, in one of their files or among the rows of one file: each comes to it sooner or later."""
+    """One long text for three readers, in one of their files or among the rows of one file: each
+    comes to it sooner or later."""
     for number in range(files):
-        texts = [f"river stone {number} {i}" for i in range(7)] + (["paper " * 20] if number == 0 else [])
+        texts = [f"river stone {number} {i}" for i in range(7)] + (
+            ["paper " * 20] if number == 0 else []
+        )
         (tmp_path / f"part{number}.txt").write_text("\n".join(texts) + "\n")
     for rank in range(3):
-        (reader,) = _stream(tmp_path, tokenizer, rank=rank, world_size=3, mixture={15: 1.0}).readers(0)
+        (reader,) = _stream(
+            tmp_path, tokenizer, rank=rank, world_size=3, mixture={15: 1.0}
+        ).readers(0)
         assert [len(reader.next()) for _ in range(3)] == [22] * 3
 
 
@@ -206,7 +258,8 @@ def test_tokenised_texts_leave_out_empty_ones(tokenizer):
 
 
 def test_a_streamed_text_of_just_enough_tokens_is_taken(tmp_path, tokenizer):
-    """As in a prepared set: [CLS] and [SEP] count, and a text of the least length is long enough."""
+    """As in a prepared set: [CLS] and [SEP] count, and a text of the least length is long
+    enough."""
     (tmp_path / "one.txt").write_text("river\nriver stone\n")
     (reader,) = _stream(tmp_path, tokenizer, mixture={4: 1.0}).readers(0)
     assert len(reader.next()) == 4
@@ -218,29 +271,43 @@ def test_a_long_streamed_text_is_cut_or_split(tmp_path, tokenizer):
     for long_texts, parts in (("truncate", [ids[:5], ids[:5]]), ("split", [ids[:5], ids[5:]])):
         (reader,) = _stream(tmp_path, tokenizer, length=7, long_texts=long_texts).readers(0)
         expected = [[tokenizer.cls_token_id, *part, tokenizer.sep_token_id] for part in parts]
-        assert [reader.next().tolist() for _ in parts] == expected, "every token belongs to one window"
+        assert [reader.next().tolist() for _ in parts] == expected, (
+            "every token belongs to one window"
+        )
 
 
 def test_a_stream_without_boundaries_holds_every_token(tmp_path, tokenizer):
     texts = make_texts(30, 25)
     (tmp_path / "one.txt").write_text("\n".join(texts) + "\n")
     written = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    batches = _loaded(_stream(tmp_path, tokenizer, layout="packed_without_boundaries"), len(written) // 64)
-    read = torch.cat([torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"]).flatten() for batch in batches])
-    assert read.tolist() == written[: len(read)], "a text that a batch cuts goes on in the next batch"
+    batches = _loaded(
+        _stream(tmp_path, tokenizer, layout="packed_without_boundaries"), len(written) // 64
+    )
+    read = torch.cat(
+        [
+            torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"]).flatten()
+            for batch in batches
+        ]
+    )
+    assert read.tolist() == written[: len(read)], (
+        "a text that a batch cuts goes on in the next batch"
+    )
 
 
 def test_empty_and_broken_rows_are_counted_apart(tmp_path, tokenizer):
     rows = ['{"text": "river stone"}', "{broken", '{"text": ""}', '{"text": " "}']
     (tmp_path / "one.jsonl").write_text("\n".join(rows) + "\n")
     (reader,) = _stream(tmp_path, tokenizer).readers(0)
-    assert [len(reader.next()) for _ in range(2)] == [4, 4], "the second one belongs to the next pass"
+    assert [len(reader.next()) for _ in range(2)] == [4, 4], (
+        "the second one belongs to the next pass"
+    )
     assert reader.skipped == {"empty": 2, "broken": 1}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_masks_of_a_process_are_those_of_the_complete_run(tmp_path, tokenizer, monkeypatch, rank):
-    """Batch i of process r is batch 2 i + r of the run: its masks follow from this number, and a mask schedule from its share of the run."""
+    """Batch i of process r is batch 2 i + r of the run: its masks follow from this number, and a
+    mask schedule from its share of the run."""
     _corpus(tmp_path)
     seen = []
     monkeypatch.setattr(streaming, "masked_batch", lambda *given: seen.append(given[4:]) or {})

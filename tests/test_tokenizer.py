@@ -1,4 +1,5 @@
-"""Pins tokenizer/: BERT uncased WordPiece with a context of 4,096, loaded fast, unchanged by a save."""
+"""Pins tokenizer/: BERT uncased WordPiece with a context of 4,096, loaded fast, unchanged by a
+save."""
 
 import json
 import shutil
@@ -19,11 +20,16 @@ def test_is_bert_uncased(tokenizer, tokenizer_dir):
     vocabulary = (tokenizer_dir / "vocab.txt").read_text(encoding="utf-8").splitlines()
     assert tokenizer.is_fast, "the tokenizer is the slow one"
     assert len(tokenizer) == len(vocabulary) == 30522, "the vocabulary is not BERT's"
-    assert [tokenizer.convert_tokens_to_ids(t) for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")] == [0, 100, 101, 102, 103]
-    # Lower case, accents stripped, punctuation split, longest word pieces first: worked out by hand from vocab.txt.
+    assert [
+        tokenizer.convert_tokens_to_ids(t) for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    ] == [0, 100, 101, 102, 103]
+    # Lower case, accents stripped, punctuation split, longest word pieces first: worked out by hand
+    # from vocab.txt.
     tokens = ["[CLS]", "na", "##ive", "cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
     ids = tokenizer("Naïve Café, playing NeoBERT!")["input_ids"]
-    assert ids == [vocabulary.index(t) for t in tokenizer.convert_ids_to_tokens(ids)], "ids do not follow vocab.txt"
+    assert ids == [vocabulary.index(t) for t in tokenizer.convert_ids_to_tokens(ids)], (
+        "ids do not follow vocab.txt"
+    )
     assert tokenizer.convert_ids_to_tokens(ids) in (tokens, ["[CLS]", "naive", *tokens[3:]]), (
         "the text is not split as BERT uncased splits it"
     )
@@ -31,23 +37,36 @@ def test_is_bert_uncased(tokenizer, tokenizer_dir):
 
 def test_settings(tokenizer, tokenizer_dir):
     assert tokenizer.model_max_length == 4096
-    assert tokenizer.model_input_names == ["input_ids", "attention_mask"], "token_type_ids would be made for nothing"
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"], (
+        "token_type_ids would be made for nothing"
+    )
     assert tokenizer.padding_side == "right"
     batch = tokenizer(["a", "a b c"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"] == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "BertTokenizer", "transformers 4 does not know the class that 5 would write"
+    assert config["tokenizer_class"] == "BertTokenizer", (
+        "transformers 4 does not know the class that 5 would write"
+    )
 
 
 def test_survives_a_save(tokenizer_dir, tmp_path):
-    # A copy: transformers 5.0 takes a folder with "neobert" in its path for a model's and picks another class.
-    tokenizer = AutoTokenizer.from_pretrained(shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"))
+    # A copy: transformers 5.0 takes a folder with "neobert" in its path for a model's and picks
+    # another class.
+    tokenizer = AutoTokenizer.from_pretrained(
+        shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    )
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.is_fast
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"].startswith("BertTokenizer")
-    assert (again.model_max_length, again.model_input_names, again.padding_side) == (4096, ["input_ids", "attention_mask"], "right")
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())[
+        "tokenizer_class"
+    ].startswith("BertTokenizer")
+    assert (again.model_max_length, again.model_input_names, again.padding_side) == (
+        4096,
+        ["input_ids", "attention_mask"],
+        "right",
+    )
     text = "Masks are [MASK] by the model; 3.14 is pi."
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
@@ -55,13 +74,26 @@ def test_survives_a_save(tokenizer_dir, tmp_path):
 
 @pytest.mark.parametrize("space", [True, False])
 def test_a_tokenizer_is_saved_for_both_major_versions(tmp_path, space):
-    """What transformers 4 does not read, or reads otherwise without a word: the class, a list of special tokens, the space before a text."""
+    """What transformers 4 does not read, or reads otherwise without a word: the class, a list of
+    special tokens, the space before a text."""
     backend = Tokenizer(models.BPE({"a": 0, "\u0120": 1, "[PAD]": 2, "<x>": 3}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", additional_special_tokens=["<x>"], add_prefix_space=space)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        additional_special_tokens=["<x>"],
+        add_prefix_space=space,
+    )
     save_tokenizer(made, tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["pad_token"] == "[PAD]"
-    assert written["add_prefix_space"] is space and not isinstance(written.get("extra_special_tokens"), list)
+    assert (
+        written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["pad_token"] == "[PAD]"
+    )
+    assert written["add_prefix_space"] is space and not isinstance(
+        written.get("extra_special_tokens"), list
+    )
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again("a<x>")["input_ids"] == ([1, 0, 3] if space else [0, 3]) and "<x>" in again.all_special_tokens
+    assert (
+        again("a<x>")["input_ids"] == ([1, 0, 3] if space else [0, 3])
+        and "<x>" in again.all_special_tokens
+    )

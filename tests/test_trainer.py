@@ -1,5 +1,5 @@
-"""Pins the model in the hands of the libraries around it: Trainer (accumulation, saving, resuming), PEFT LoRA, the pipelines and
-sentence-transformers.
+"""Pins the model in the hands of the libraries around it: Trainer (accumulation, saving, resuming),
+PEFT LoRA, the pipelines and sentence-transformers.
 """
 
 import pytest
@@ -8,9 +8,21 @@ import transformers
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 import neobert
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTModel
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+)
 
-from .reference import FIELDS, assert_same, install_flash, make_model, random_batch, reference_states
+from .reference import (
+    FIELDS,
+    assert_same,
+    install_flash,
+    make_model,
+    random_batch,
+    reference_states,
+)
 
 
 TARGET_MODULES = ["qkv", "wo", "w12", "w3"]
@@ -21,7 +33,8 @@ def tokenizer(tokenizer_dir):
     return AutoTokenizer.from_pretrained(tokenizer_dir)
 
 
-# ----------------------------------------------------------------------------------------------------------------- Trainer
+# ------------------------------------------------------------------------------------------------
+# Trainer
 
 
 def examples(head, count=16):
@@ -45,12 +58,19 @@ def collate(rows):
         return torch.nn.functional.pad(x, (0, length - len(x)), value=value) if x.dim() else x
 
     ids = torch.stack([pad(row["input_ids"], 0) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.stack([pad(row["labels"], -100) for row in rows])}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": torch.stack([pad(row["labels"], -100) for row in rows]),
+    }
 
 
 HEADS = {
     "masked LM": (NeoBERTForMaskedLM, {}),
-    "classification": (NeoBERTForSequenceClassification, {"num_labels": 3, "classifier_dropout": 0.0}),
+    "classification": (
+        NeoBERTForSequenceClassification,
+        {"num_labels": 3, "classifier_dropout": 0.0},
+    ),
 }
 
 
@@ -72,7 +92,12 @@ def trainer(head, folder, model=None, **arguments):
         "dataloader_pin_memory": False,
     }
     args = TrainingArguments(**{**defaults, **arguments})
-    return Trainer(model or make_model(model_class, **fields), args, data_collator=collate, train_dataset=examples(head))
+    return Trainer(
+        model or make_model(model_class, **fields),
+        args,
+        data_collator=collate,
+        train_dataset=examples(head),
+    )
 
 
 def losses(trained):
@@ -81,13 +106,28 @@ def losses(trained):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_accumulation_does_not_change_training(head, tmp_path):
-    """One batch of 8, or 4 of 2 accumulated: the same loss is logged and the same weights come out."""
-    whole = trainer(head, tmp_path / "1", per_device_train_batch_size=8, gradient_accumulation_steps=1, max_steps=2)
-    parts = trainer(head, tmp_path / "4", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2)
+    """One batch of 8, or 4 of 2 accumulated: the same loss is logged and the same weights come
+    out."""
+    whole = trainer(
+        head,
+        tmp_path / "1",
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
+        max_steps=2,
+    )
+    parts = trainer(
+        head,
+        tmp_path / "4",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=2,
+    )
     start = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
     whole.train()
     parts.train()
-    assert losses(whole) and all(abs(a - b) < 1e-3 * a for a, b in zip(losses(whole), losses(parts))), (losses(whole), losses(parts))
+    assert losses(whole) and all(
+        abs(a - b) < 1e-3 * a for a, b in zip(losses(whole), losses(parts))
+    ), (losses(whole), losses(parts))
     moved = 0
     for (name, p), q in zip(whole.model.named_parameters(), parts.model.parameters()):
         moved = max(moved, (p - start[name]).abs().max().item())
@@ -97,15 +137,26 @@ def test_accumulation_does_not_change_training(head, tmp_path):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_saving_and_resuming(head, tmp_path):
-    """Four steps at once, or two, a checkpoint, a new process' Trainer and two more: the same weights."""
+    """Four steps at once, or two, a checkpoint, a new process' Trainer and two more: the same
+    weights."""
     arguments = {"optim": "adamw_torch", "learning_rate": 1e-3}
     straight = trainer(head, tmp_path / "straight", max_steps=4, **arguments)
     straight.train()
-    trainer(head, tmp_path / "resumed", max_steps=2, save_strategy="steps", save_steps=2, **arguments).train()
+    trainer(
+        head, tmp_path / "resumed", max_steps=2, save_strategy="steps", save_steps=2, **arguments
+    ).train()
     checkpoint = tmp_path / "resumed" / "checkpoint-2"
-    assert {"config.json", "model.safetensors", "modeling_neobert.py", "trainer_state.json"} <= {path.name for path in checkpoint.iterdir()}
+    assert {"config.json", "model.safetensors", "modeling_neobert.py", "trainer_state.json"} <= {
+        path.name for path in checkpoint.iterdir()
+    }
     model_class, fields = HEADS[head]
-    resumed = trainer(head, tmp_path / "resumed", model=make_model(model_class, seed=9, **fields), max_steps=4, **arguments)
+    resumed = trainer(
+        head,
+        tmp_path / "resumed",
+        model=make_model(model_class, seed=9, **fields),
+        max_steps=4,
+        **arguments,
+    )
     resumed.train(resume_from_checkpoint=str(checkpoint))
     for (name, p), q in zip(straight.model.named_parameters(), resumed.model.parameters()):
         assert_same(q, p, 1e-6, f"{name} after resuming")
@@ -114,7 +165,9 @@ def test_saving_and_resuming(head, tmp_path):
 
 
 def test_training_learns_and_evaluates(tmp_path):
-    run = trainer("classification", tmp_path, num_train_epochs=8, optim="adamw_torch", learning_rate=2e-3)
+    run = trainer(
+        "classification", tmp_path, num_train_epochs=8, optim="adamw_torch", learning_rate=2e-3
+    )
     before = run.evaluate(examples("classification"))["eval_loss"]
     run.train()
     after = run.evaluate(examples("classification"))["eval_loss"]
@@ -132,7 +185,8 @@ def test_gradient_checkpointing_in_trainer(tmp_path):
         assert_same(q, p, 1e-6, f"{name} under checkpointing")
 
 
-# -------------------------------------------------------------------------------------------------------------------- PEFT
+# ------------------------------------------------------------------------------------------------
+# PEFT
 
 
 PEFT_HEADS = {
@@ -147,14 +201,21 @@ PEFT_HEADS = {
 
 @pytest.mark.parametrize("head", PEFT_HEADS)
 def test_lora(head, tmp_path):
-    """Adapters on every matrix of the body: they learn, they travel alone, and merged they give the same outputs."""
+    """Adapters on every matrix of the body: they learn, they travel alone, and merged they give the
+    same outputs."""
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     task, fields = PEFT_HEADS[head]
     base = make_model(getattr(neobert, head), **fields)
-    config = peft.LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules=TARGET_MODULES, init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type=task, r=4, lora_alpha=8, target_modules=TARGET_MODULES, init_lora_weights=False
+    )
     torch.manual_seed(0)
     model = peft.get_peft_model(base, config)
-    adapted = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    adapted = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
     assert adapted == set(TARGET_MODULES), f"LoRA reached {adapted} only."
     ids, mask = random_batch([9, 5])
     if head == "NeoBERTForMultipleChoice":
@@ -164,32 +225,50 @@ def test_lora(head, tmp_path):
         "NeoBERTForMaskedLM": {"labels": ids},
         "NeoBERTForSequenceClassification": {"labels": torch.tensor([0, 2])},
         "NeoBERTForTokenClassification": {"labels": ids % 3},
-        "NeoBERTForQuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+        "NeoBERTForQuestionAnswering": {
+            "start_positions": torch.tensor([1, 2]),
+            "end_positions": torch.tensor([3, 4]),
+        },
         "NeoBERTForMultipleChoice": {"labels": torch.tensor([1])},
     }[head]
     out = model.train()(input_ids=ids, attention_mask=mask, **labels)
     (out[0].sum() if head == "NeoBERTModel" else out.loss).backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any("lora_A" in name for name in trained) and not any("base_layer" in name for name in trained)
+    assert any("lora_A" in name for name in trained) and not any(
+        "base_layer" in name for name in trained
+    )
     model.eval()
     with torch.no_grad():
         unmerged = model(input_ids=ids, attention_mask=mask)[0]
         model.save_pretrained(tmp_path)
-        again = peft.PeftModel.from_pretrained(make_model(getattr(neobert, head), **fields), tmp_path).eval()
+        again = peft.PeftModel.from_pretrained(
+            make_model(getattr(neobert, head), **fields), tmp_path
+        ).eval()
         if task in (None, "FEATURE_EXTRACTION"):
-            assert_same(again(input_ids=ids, attention_mask=mask)[0], unmerged, 1e-5, "output of the saved adapter")
+            assert_same(
+                again(input_ids=ids, attention_mask=mask)[0],
+                unmerged,
+                1e-5,
+                "output of the saved adapter",
+            )
         with model.disable_adapter():
-            assert (model(input_ids=ids, attention_mask=mask)[0] - unmerged).abs().max() > 1e-3, "The adapter does nothing."
+            assert (model(input_ids=ids, attention_mask=mask)[0] - unmerged).abs().max() > 1e-3, (
+                "The adapter does nothing."
+            )
         merged = model.merge_and_unload()
         assert type(merged) is getattr(neobert, head)
         assert_same(merged(input_ids=ids, attention_mask=mask)[0], unmerged, 1e-5, "merged output")
 
 
-# --------------------------------------------------------------------------------------------------------------- pipelines
+# ------------------------------------------------------------------------------------------------
+# pipelines
 
 
-TEXTS = ["The capital of France is [MASK].", "A very much longer sentence about nothing in particular, with a [MASK] in it."]
+TEXTS = [
+    "The capital of France is [MASK].",
+    "A very much longer sentence about nothing in particular, with a [MASK] in it.",
+]
 
 
 def pipeline(task, model_class, tokenizer, **fields):
@@ -210,46 +289,73 @@ def run(model, tokenizer, *texts):
 def test_fill_mask(tokenizer):
     pipe, model = pipeline("fill-mask", NeoBERTForMaskedLM, tokenizer)
     for text, answers in zip(TEXTS, pipe(TEXTS, batch_size=2, top_k=3)):
-        where = (tokenizer(text, return_tensors="pt")["input_ids"][0] == tokenizer.mask_token_id).nonzero().item()
+        where = (
+            (tokenizer(text, return_tensors="pt")["input_ids"][0] == tokenizer.mask_token_id)
+            .nonzero()
+            .item()
+        )
         best = run(model, tokenizer, text).logits[0, where].softmax(-1).topk(3)
         assert [answer["token"] for answer in answers] == best.indices.tolist()
-        assert [answer["score"] for answer in answers] == pytest.approx(best.values.tolist(), rel=1e-3)
+        assert [answer["score"] for answer in answers] == pytest.approx(
+            best.values.tolist(), rel=1e-3
+        )
 
 
 def test_feature_extraction(tokenizer):
     pipe, model = pipeline("feature-extraction", NeoBERTModel, tokenizer)
     for text, features in zip(TEXTS, pipe(TEXTS)):
-        expected = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][-1]
+        expected = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][
+            -1
+        ]
         assert_same(torch.tensor(features)[0], expected, 1e-5, "features")
 
 
 def test_text_classification(tokenizer):
-    pipe, model = pipeline("text-classification", NeoBERTForSequenceClassification, tokenizer, num_labels=3)
+    pipe, model = pipeline(
+        "text-classification", NeoBERTForSequenceClassification, tokenizer, num_labels=3
+    )
     for text, answers in zip(TEXTS, pipe(TEXTS, batch_size=2, top_k=None)):
         expected = run(model, tokenizer, text).logits[0].softmax(-1).sort(descending=True)
-        assert [answer["label"] for answer in answers] == [f"LABEL_{i}" for i in expected.indices.tolist()]
-        assert [answer["score"] for answer in answers] == pytest.approx(expected.values.tolist(), rel=1e-3)
+        assert [answer["label"] for answer in answers] == [
+            f"LABEL_{i}" for i in expected.indices.tolist()
+        ]
+        assert [answer["score"] for answer in answers] == pytest.approx(
+            expected.values.tolist(), rel=1e-3
+        )
 
 
 def test_token_classification(tokenizer):
     labels = {0: "O", 1: "PER", 2: "LOC"}
-    pipe, model = pipeline("token-classification", neobert.NeoBERTForTokenClassification, tokenizer, num_labels=3, id2label=labels)
+    pipe, model = pipeline(
+        "token-classification",
+        neobert.NeoBERTForTokenClassification,
+        tokenizer,
+        num_labels=3,
+        id2label=labels,
+    )
     for text, entities in zip(TEXTS, pipe(TEXTS, batch_size=2)):
-        expected = [labels[i] for i in run(model, tokenizer, text).logits[0].argmax(-1).tolist()[1:-1]]
+        expected = [
+            labels[i] for i in run(model, tokenizer, text).logits[0].argmax(-1).tolist()[1:-1]
+        ]
         found = {entity["index"]: entity["entity"] for entity in entities}
-        assert [found.get(i + 1, "O") for i in range(len(expected))] == [label.replace("LABEL_0", "O") for label in expected]
+        assert [found.get(i + 1, "O") for i in range(len(expected))] == [
+            label.replace("LABEL_0", "O") for label in expected
+        ]
 
 
 def test_question_answering(tokenizer):
     pipe, model = pipeline("question-answering", neobert.NeoBERTForQuestionAnswering, tokenizer)
     context = "NeoBERT has 28 layers. It was trained on RefinedWeb."
     answer = pipe(question="How many layers?", context=context)
-    assert answer["answer"] in context and context[answer["start"] : answer["end"]] == answer["answer"]
+    assert (
+        answer["answer"] in context and context[answer["start"] : answer["end"]] == answer["answer"]
+    )
     batch = tokenizer("How many layers?", context, return_tensors="pt")
     assert "token_type_ids" not in batch, "The tokenizer should give what the model uses."
 
 
-# --------------------------------------------------------------------------------------------------- sentence-transformers
+# ------------------------------------------------------------------------------------------------
+# sentence-transformers
 
 
 @pytest.fixture
@@ -269,12 +375,15 @@ def test_sentence_transformer(sentence_model, tokenizer):
     texts = [text.replace("[MASK]", "word") for text in TEXTS] + ["Short."]
     embeddings = encoder.encode(texts, batch_size=3, convert_to_tensor=True)
     for text, embedding in zip(texts, embeddings):
-        hidden = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][-1]
+        hidden = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][
+            -1
+        ]
         assert_same(embedding, hidden.mean(0), 1e-5, "embedding")
 
 
 def test_sentence_transformer_packs_for_flash(sentence_model, monkeypatch, tokenizer):
-    """Asked for flash attention, sentence-transformers sends one packed row with the packing arguments."""
+    """Asked for flash attention, sentence-transformers sends one packed row with the packing
+    arguments."""
     encoder, model = sentence_model
     flash = install_flash(monkeypatch)
     inner = next(module for module in encoder.modules() if isinstance(module, NeoBERTModel))
@@ -283,20 +392,35 @@ def test_sentence_transformer_packs_for_flash(sentence_model, monkeypatch, token
     texts = [text.replace("[MASK]", "word") for text in TEXTS] + ["Short."]
     inner.config._attn_implementation = "flash_attention_2"
     encoder[0].unpad_inputs = True
-    assert encoder[0].can_flatten_inputs, "sentence-transformers does not take the model for one that packs."
+    assert encoder[0].can_flatten_inputs, (
+        "sentence-transformers does not take the model for one that packs."
+    )
     shapes = []
-    inner.encoder.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    inner.encoder.register_forward_pre_hook(
+        lambda module, args: shapes.append(tuple(args[0].shape))
+    )
     embeddings = encoder.encode(texts, batch_size=3, convert_to_tensor=True)
     assert len(shapes) == 1 and shapes[0][0] == 1, f"The batch arrived as {shapes}, not packed."
     assert flash.calls and len(flash.calls[0]["cu_seqlens_q"]) == 4
     for text, embedding in zip(texts, embeddings):
-        hidden = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][-1]
+        hidden = reference_states(model, tokenizer(text, return_tensors="pt")["input_ids"][0])[0][
+            -1
+        ]
         assert_same(embedding, hidden.mean(0), 1e-5, "embedding of a packed text")
 
 
 def test_configuration_of_a_task_travels(tmp_path):
     """id2label and problem_type, which the pipelines and the inference servers read."""
-    config = NeoBERTConfig(**FIELDS, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}, problem_type="single_label_classification")
+    config = NeoBERTConfig(
+        **FIELDS,
+        id2label={0: "no", 1: "yes"},
+        label2id={"no": 0, "yes": 1},
+        problem_type="single_label_classification",
+    )
     NeoBERTForSequenceClassification(config).save_pretrained(tmp_path)
     again = NeoBERTConfig.from_pretrained(tmp_path)
-    assert again.id2label == {0: "no", 1: "yes"} and again.num_labels == 2 and again.problem_type == "single_label_classification"
+    assert (
+        again.id2label == {0: "no", 1: "yes"}
+        and again.num_labels == 2
+        and again.problem_type == "single_label_classification"
+    )

@@ -1,4 +1,5 @@
-"""Pins the reader of YAML: what numbers and references become, and that damaged files are one sentence, and run nothing."""
+"""Pins the reader of YAML: what numbers and references become, and that damaged files are one
+sentence, and run nothing."""
 
 import os
 
@@ -15,9 +16,18 @@ def read(tmp_path, text):
 
 def test_numbers_references_and_anchors(tmp_path):
     text = (
-        "lr: 1e-4\nbig: 1.0e+5\ntext: '1e-4'\nsize: ${model.size}\nnone: ${model.x}\nmodel: &m\n  size: 12\nother:\n  <<: *m\n  on: true\n"
+        "lr: 1e-4\nbig: 1.0e+5\ntext: '1e-4'\nsize: ${model.size}\nnone: ${model.x}\nmodel: "
+        "&m\n  size: 12\nother:\n  <<: *m\n  on: true\n"
     )
-    expected = {"lr": 1e-4, "big": 1e5, "text": "1e-4", "size": 12, "none": None, "model": {"size": 12}, "other": {"size": 12, "on": True}}
+    expected = {
+        "lr": 1e-4,
+        "big": 1e5,
+        "text": "1e-4",
+        "size": 12,
+        "none": None,
+        "model": {"size": 12},
+        "other": {"size": 12, "on": True},
+    }
     assert read(tmp_path, text) == expected
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
 
@@ -68,7 +78,24 @@ def test_a_value_of_the_command_line(text):
 
 def test_truths_and_numbers_are_those_of_yaml_1_2(tmp_path):
     """YAML 1.1 takes no, off, yes and on for truths, and 1e-4 for text."""
-    (tmp_path / "a.yaml").write_text("a: no\nb: off\nc: yes\nd: on\ne: true\nf: False\ng: 1e-4\nh: Truefalse\n")
+    (tmp_path / "a.yaml").write_text(
+        "a: no\nb: off\nc: yes\nd: on\ne: true\nf: False\ng: 1e-4\nh: Truefalse\n"
+    )
     data = read_yaml(tmp_path / "a.yaml")
-    assert data == {"a": "no", "b": "off", "c": "yes", "d": "on", "e": True, "f": False, "g": 1e-4, "h": "Truefalse"}
-    assert [read_scalar(text) for text in ("no", "true", "FALSE", "3", "1e-4")] == ["no", True, False, 3, 1e-4]
+    assert data == {
+        "a": "no",
+        "b": "off",
+        "c": "yes",
+        "d": "on",
+        "e": True,
+        "f": False,
+        "g": 1e-4,
+        "h": "Truefalse",
+    }
+    assert [read_scalar(text) for text in ("no", "true", "FALSE", "3", "1e-4")] == [
+        "no",
+        True,
+        False,
+        3,
+        1e-4,
+    ]

@@ -1,7 +1,9 @@
-"""Builds the page of examples/browser: the page's own files, the exported model, and what it needs of two npm packages, in one folder.
+"""Builds the page of examples/browser: the page's own files, the exported model, and what it needs
+of two npm packages, in one folder.
 
-python examples/browser/build.py --modules FOLDER/node_modules [--model examples/sentence-encoder] [--output examples/browser/site]
-Then serve that folder: python -m http.server --directory examples/browser/site
+python examples/browser/build.py --modules FOLDER/node_modules [--model examples/sentence-encoder]
+[--output examples/browser/site] Then serve that folder: python -m http.server --directory
+examples/browser/site
 """
 
 import argparse
@@ -26,13 +28,19 @@ MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "onnx/model_q
 
 def build(model, modules, output):
     """Writes the folder completely or not at all."""
-    with tempfile.TemporaryDirectory() as scratch, new_folder(output, "browser", replace=True) as site:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        new_folder(output, "browser", replace=True) as site,
+    ):
         for name in PAGE:
             shutil.copy(HERE / name, site)
         for folder, names in PACKAGES.items():
             for name in names:
                 if not (modules / folder / name).is_file():
-                    raise UserError(f"{modules} has no {folder}/{name}; in it: npm install (tests/engines/package.json has the versions)")
+                    raise UserError(
+                        f"{modules} has no {folder}/{name}; in it: npm install "
+                        "(tests/engines/package.json has the versions)"
+                    )
                 (site / "vendor").mkdir(exist_ok=True)
                 shutil.copy(modules / folder / name, site / "vendor")
         exported = Path(scratch) / "model"
@@ -56,7 +64,10 @@ def main():
     except UserError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     size = sum(path.stat().st_size for path in given.output.rglob("*") if path.is_file())
-    print(f"{given.output} ({size / 1e6:.1f} MB); open it with: python -m http.server --directory {given.output}")
+    print(
+        f"{given.output} ({size / 1e6:.1f} MB); open it with: python -m http.server --directory "
+        f"{given.output}"
+    )
 
 
 if __name__ == "__main__":

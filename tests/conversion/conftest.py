@@ -29,7 +29,8 @@ def _reload_in_a_fork(monkeypatch, reload_in_a_process):
 
 @pytest.fixture
 def without_proof(monkeypatch):
-    """Leaves out the reload in a fresh process, which takes seconds; test_command.py and test_verify.py have it."""
+    """Leaves out the reload in a fresh process, which takes seconds; test_command.py and
+    test_verify.py have it."""
     monkeypatch.setattr(command, "verify", lambda folder, conversion, expected, scratch: expected)
 
 
@@ -52,7 +53,9 @@ def run(tmp_path):
         torch.save({"encoder.weight": torch.full((1,), float(step))}, folder / "state_dict.pt")
     (tmp_path / "run" / ".hydra").mkdir()
     (tmp_path / "run" / ".hydra" / "config.yaml").write_text(
-        "seed: 1\nmodel:\n  hidden_size: 64\n  norm_eps: 1e-6\n  rope: true\n  vocab_size: ${tokenizer.vocab_size}\n"
-        "tokenizer:\n  pretrained_model_name_or_path: google-bert/bert-base-uncased\n  max_length: 128\n  vocab_size: 200\n"
+        "seed: 1\nmodel:\n  hidden_size: 64\n  norm_eps: 1e-6\n  rope: true\n  vocab_size: "
+        "${tokenizer.vocab_size}\n"
+        "tokenizer:\n  pretrained_model_name_or_path: google-bert/bert-base-uncased\n  max_length: "
+        "128\n  vocab_size: 200\n"
     )
     return tmp_path / "run"

@@ -1,5 +1,6 @@
-"""Pins `neobert convert` from end to end: the command on golden weights gives the reference outputs; what may be replaced; what a conversion that
-fails, is stopped or finds the disk full leaves behind (nothing).
+"""Pins `neobert convert` from end to end: the command on golden weights gives the reference
+outputs; what may be replaced; what a conversion that fails, is stopped or finds the disk full
+leaves behind (nothing).
 """
 
 import errno
@@ -31,26 +32,50 @@ from neobert.conversion import command, hub_folder
 
 @pytest.mark.slow
 def test_the_command(tmp_path, golden, tokenizer_dir):
-    """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell without the package."""
+    """The golden weights as a raw checkpoint, through the script of a bare checkout, in a shell
+    without the package."""
     weights = load_file(golden / "neobert_tiny" / "model.safetensors")
     source = tmp_path / "run" / "model_checkpoints" / "100"
     save(source, {f"module._orig_mod.{name}": value for name, value in weights.items()})
     shutil.copyfile(golden / "neobert_tiny" / "config.json", tmp_path / "run" / "config.json")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    process = run_script("run", "out/model", "--tokenizer", "none", "--max-shard-size", "300KB", cwd=tmp_path, env=environment)
+    process = run_script(
+        "run",
+        "out/model",
+        "--tokenizer",
+        "none",
+        "--max-shard-size",
+        "300KB",
+        cwd=tmp_path,
+        env=environment,
+    )
     assert process.returncode == 0, process.stderr
     output = tmp_path / "out" / "model"
     shards = sorted(output.glob("model-*.safetensors"))
-    assert len(shards) == 3 and max(shard.stat().st_size for shard in shards) < 310_000, "not sharded as asked"
+    assert len(shards) == 3 and max(shard.stat().st_size for shard in shards) < 310_000, (
+        "not sharded as asked"
+    )
     index = json.loads((output / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == weights.keys() and index["metadata"]["total_size"] == 4 * 177_928
+    assert (
+        index["weight_map"].keys() == weights.keys()
+        and index["metadata"]["total_size"] == 4 * 177_928
+    )
     for shard in shards:
-        assert hashlib.sha256(shard.read_bytes()).hexdigest() in process.stdout, "the table lacks the digest of a file"
+        assert hashlib.sha256(shard.read_bytes()).hexdigest() in process.stdout, (
+            "the table lacks the digest of a file"
+        )
         for name, value in load_file(shard).items():
             assert torch.equal(value, weights[name]), f"{name} changed"
-    assert re.search(r"tensors\s+28\nparameters\s+177,928\ndtype\s+float32\nbytes\s+\d", process.stdout), process.stdout
-    assert re.search(r"largest difference\s+0.0e\+00 \(largest output [1-9]", process.stdout), "the proof was not made, or is not exact"
-    assert 'AutoModelForMaskedLM.from_pretrained("out/model", trust_remote_code=True)' in process.stdout
+    assert re.search(
+        r"tensors\s+28\nparameters\s+177,928\ndtype\s+float32\nbytes\s+\d", process.stdout
+    ), process.stdout
+    assert re.search(r"largest difference\s+0.0e\+00 \(largest output [1-9]", process.stdout), (
+        "the proof was not made, or is not exact"
+    )
+    assert (
+        'AutoModelForMaskedLM.from_pretrained("out/model", trust_remote_code=True)'
+        in process.stdout
+    )
     assert "writing tensors: 100%" in process.stderr, "no progress bar"
 
     expected = load_file(golden / "neobert_tiny" / "expected.safetensors")
@@ -58,7 +83,9 @@ def test_the_command(tmp_path, golden, tokenizer_dir):
     with torch.no_grad():
         logits = reloaded(expected["input_ids"], expected["attention_mask"]).logits
     real = expected["attention_mask"].bool()
-    assert (logits - expected["logits"])[real].abs().max() < 5e-5, "the converted model does not give the reference outputs"
+    assert (logits - expected["logits"])[real].abs().max() < 5e-5, (
+        "the converted model does not give the reference outputs"
+    )
     assert not list(tmp_path.glob("out/.*")), "something temporary was left"
 
 
@@ -69,8 +96,12 @@ def test_output_that_exists(tmp_path, checkpoint, without_proof):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     before = (tmp_path / "out" / "config.json").stat().st_ino
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--force")
-    assert (tmp_path / "out" / "config.json").stat().st_ino != before and (tmp_path / "out" / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"], "the replaced folder was left"
+    assert (tmp_path / "out" / "config.json").stat().st_ino != before and (
+        tmp_path / "out" / "model.safetensors"
+    ).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"], (
+        "the replaced folder was left"
+    )
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
@@ -97,7 +128,9 @@ def test_output_that_exists(tmp_path, checkpoint, without_proof):
         ("run", "other"),
     ],
 )
-def test_force_never_touches_what_it_did_not_write(tmp_path, model, without_proof, checkpoint_name, output):
+def test_force_never_touches_what_it_did_not_write(
+    tmp_path, model, without_proof, checkpoint_name, output
+):
     for name in ("run/checkpoint-1", "run/checkpoint-3", "other"):
         model.save_pretrained(tmp_path / name)
     (tmp_path / "other" / ".git").mkdir()
@@ -105,7 +138,10 @@ def test_force_never_touches_what_it_did_not_write(tmp_path, model, without_proo
     (tmp_path / "to_run").symlink_to("run")
     (tmp_path / "to_step").symlink_to("run/checkpoint-3")
     before = digests(tmp_path)
-    with pytest.raises(UserError, match="holds the input|is the input|is inside the input|was not written by neobert convert"):
+    with pytest.raises(
+        UserError,
+        match="holds the input|is the input|is inside the input|was not written by neobert convert",
+    ):
         convert(tmp_path / checkpoint_name, tmp_path / output, "--tokenizer", "none", "--force")
     assert digests(tmp_path) == before
 
@@ -129,15 +165,22 @@ def test_failed_replacement_keeps_the_old_folder(tmp_path, checkpoint, monkeypat
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     monkeypatch.setattr(command, "verify", lambda *args: (_ for _ in ()).throw(UserError("no")))
     with pytest.raises(UserError):
-        convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--force", "--dtype", "bfloat16")
+        convert(
+            checkpoint, tmp_path / "out", "--tokenizer", "none", "--force", "--dtype", "bfloat16"
+        )
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_no_space(tmp_path, checkpoint, model, monkeypatch, capsys, without_proof):
-    usage, weights = shutil.disk_usage(tmp_path), 4 * sum(value.numel() for value in model.state_dict().values())
+    usage, weights = (
+        shutil.disk_usage(tmp_path),
+        4 * sum(value.numel() for value in model.state_dict().values()),
+    )
     for free in (1_000_000, 10_000_000 + weights - 1):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        with pytest.raises(UserError, match=r"no space: 0.01 GB are needed at .* but 0.0[01] GB are free"):
+        with pytest.raises(
+            UserError, match=r"no space: 0.01 GB are needed at .* but 0.0[01] GB are free"
+        ):
             convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     monkeypatch.undo()
 
@@ -152,7 +195,11 @@ def test_no_space(tmp_path, checkpoint, model, monkeypatch, capsys, without_proo
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["9", "15", "ctrl-c"])
+@pytest.mark.parametrize(
+    "sent, code",
+    [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)],
+    ids=["9", "15", "ctrl-c"],
+)
 def test_stopped_while_writing(tmp_path, checkpoint, monkeypatch, without_proof, sent, code):
     """No output. What can be tidied up is; what kill -9 left, the next run removes."""
     (reads, writes), output = os.pipe(), tmp_path / "new" / "out"
@@ -176,11 +223,15 @@ def test_stopped_while_writing(tmp_path, checkpoint, monkeypatch, without_proof,
     assert process.exitcode == code
     left = [path.name for path in tmp_path.glob("new/*")]
     if sent == signal.SIGKILL:
-        assert len(left) == 1 and left[0].startswith(".out.writing-"), f"not killed while writing: {left}"
+        assert len(left) == 1 and left[0].startswith(".out.writing-"), (
+            f"not killed while writing: {left}"
+        )
     else:
         assert [path.name for path in tmp_path.iterdir()] == ["run"], "something was left"
     convert(checkpoint, output, "--tokenizer", "none")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"], "what the killed run left is still there"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"], (
+        "what the killed run left is still there"
+    )
 
 
 def test_killed_while_replacing(tmp_path, checkpoint, without_proof):
@@ -197,16 +248,29 @@ def test_killed_while_replacing(tmp_path, checkpoint, without_proof):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, but 'float8' was given"),
-        (["--head", "crf"], "head must be one of masked-lm, base, sequence-classification, token-classification, question-answering"),
+        (
+            ["--dtype", "float8"],
+            "dtype must be one of float32, bfloat16, float16, but 'float8' was given",
+        ),
+        (
+            ["--head", "crf"],
+            "head must be one of masked-lm, base, sequence-classification, token-classification, "
+            "question-answering",
+        ),
         (["--step", "last"], "a number or latest, but 'last' was given"),
         (["--private"], "go with --push-to-hub"),
         (["--revision", "v2"], "go with --push-to-hub"),
         (["--sentence-transformers", "--tokenizer", "none"], "needs a tokenizer"),
-        (["--max-shard-size", "big", "--tokenizer", "none"], "--max-shard-size takes a size as 5GB or 500MB, but 'big' was given"),
+        (
+            ["--max-shard-size", "big", "--tokenizer", "none"],
+            "--max-shard-size takes a size as 5GB or 500MB, but 'big' was given",
+        ),
         (["--steps", "3"], "unknown argument '--steps'; did you mean --step?"),
         (["--toknizer", "x"], "unknown argument '--toknizer'; did you mean --tokenizer?"),
-        (["--sentence-transformers", "--head", "token-classification"], "--sentence-transformers goes with --head masked-lm or base"),
+        (
+            ["--sentence-transformers", "--head", "token-classification"],
+            "--sentence-transformers goes with --head masked-lm or base",
+        ),
         (["--step"], "--step needs a value"),
         (["--config", "/nowhere.yaml"], "cannot be read"),
     ],
@@ -226,8 +290,11 @@ def test_time_is_not_wasted_on_what_is_refused(tmp_path, checkpoint, without_pro
 
 
 @pytest.mark.parametrize("option", ["--config", "--tokenizer"])
-def test_nothing_that_is_read_may_be_replaced(tmp_path, checkpoint, tokenizer_dir, without_proof, option):
-    """The output of an earlier conversion as configuration or tokenizer of a new one into the same folder."""
+def test_nothing_that_is_read_may_be_replaced(
+    tmp_path, checkpoint, tokenizer_dir, without_proof, option
+):
+    """The output of an earlier conversion as configuration or tokenizer of a new one into the same
+    folder."""
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     shutil.copyfile(tokenizer_dir / "vocab.txt", tmp_path / "out" / "vocab.txt")
     before = digests(tmp_path)
@@ -240,7 +307,10 @@ def test_nothing_that_is_read_may_be_replaced(tmp_path, checkpoint, tokenizer_di
 def test_output_that_cannot_be_made(tmp_path, checkpoint, without_proof):
     (tmp_path / "file").write_text("")
     before = digests(tmp_path)
-    for output, message in ((tmp_path / "file" / "out", "file is a file"), (tmp_path / ("x" * 300), "File name too long")):
+    for output, message in (
+        (tmp_path / "file" / "out", "file is a file"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
         with pytest.raises((UserError, OSError), match=message):
             convert(checkpoint, output, "--tokenizer", "none")
     assert digests(tmp_path) == before
@@ -252,18 +322,29 @@ def test_an_unreadable_checkpoint_leaves_no_folders(tmp_path, checkpoint):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="is damaged: state_dict/data/.* in it does not have the checksum"):
+    with pytest.raises(
+        UserError, match="is damaged: state_dict/data/.* in it does not have the checksum"
+    ):
         convert(checkpoint, tmp_path / "a" / "b" / "out", "--tokenizer", "none")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_sentence_transformers_needs_a_backbone(tmp_path, tiny_config):
-    source = save(tmp_path / "run", NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config)).state_dict(), **tiny_config)
-    with pytest.raises(UserError, match="goes with --head masked-lm or base, but the checkpoint's is sequence-classification"):
+    source = save(
+        tmp_path / "run",
+        NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config)).state_dict(),
+        **tiny_config,
+    )
+    with pytest.raises(
+        UserError,
+        match="goes with --head masked-lm or base, but the checkpoint's is sequence-classification",
+    ):
         convert(source, tmp_path / "out", "--sentence-transformers")
 
 
-def test_the_temporary_folder_of_the_machine_is_not_needed(tmp_path, checkpoint, monkeypatch, without_proof):
+def test_the_temporary_folder_of_the_machine_is_not_needed(
+    tmp_path, checkpoint, monkeypatch, without_proof
+):
     """A full or missing TMPDIR: all work is done beside the output, where the space was checked."""
     import tempfile
 
@@ -286,16 +367,35 @@ def shared_folder():
 
 @pytest.mark.skipif("os.name != 'posix'", reason="rights as POSIX has them")
 @pytest.mark.parametrize(
-    "closed", ["run", "run/state_dict.pt", "run/config.json", "out", "given.json", "tokenizer", "tokenizer/tokenizer.json", "out/model"]
+    "closed",
+    [
+        "run",
+        "run/state_dict.pt",
+        "run/config.json",
+        "out",
+        "given.json",
+        "tokenizer",
+        "tokenizer/tokenizer.json",
+        "out/model",
+    ],
 )
-def test_without_permission(shared_folder, model, tiny_config, tokenizer_dir, without_proof, capsys, monkeypatch, closed):
-    """Every place that a conversion reads or writes: the place is named, and all files stay as they were."""
+def test_without_permission(
+    shared_folder, model, tiny_config, tokenizer_dir, without_proof, capsys, monkeypatch, closed
+):
+    """Every place that a conversion reads or writes: the place is named, and all files stay as they
+    were."""
     monkeypatch.chdir(shared_folder)
     save(Path("run"), model.state_dict(), **tiny_config)
     shutil.copytree(tokenizer_dir, "tokenizer")
     Path("given.json").write_text(json.dumps(tiny_config))
     Path("out").mkdir()
-    options = ["--config", "given.json"] if closed == "given.json" else ["--tokenizer", "tokenizer"] if "tokenizer" in closed else []
+    options = (
+        ["--config", "given.json"]
+        if closed == "given.json"
+        else ["--tokenizer", "tokenizer"]
+        if "tokenizer" in closed
+        else []
+    )
     if closed == "out/model":
         convert("run", "out/model", "--tokenizer", "none")
         options = ["--force"]
@@ -313,5 +413,10 @@ def test_without_permission(shared_folder, model, tiny_config, tokenizer_dir, wi
     finally:
         os.seteuid(user)
     error = capsys.readouterr().err.splitlines()[-1]
-    assert code == 2 and error.startswith("neobert convert: ") and "ermission" in error and closed.split("/")[0] in error, error
+    assert (
+        code == 2
+        and error.startswith("neobert convert: ")
+        and "ermission" in error
+        and closed.split("/")[0] in error
+    ), error
     assert digests(shared_folder) == before and Path(closed).stat().st_mode == rights

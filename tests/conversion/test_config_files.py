@@ -1,4 +1,5 @@
-"""Pins the configuration beside a checkpoint: which file counts, what is taken from it, and that damaged or malicious ones are refused quickly."""
+"""Pins the configuration beside a checkpoint: which file counts, what is taken from it, and that
+damaged or malicious ones are refused quickly."""
 
 import os
 
@@ -13,19 +14,35 @@ from neobert.conversion.locate import open_checkpoint
 def test_hydra_configuration(run):
     path, fields = find_config(open_checkpoint(run, "9").folders)
     assert path == run / ".hydra" / "config.yaml"
-    assert fields == {"hidden_size": 64, "norm_eps": 1e-6, "rope": True, "vocab_size": 200, "max_length": 128}
+    assert fields == {
+        "hidden_size": 64,
+        "norm_eps": 1e-6,
+        "rope": True,
+        "vocab_size": 200,
+        "max_length": 128,
+    }
     assert NeoBERTConfig(num_attention_heads=4, **fields).max_position_embeddings == 128
 
 
 def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenizer(tmp_path):
-    sections = "hidden_size: 16\nmax_length: 64\nmodel: {hidden_size: 32, norm_eps: null}\ntokenizer: {max_length: 128, vocab_size: 9, hidden_size: 8}"
+    sections = (
+        "hidden_size: 16\nmax_length: 64\nmodel: {hidden_size: 32, norm_eps: "
+        "null}\ntokenizer: {max_length: 128, vocab_size: 9, hidden_size: 8}"
+    )
     (tmp_path / "config.yaml").write_text(f"norm_eps: 0.1\n{sections}\n")
-    assert read_config(tmp_path / "config.yaml") == {"hidden_size": 32, "norm_eps": 0.1, "max_length": 64, "vocab_size": 9}
+    assert read_config(tmp_path / "config.yaml") == {
+        "hidden_size": 32,
+        "norm_eps": 0.1,
+        "max_length": 64,
+        "vocab_size": 9,
+    }
 
 
 def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
-    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64, "a file outside of the run was read"
+    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64, (
+        "a file outside of the run was read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +53,11 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
         ("a.yaml", "- 1", "should be a mapping"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
         ("a.json", '{"model_type": "bert", "hidden_size": 2}', "configuration of a bert model"),
-        ("a.json", '{"model_type": ["a\\u001b"], "hidden_size": 2}', r"configuration of a \['a\\x1b'\] model"),
+        (
+            "a.json",
+            '{"model_type": ["a\\u001b"], "hidden_size": 2}',
+            r"configuration of a \['a\\x1b'\] model",
+        ),
         ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),
         ("a.json", '{"vocab_size": NaN}', "NaN is not a finite number"),
         ("a.json", '{"vocab_size": -Infinity}', "-Infinity is not a finite number"),
@@ -58,14 +79,25 @@ def test_bad_configurations(tmp_path, name, text, message):
 
 def test_config_given_by_a_pipe_or_device(tmp_path):
     os.mkfifo(tmp_path / "a.json")
-    for path in (tmp_path / "a.json", "/dev/zero", tmp_path, tmp_path / "none.json", tmp_path / "none.yaml"):
-        with pytest.raises(UserError, match="cannot be read: .*(not a file|does not exist|there is no file)"):
+    for path in (
+        tmp_path / "a.json",
+        "/dev/zero",
+        tmp_path,
+        tmp_path / "none.json",
+        tmp_path / "none.yaml",
+    ):
+        with pytest.raises(
+            UserError, match="cannot be read: .*(not a file|does not exist|there is no file)"
+        ):
             read_config(path)
 
 
 def test_damaged_file_beside_a_checkpoint(tmp_path):
-    """config.json must be right; hparams.yaml, into which others write objects of their own, may be anything."""
-    (tmp_path / "hparams.yaml").write_text("model: !!python/object:argparse.Namespace {a: 1}\nhidden_size: 2")
+    """config.json must be right; hparams.yaml, into which others write objects of their own, may be
+    anything."""
+    (tmp_path / "hparams.yaml").write_text(
+        "model: !!python/object:argparse.Namespace {a: 1}\nhidden_size: 2"
+    )
     assert find_config([tmp_path]) == (None, {})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json is not valid JSON"):

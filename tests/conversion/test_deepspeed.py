@@ -1,5 +1,6 @@
-"""Pins the reader of DeepSpeed folders: master weights bit for bit from files that DeepSpeed wrote (ZeRO 1 to 3); files of different steps,
-stages or runs, missing or damaged ones are refused with what is wrong.
+"""Pins the reader of DeepSpeed folders: master weights bit for bit from files that DeepSpeed wrote
+(ZeRO 1 to 3); files of different steps, stages or runs, missing or damaged ones are refused with
+what is wrong.
 """
 
 import importlib.util
@@ -16,7 +17,8 @@ from neobert.conversion.locate import open_checkpoint
 
 
 needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed, which writes these checkpoints"
+    importlib.util.find_spec("deepspeed") is None,
+    reason="deepspeed is not installed, which writes these checkpoints",
 )
 
 
@@ -29,17 +31,22 @@ def distributed(tmp_path_factory):
 @needs_deepspeed
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_zero_master_weights(distributed, name):
-    """Two processes, two parameter groups, odd sizes, a frozen weight, a buffer; stage 2 with reordered (round-robin) groups."""
+    """Two processes, two parameter groups, odd sizes, a frozen weight, a buffer; stage 2 with
+    reordered (round-robin) groups."""
     checkpoint = open_checkpoint(distributed / name)
     assert checkpoint.format == f"DeepSpeed ZeRO {name[-1]}, 2 shards"
     reference = load_file(distributed / f"{name}.safetensors")
-    assert reference.pop("model.freqs_cis") is not None, "the buffer is not in the reference, so it was not tested"
+    assert reference.pop("model.freqs_cis") is not None, (
+        "the buffer is not in the reference, so it was not tested"
+    )
     frozen = "model.transformer_encoder.0.wo.weight"
     # DeepSpeed's own tool loses frozen weights of stage 1.
     reference.setdefault(frozen, checkpoint.tensors[frozen].read().float())
     assert_same(checkpoint, reference)
     trained = [stored for key, stored in checkpoint.tensors.items() if key != frozen]
-    assert all(stored.dtype == torch.float32 for stored in trained), "not the float32 master weights"
+    assert all(stored.dtype == torch.float32 for stored in trained), (
+        "not the float32 master weights"
+    )
     assert reference[frozen].abs().sum() > 0
 
 
@@ -54,10 +61,18 @@ def test_zero_1_frozen_weight_is_the_one_of_the_model(distributed):
 def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
     reference = load_file(distributed / "zero3.safetensors")
     reference.pop("model.freqs_cis")
-    shutil.copytree(distributed / "zero3" / "10", tmp_path / "accelerate" / "checkpoints" / "checkpoint_4" / "pytorch_model")
-    shutil.copytree(distributed / "zero3" / "10", tmp_path / "trainer" / "checkpoint-10" / "global_step10")
+    shutil.copytree(
+        distributed / "zero3" / "10",
+        tmp_path / "accelerate" / "checkpoints" / "checkpoint_4" / "pytorch_model",
+    )
+    shutil.copytree(
+        distributed / "zero3" / "10", tmp_path / "trainer" / "checkpoint-10" / "global_step10"
+    )
     (tmp_path / "trainer" / "checkpoint-10" / "latest").write_text("global_step10")
-    save_file({"decoder.bias": torch.zeros(3)}, tmp_path / "trainer" / "checkpoint-10" / "model.safetensors")
+    save_file(
+        {"decoder.bias": torch.zeros(3)},
+        tmp_path / "trainer" / "checkpoint-10" / "model.safetensors",
+    )
     for run in ("accelerate", "trainer"):
         assert_same(open_checkpoint(tmp_path / run), reference)
 
@@ -67,7 +82,9 @@ def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
 def test_missing_zero_shard(distributed, tmp_path, name):
     shutil.copytree(distributed / name, tmp_path / name)
     next((tmp_path / name / "10").glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
-    with pytest.raises(UserError, match="has 1 of 2 ZeRO optimizer shards; those of rank 1 are missing"):
+    with pytest.raises(
+        UserError, match="has 1 of 2 ZeRO optimizer shards; those of rank 1 are missing"
+    ):
         open_checkpoint(tmp_path / name)
 
 
@@ -105,8 +122,12 @@ def test_shards_of_another_run(distributed, tmp_path):
     path = next((tmp_path / "run" / "10").glob("*rank_1*optim*"))
     data = torch.load(path, weights_only=False)
     for replaced in (100, 80000):
-        state = dict(data["optimizer_state_dict"], loss_scaler=None, zero_stage=1, param_slice_mappings=None)
-        state["single_partition_of_fp32_groups"] = [torch.zeros(replaced)] + state["single_partition_of_fp32_groups"][1:]
+        state = dict(
+            data["optimizer_state_dict"], loss_scaler=None, zero_stage=1, param_slice_mappings=None
+        )
+        state["single_partition_of_fp32_groups"] = [torch.zeros(replaced)] + state[
+            "single_partition_of_fp32_groups"
+        ][1:]
         torch.save({"optimizer_state_dict": state}, path)
         with pytest.raises(UserError, match="ZeRO shards hold"):
             open_checkpoint(tmp_path / "run")
@@ -114,7 +135,8 @@ def test_shards_of_another_run(distributed, tmp_path):
 
 @pytest.fixture
 def run(distributed, tmp_path):
-    """A copy of a stage's folder whose files can be changed: `run("zero1").change("*rank_1*optim*", function of the content)`."""
+    """A copy of a stage's folder whose files can be changed: `run("zero1").change("*rank_1*optim*",
+    function of the content)`."""
 
     class Run:
         def __init__(self, name):
@@ -144,8 +166,15 @@ def _step(data):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_step, r"step of parameter group 0 is 1\.0 on rank 0 and 2\.0 on rank 1; keep the files of one step"),
-        (lambda data: data["optimizer_state_dict"].update(zero_stage=4), r"zero_stage is [123] on rank 0 and 4 on rank 1"),
+        (
+            _step,
+            r"step of parameter group 0 is 1\.0 on rank 0 and 2\.0 on rank 1; keep the files of "
+            r"one step",
+        ),
+        (
+            lambda data: data["optimizer_state_dict"].update(zero_stage=4),
+            r"zero_stage is [123] on rank 0 and 4 on rank 1",
+        ),
         (
             lambda data: data["optimizer_state_dict"].update(partition_count=[2, 3]),
             r"partition_count is .* on rank 0 and \[2, 3\] on rank 1",
@@ -164,7 +193,9 @@ def test_shards_of_stage_1_and_stage_2(distributed, tmp_path):
     """Both hold flat groups of the same sizes."""
     shutil.copytree(distributed / "zero1", tmp_path / "run")
     theirs = distributed / "zero2" / "10" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copyfile(theirs, tmp_path / "run" / "10" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    shutil.copyfile(
+        theirs, tmp_path / "run" / "10" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    )
     with pytest.raises(UserError, match="zero_stage is 1 on rank 0 and 2 on rank 1"):
         open_checkpoint(tmp_path / "run")
 
@@ -172,7 +203,13 @@ def test_shards_of_stage_1_and_stage_2(distributed, tmp_path):
 @needs_deepspeed
 def test_model_files_of_different_steps(run):
     run = run("zero3").change("*rank_1*model_states*", lambda data: data.update(global_steps=9))
-    with pytest.raises(UserError, match="mixes model files that do not belong together: global_steps is 1 on rank 0 and 9 on rank 1"):
+    with pytest.raises(
+        UserError,
+        match=(
+            "mixes model files that do not belong together: global_steps is 1 on rank 0 and "
+            "9 on rank 1"
+        ),
+    ):
         open_checkpoint(run)
 
 
@@ -183,7 +220,10 @@ def test_stage_3_shards_that_hold_more_than_the_parameters(run):
         groups[1] = torch.cat([groups[1].data, torch.zeros(1)])
 
     run = run("zero3").change("*rank_1*optim*", longer)
-    with pytest.raises(UserError, match="ZeRO 3 shards hold 39878, 39879 numbers each where 39878 belong to the parameters"):
+    with pytest.raises(
+        UserError,
+        match="ZeRO 3 shards hold 39878, 39879 numbers each where 39878 belong to the parameters",
+    ):
         open_checkpoint(run)
 
 
@@ -191,13 +231,22 @@ def test_stage_3_shards_that_hold_more_than_the_parameters(run):
 def test_padding_between_the_parameters(distributed, run):
     """Some optimizers align every parameter: the padding is in the flat group behind each."""
     run, padding = run("zero1"), 6
-    shapes = torch.load(next((run.path / "10").glob("*model_states*")), weights_only=False)["param_shapes"]
+    shapes = torch.load(next((run.path / "10").glob("*model_states*")), weights_only=False)[
+        "param_shapes"
+    ]
     ranks = [f"*rank_{rank}_mp*optim*" for rank in range(2)]
-    shards = [torch.load(next((run.path / "10").glob(rank)), weights_only=False)["optimizer_state_dict"] for rank in ranks]
+    shards = [
+        torch.load(next((run.path / "10").glob(rank)), weights_only=False)["optimizer_state_dict"]
+        for rank in ranks
+    ]
     halves = []
     for number, group in enumerate(shapes):
-        flat = torch.cat([shard["single_partition_of_fp32_groups"][number].data for shard in shards])
-        pieces = flat[: sum(shape.numel() for shape in group.values())].split([shape.numel() for shape in group.values()])
+        flat = torch.cat(
+            [shard["single_partition_of_fp32_groups"][number].data for shard in shards]
+        )
+        pieces = flat[: sum(shape.numel() for shape in group.values())].split(
+            [shape.numel() for shape in group.values()]
+        )
         aligned = torch.cat([torch.cat([piece, torch.full((padding,), 9.0)]) for piece in pieces])
         halves.append(torch.cat([aligned, torch.zeros(len(aligned) % 2)]).chunk(2))
     paddings = [[padding] * len(group) for group in shapes]
@@ -210,13 +259,17 @@ def test_padding_between_the_parameters(distributed, run):
             ),
         )
     expected = open_checkpoint(distributed / "zero1").tensors
-    assert_same(open_checkpoint(run.path), {name: stored.read() for name, stored in expected.items()})
+    assert_same(
+        open_checkpoint(run.path), {name: stored.read() for name, stored in expected.items()}
+    )
 
 
 @needs_deepspeed
 def test_a_parameter_under_two_names_is_one_tensor(run):
     shared = {"decoder.second": "model.encoder.weight"}
-    tensors = open_checkpoint(run("zero1").change("*model_states*", lambda data: data.update(shared_params=shared))).tensors
+    tensors = open_checkpoint(
+        run("zero1").change("*model_states*", lambda data: data.update(shared_params=shared))
+    ).tensors
     one, other = tensors["decoder.second"], tensors["model.encoder.weight"]
     assert torch.equal(one.read(), other.read()) and one.storage == other.storage is not None
 
@@ -230,7 +283,11 @@ def test_two_files_of_one_rank_and_tensor_parallelism(run):
             "zero_pp_rank_1_mp_rank_00_optim_states.pt",
             "holds two files of rank 1: .*keep those",
         ),
-        ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", r"tensor parallelism \(mp_rank_01_model_states.pt\)"),
+        (
+            "mp_rank_00_model_states.pt",
+            "mp_rank_01_model_states.pt",
+            r"tensor parallelism \(mp_rank_01_model_states.pt\)",
+        ),
     ):
         shutil.copyfile(folder / name, folder / copy)
         with pytest.raises(UserError, match=message):
@@ -241,8 +298,15 @@ def test_two_files_of_one_rank_and_tensor_parallelism(run):
 @needs_deepspeed
 @pytest.mark.parametrize("count", [10**9, 0, -1, "two", None, 2.0, True])
 def test_a_number_of_shards_that_cannot_be(run, count):
-    run = run("zero3").change("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(partition_count=count))
-    message = "has 2 of 1000000000 ZeRO optimizer shards; those of rank 2, 3, 4.* and 1 more" if count == 10**9 else "number of shards"
+    run = run("zero3").change(
+        "*pp_rank_0_*optim*",
+        lambda data: data["optimizer_state_dict"].update(partition_count=count),
+    )
+    message = (
+        "has 2 of 1000000000 ZeRO optimizer shards; those of rank 2, 3, 4.* and 1 more"
+        if count == 10**9
+        else "number of shards"
+    )
     with pytest.raises(UserError, match=message):
         open_checkpoint(run)
 
@@ -253,21 +317,57 @@ def test_a_number_of_shards_that_cannot_be(run, count):
     [
         (
             "*model_states*",
-            lambda data: data["param_shapes"][0].update({"model.encoder.weight": torch.Size([203])}),
+            lambda data: data["param_shapes"][0].update(
+                {"model.encoder.weight": torch.Size([203])}
+            ),
             "ZeRO shards|cannot be",
         ),
-        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (-1, 64)}), "which no tensor has"),
-        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1 << 60, 64)}), "which no tensor has"),
-        ("*model_states*", lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1.5, "a")}), "which no tensor has"),
-        ("*model_states*", lambda data: data["param_shapes"][0].update({5: (1,)}), "cannot be read"),
+        (
+            "*model_states*",
+            lambda data: data["param_shapes"][0].update({"model.encoder.weight": (-1, 64)}),
+            "which no tensor has",
+        ),
+        (
+            "*model_states*",
+            lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1 << 60, 64)}),
+            "which no tensor has",
+        ),
+        (
+            "*model_states*",
+            lambda data: data["param_shapes"][0].update({"model.encoder.weight": (1.5, "a")}),
+            "which no tensor has",
+        ),
+        (
+            "*model_states*",
+            lambda data: data["param_shapes"][0].update({5: (1,)}),
+            "cannot be read",
+        ),
         ("*model_states*", lambda data: data.update(param_shapes=7), "cannot be read"),
         ("*model_states*", lambda data: data.update(module=None), "cannot be read"),
         ("*model_states*", lambda data: data.pop("module"), "has no 'module'"),
         ("*model_states*", lambda data: data.update(shared_params={"a": []}), "cannot be read"),
-        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(param_alignment_paddings=[[0, 0]] * 2), "cannot be read"),
-        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
-        ("*pp_rank_0_*optim*", lambda data: data["optimizer_state_dict"].update(base_optimizer_state=3), "cannot be read"),
-        ("*pp_rank_0_*optim*", lambda data: data.pop("optimizer_state_dict"), "has no 'optimizer_state_dict'"),
+        (
+            "*pp_rank_0_*optim*",
+            lambda data: data["optimizer_state_dict"].update(param_alignment_paddings=[[0, 0]] * 2),
+            "cannot be read",
+        ),
+        (
+            "*pp_rank_0_*optim*",
+            lambda data: data["optimizer_state_dict"].update(
+                single_partition_of_fp32_groups=[1, 2]
+            ),
+            "cannot be read",
+        ),
+        (
+            "*pp_rank_0_*optim*",
+            lambda data: data["optimizer_state_dict"].update(base_optimizer_state=3),
+            "cannot be read",
+        ),
+        (
+            "*pp_rank_0_*optim*",
+            lambda data: data.pop("optimizer_state_dict"),
+            "has no 'optimizer_state_dict'",
+        ),
     ],
     ids=range(13),
 )

@@ -1,5 +1,6 @@
-"""Pins the reader of torch.distributed.checkpoint folders: every tensor bit for bit from what FSDP2 wrote; parts that are missing, doubled,
-overlapping, outside of the folder or of another shape are refused.
+"""Pins the reader of torch.distributed.checkpoint folders: every tensor bit for bit from what FSDP2
+wrote; parts that are missing, doubled, overlapping, outside of the folder or of another shape are
+refused.
 """
 
 import dataclasses
@@ -26,7 +27,9 @@ def distributed(tmp_path_factory):
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_all"])
 def test_fsdp(distributed, name):
     checkpoint = open_checkpoint(distributed / name)
-    assert len(list(checkpoint.path.rglob("*.distcp"))) == 2, "one process wrote it all, so this test would be vacuous"
+    assert len(list(checkpoint.path.rglob("*.distcp"))) == 2, (
+        "one process wrote it all, so this test would be vacuous"
+    )
     assert_same(checkpoint, load_file(distributed / "fsdp.safetensors"))
 
 
@@ -40,7 +43,9 @@ def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
     path.unlink()
     with pytest.raises(UserError, match=f"{part} is missing"):
         open_checkpoint(tmp_path / "cut")
-    (tmp_path / "cut" / ".metadata").write_bytes((distributed / "fsdp_all" / ".metadata").read_bytes()[:500])
+    (tmp_path / "cut" / ".metadata").write_bytes(
+        (distributed / "fsdp_all" / ".metadata").read_bytes()[:500]
+    )
     with pytest.raises(UserError, match="cannot be read, it is truncated"):
         open_checkpoint(tmp_path / "cut")
 
@@ -79,9 +84,15 @@ def _entry(metadata):
 
 
 def _doubled(metadata):
-    """The first half twice, in two places of a file: the sizes add up, and the second half is nowhere."""
+    """The first half twice, in two places of a file: the sizes add up, and the second half is
+    nowhere."""
     entry, data = _entry(metadata), metadata.storage_data
-    first, second = (next(index for index in data if index.fqn == NAME and tuple(index.offset) == tuple(c.offsets)) for c in entry.chunks)
+    first, second = (
+        next(
+            index for index in data if index.fqn == NAME and tuple(index.offset) == tuple(c.offsets)
+        )
+        for c in entry.chunks
+    )
     entry.chunks[1] = entry.chunks[0]
     del data[second]
     assert first in data
@@ -91,7 +102,9 @@ def _overlapping(metadata):
     """The second half begins a row too early."""
     entry, data = _entry(metadata), metadata.storage_data
     index = next(index for index in data if index.fqn == NAME and index.offset[0])
-    entry.chunks[1] = dataclasses.replace(entry.chunks[1], offsets=torch.Size([index.offset[0] - 1, 0]))
+    entry.chunks[1] = dataclasses.replace(
+        entry.chunks[1], offsets=torch.Size([index.offset[0] - 1, 0])
+    )
     data[dataclasses.replace(index, offset=entry.chunks[1].offsets)] = data.pop(index)
 
 
@@ -124,8 +137,14 @@ def _chunk(**values):
     [
         (_doubled, "overlap and leave"),
         (_overlapping, "overlap and leave 64 numbers out"),
-        (lambda metadata: _entry(metadata).chunks.pop(), "its parts of .* hold 6144 numbers, but .* has 12288"),
-        (lambda metadata: _entry(metadata).chunks.append(_entry(metadata).chunks[0]), "hold 18432 numbers, but .* has 12288"),
+        (
+            lambda metadata: _entry(metadata).chunks.pop(),
+            "its parts of .* hold 6144 numbers, but .* has 12288",
+        ),
+        (
+            lambda metadata: _entry(metadata).chunks.append(_entry(metadata).chunks[0]),
+            "hold 18432 numbers, but .* has 12288",
+        ),
         (_set(size=torch.Size([1 << 40, 64])), "which no tensor has|numbers, but"),
         (_set(size=(-1, 64)), "which no tensor has"),
         (_set(size=None), "which no tensor has"),
@@ -141,7 +160,10 @@ def _chunk(**values):
         (_placed(relative_path=".."), "is missing"),
         (_placed(relative_path=5), "is missing"),
         (_placed(transform_descriptors=["zstd"]), "stored compressed"),
-        (lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}), "does not say where a part of 5 is"),
+        (
+            lambda metadata: metadata.state_dict_metadata.update({5: _entry(metadata)}),
+            "does not say where a part of 5 is",
+        ),
         (lambda metadata: metadata.storage_data.clear(), "does not say where a part of"),
         (lambda metadata: setattr(metadata, "storage_data", 3), "cannot be read"),
         (lambda metadata: delattr(metadata, "state_dict_metadata"), "cannot be read"),
@@ -156,7 +178,9 @@ def test_damaged_metadata(change, edit, message):
 
 def test_the_unchanged_metadata_is_read(change, distributed):
     """Guards the test above against being vacuous."""
-    assert_same(open_checkpoint(change(lambda metadata: None)), load_file(distributed / "fsdp.safetensors"))
+    assert_same(
+        open_checkpoint(change(lambda metadata: None)), load_file(distributed / "fsdp.safetensors")
+    )
 
 
 def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
@@ -179,9 +203,14 @@ def test_a_dtype_that_is_none(change):
 
 def test_a_part_of_another_dtype(change):
     def edit(metadata):
-        _entry(metadata).properties = dataclasses.replace(_entry(metadata).properties, dtype=torch.float16)
+        _entry(metadata).properties = dataclasses.replace(
+            _entry(metadata).properties, dtype=torch.float16
+        )
 
-    with pytest.raises(UserError, match=r"does not hold what the metadata says: a part of .*qkv.weight, torch.float16"):
+    with pytest.raises(
+        UserError,
+        match=r"does not hold what the metadata says: a part of .*qkv.weight, torch.float16",
+    ):
         open_checkpoint(change(edit)).tensors[NAME.removeprefix("model.")].read()
 
 
@@ -194,7 +223,11 @@ def test_metadata_that_is_not_a_file(tmp_path):
 
 def test_whole_tensors_of_one_process(tmp_path):
     state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
-    beside = {"optim": {"m": torch.ones(3)}, "lr_scheduler": {"rate": torch.ones(1)}, "scheduler": {"rate": torch.ones(1)}}
+    beside = {
+        "optim": {"m": torch.ones(3)},
+        "lr_scheduler": {"rate": torch.ones(1)},
+        "scheduler": {"rate": torch.ones(1)},
+    }
     dcp.save(state | beside, checkpoint_id=str(tmp_path / "run"))
     found = open_checkpoint(tmp_path / "run").tensors
     assert sorted(found) == ["model.encoder.weight", "model.scalar"]

@@ -1,4 +1,5 @@
-"""Pins the table of heads: every head of the model is in it, is found by its tensors, converts and is proved; and who decides between two."""
+"""Pins the table of heads: every head of the model is in it, is found by its tensors, converts and
+is proved; and who decides between two."""
 
 import json
 
@@ -17,7 +18,9 @@ from neobert.conversion.heads import HEAD_PREFIXES, HEADS, choose_head
 
 def test_the_table_has_every_head_of_the_model():
     assert {head.auto_class for head in HEADS.values()} == AUTO_MAP.keys() - {"AutoConfig"}
-    assert HEADS["masked-lm"].architectures[0] == "NeoBERTLMHead" and HEADS["base"].architectures == ["NeoBERT"]
+    assert HEADS["masked-lm"].architectures[0] == "NeoBERTLMHead" and HEADS[
+        "base"
+    ].architectures == ["NeoBERT"]
     assert HEADS["question-answering"].model_class is neobert.NeoBERTForQuestionAnswering
 
 
@@ -31,28 +34,43 @@ def test_prefixes_are_those_of_the_model(head, tiny_config):
     assert len(backbone) == 20 and not any(name.startswith(HEAD_PREFIXES) for name in backbone)
 
 
-# Numbers that are compared for two sequences of 32 tokens, the second with 10 of padding. The other heads are proved in test_verify.py and
+# Numbers that are compared for two sequences of 32 tokens, the second with 10 of padding. The other
+# heads are proved in test_verify.py and
 # test_command.py.
 PROVED = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multiple-choice": 2}
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_every_head_converts(tmp_path, tiny_config, capsys, monkeypatch, head):
-    """Found by its tensors (multiple choice, which has those of a sequence classifier, by the configuration); reloaded and compared."""
+    """Found by its tensors (multiple choice, which has those of a sequence classifier, by the
+    configuration); reloaded and compared."""
     proofs, verify = [], command.verify
 
     def proved(folder, conversion, expected, scratch):
-        proofs.append(verify(folder, conversion, expected, scratch) if head.option in PROVED else expected)
+        proofs.append(
+            verify(folder, conversion, expected, scratch) if head.option in PROVED else expected
+        )
         return proofs[0]
 
     monkeypatch.setattr(command, "verify", proved)
-    labels = {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}} if head.has_labels else {}
+    labels = (
+        {"id2label": {0: "x", 1: "y", 2: "z"}, "label2id": {"x": 0, "y": 1, "z": 2}}
+        if head.has_labels
+        else {}
+    )
     model = head.model_class(NeoBERTConfig(**tiny_config, **labels))
     fields = {**tiny_config, **labels, "architectures": head.architectures}
-    source = save(tmp_path / "run", {f"module.{name}": value for name, value in model.state_dict().items()}, **fields)
+    source = save(
+        tmp_path / "run",
+        {f"module.{name}": value for name, value in model.state_dict().items()},
+        **fields,
+    )
     assert convert(source, tmp_path / "out", "--tokenizer", "none") == 0
     assert f"{head.auto_class}.from_pretrained" in capsys.readouterr().out
-    assert proofs[0].numel() == PROVED.get(head.option, proofs[0].numel()) and proofs[0].abs().max() > 0
+    assert (
+        proofs[0].numel() == PROVED.get(head.option, proofs[0].numel())
+        and proofs[0].abs().max() > 0
+    )
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in written.items())
@@ -78,12 +96,16 @@ def names(*prefixes):
         (("qa_outputs.",), [], "question-answering"),
     ],
 )
-def test_the_tensors_decide_and_the_configuration_where_they_cannot(prefixes, architectures, option):
+def test_the_tensors_decide_and_the_configuration_where_they_cannot(
+    prefixes, architectures, option
+):
     head, others = choose_head(names(*prefixes), None, architectures)
     assert head.option == option and others == []
 
 
-@pytest.mark.parametrize("prefixes", [("dense.",), ("decoder.", "qa_outputs."), ("classifier.", "qa_outputs.")])
+@pytest.mark.parametrize(
+    "prefixes", [("dense.",), ("decoder.", "qa_outputs."), ("classifier.", "qa_outputs.")]
+)
 def test_tensors_of_no_head_or_several(prefixes):
     with pytest.raises(UserError, match="are not those of one head: choose --head"):
         choose_head(names(*prefixes))
@@ -91,12 +113,23 @@ def test_tensors_of_no_head_or_several(prefixes):
     assert head.option == "base" and others == sorted(f"{prefix}weight" for prefix in prefixes)
 
 
-@pytest.mark.parametrize("architectures", [["NeoBERTForMultipleChoice"], [5, None], "x", {"a": 1}, None])
+@pytest.mark.parametrize(
+    "architectures", [["NeoBERTForMultipleChoice"], [5, None], "x", {"a": 1}, None]
+)
 def test_architectures_of_any_type(tmp_path, tiny_config, without_proof, architectures):
     model = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=1))
-    convert(save(tmp_path / "run", model.state_dict(), **tiny_config, architectures=architectures), tmp_path / "out", "--tokenizer", "none")
+    convert(
+        save(tmp_path / "run", model.state_dict(), **tiny_config, architectures=architectures),
+        tmp_path / "out",
+        "--tokenizer",
+        "none",
+    )
     written = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
-    assert written == ("NeoBERTForMultipleChoice" if architectures == ["NeoBERTForMultipleChoice"] else "NeoBERTForSequenceClassification")
+    assert written == (
+        "NeoBERTForMultipleChoice"
+        if architectures == ["NeoBERTForMultipleChoice"]
+        else "NeoBERTForSequenceClassification"
+    )
 
 
 def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, capsys):
@@ -108,12 +141,21 @@ def test_base_head_of_a_masked_lm(tmp_path, checkpoint, model, without_proof, ca
 
 def test_classifier_and_decoder_need_a_choice(tmp_path, model, tiny_config, without_proof):
     classifier = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=5))
-    source = save(tmp_path / "run", {**model.state_dict(), **classifier.state_dict()}, **tiny_config)
+    source = save(
+        tmp_path / "run", {**model.state_dict(), **classifier.state_dict()}, **tiny_config
+    )
     with pytest.raises(
         UserError,
-        match=r"\(decoder\.\*, dense\.\*, classifier\.\*\) are not those of one head: choose --head masked-lm or base or sequence-classification",
+        match=(
+            r"\(decoder\.\*, dense\.\*, classifier\.\*\) are not those of one head: choose "
+            r"--head masked-lm or base or sequence-classification"
+        ),
     ):
         convert(source, tmp_path / "out", "--tokenizer", "none")
     convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "sequence-classification")
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == classifier.state_dict().keys()
-    assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5, "the labels do not follow from the classifier's rows"
+    assert (
+        load_file(tmp_path / "out" / "model.safetensors").keys() == classifier.state_dict().keys()
+    )
+    assert NeoBERTConfig.from_pretrained(tmp_path / "out").num_labels == 5, (
+        "the labels do not follow from the classifier's rows"
+    )

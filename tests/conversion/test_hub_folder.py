@@ -1,5 +1,6 @@
-"""Pins what a converted folder holds: the same bytes as `save_pretrained`, the code of the checkout, a model card that the Hub reads, files for
-sentence-transformers; and that a stranger's names stay text in it.
+"""Pins what a converted folder holds: the same bytes as `save_pretrained`, the code of the
+checkout, a model card that the Hub reads, files for sentence-transformers; and that a stranger's
+names stay text in it.
 """
 
 import json
@@ -19,22 +20,37 @@ from neobert.conversion.options import size_in_bytes
 
 
 def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
-    """Bundled tokenizer, model card, mean pooling: SentenceTransformer's vectors are the means over real tokens."""
+    """Bundled tokenizer, model card, mean pooling: SentenceTransformer's vectors are the means over
+    real tokens."""
     model = NeoBERTForMaskedLM(NeoBERTConfig(**{**tiny_config, "vocab_size": 30522})).eval()
     source = save(tmp_path / "run", model.state_dict(), **{**tiny_config, "vocab_size": 30522})
     assert convert(source, tmp_path / "tiny-neobert", "--sentence-transformers") == 0
     output = tmp_path / "tiny-neobert"
     names = {path.name for path in output.iterdir()}
     assert names == {
-        *("config.json", "model.safetensors", "configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py", "README.md"),
+        *(
+            "config.json",
+            "model.safetensors",
+            "configuration_neobert.py",
+            "attention_neobert.py",
+            "modeling_neobert.py",
+            "README.md",
+        ),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
         *("modules.json", "1_Pooling", "sentence_bert_config.json", "convert.json"),
     }
     for name in CODE_FILES:
-        assert (output / name).read_bytes() == (ROOT / name).read_bytes(), f"{name} is not the code of the checkout"
+        assert (output / name).read_bytes() == (ROOT / name).read_bytes(), (
+            f"{name} is not the code of the checkout"
+        )
     config = json.loads((output / "config.json").read_text())
-    assert config["auto_map"] == NeoBERTConfig().to_dict()["auto_map"] and len(config["auto_map"]) == 7
-    assert config["architectures"] == ["NeoBERTLMHead", "NeoBERTForMaskedLM"] and "max_length" not in config
+    assert (
+        config["auto_map"] == NeoBERTConfig().to_dict()["auto_map"] and len(config["auto_map"]) == 7
+    )
+    assert (
+        config["architectures"] == ["NeoBERTLMHead", "NeoBERTForMaskedLM"]
+        and "max_length" not in config
+    )
     card = (output / "README.md").read_text()
     metadata = yaml.safe_load(card.split("---")[1])
     assert metadata["pipeline_tag"] == "fill-mask" and metadata["library_name"] == "transformers", (
@@ -47,28 +63,47 @@ def test_hub_folder_for_sentence_transformers(tmp_path, tiny_config, capsys):
 
     sentence_transformers = pytest.importorskip("sentence_transformers")
     texts = ["a cat", "the quick brown fox jumps over the lazy dog"]
-    encoder = sentence_transformers.SentenceTransformer(str(output), trust_remote_code=True, device="cpu")
+    encoder = sentence_transformers.SentenceTransformer(
+        str(output), trust_remote_code=True, device="cpu"
+    )
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         hidden = model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
     mask = batch["attention_mask"][..., None]
     expected = (hidden * mask).sum(1) / mask.sum(1)
-    assert torch.allclose(torch.tensor(encoder.encode(texts)), expected, atol=1e-5), "not the mean over real tokens"
+    assert torch.allclose(torch.tensor(encoder.encode(texts)), expected, atol=1e-5), (
+        "not the mean over real tokens"
+    )
 
 
 @pytest.mark.parametrize(
     "card, options, expected",
     [
         (None, [], {}),
-        ("---\nlicense: cc-by-4.0\nbase_model: you/start\nbase_model_relation: finetune\n---\n# mine\n", [],
-         {"license": "cc-by-4.0", "base_model": "you/start", "base_model_relation": "finetune"}),
-        ("---\nlicense: other\nlicense_name: own\n---\n", ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"],
-         {"license": "mit", "base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}),
+        (
+            (
+                "---\nlicense: cc-by-4.0\nbase_model: you/start\nbase_model_relation: "
+                "finetune\n---\n# mine\n"
+            ),
+            [],
+            {"license": "cc-by-4.0", "base_model": "you/start", "base_model_relation": "finetune"},
+        ),
+        (
+            "---\nlicense: other\nlicense_name: own\n---\n",
+            ["--license", "mit", "--base-model", "chandar-lab/NeoBERT"],
+            {
+                "license": "mit",
+                "base_model": "chandar-lab/NeoBERT",
+                "base_model_relation": "finetune",
+            },
+        ),
         ("# no metadata ---\n---\n: [", [], {}),
     ],
     ids=["unknown", "of the source's card", "options", "damaged card"],
-)  # fmt: skip
-def test_licence_and_base_model_are_those_that_are_known(tmp_path, checkpoint, without_proof, card, options, expected):
+)
+def test_licence_and_base_model_are_those_that_are_known(
+    tmp_path, checkpoint, without_proof, card, options, expected
+):
     if card is not None:
         (tmp_path / "run" / "README.md").write_text(card)
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none", *options)
@@ -82,21 +117,36 @@ def test_an_encoder_with_pooling_is_for_similarity(tmp_path, tiny_config, withou
     source = save(tmp_path / "run", model.state_dict(), **{**tiny_config, "vocab_size": 30522})
     assert convert(source, tmp_path / "out", "--sentence-transformers", "--head", "base") == 0
     metadata = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---")[1])
-    assert (metadata["pipeline_tag"], metadata["library_name"]) == ("sentence-similarity", "sentence-transformers")
+    assert (metadata["pipeline_tag"], metadata["library_name"]) == (
+        "sentence-similarity",
+        "sentence-transformers",
+    )
 
 
 def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proof):
     convert(checkpoint, tmp_path / "out", "--tokenizer", "none")
     model.save_pretrained(tmp_path / "saved")
     for name in ("model.safetensors", *CODE_FILES):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), f"{name} differs from the library's"
-    ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved"))
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes(), (
+            f"{name} differs from the library's"
+        )
+    ours, theirs = (
+        json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved")
+    )
     assert ours == theirs, "config.json differs from what save_pretrained writes"
 
 
 @pytest.mark.parametrize(
     "text, size",
-    [("5GB", 5 * 10**9), ("300KB", 300_000), ("1.5 MB", 1_500_000), ("2GiB", 2 << 30), ("7b", 7), ("1 tb", 10**12), ("0.5KiB", 512)],
+    [
+        ("5GB", 5 * 10**9),
+        ("300KB", 300_000),
+        ("1.5 MB", 1_500_000),
+        ("2GiB", 2 << 30),
+        ("7b", 7),
+        ("1 tb", 10**12),
+        ("0.5KiB", 512),
+    ],
 )
 def test_sizes(text, size):
     assert size_in_bytes(text) == size
@@ -138,13 +188,20 @@ def test_shards_of_one_tensor_each(tmp_path, checkpoint, model, without_proof):
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
-def test_names_of_strangers_stay_text_in_the_model_card(tmp_path, model, tiny_config, without_proof, capsys):
+def test_names_of_strangers_stay_text_in_the_model_card(
+    tmp_path, model, tiny_config, without_proof, capsys
+):
     """Tensors that are left out are named in the card, which the Hub shows as HTML."""
     name = "classifier.</code><script>alert(1)</script>\n```\n[here](http://evil)\x1b[2J"
     source = save(tmp_path / "run", {**model.state_dict(), name: torch.zeros(1)}, **tiny_config)
     convert(source, tmp_path / "out", "--tokenizer", "none", "--head", "base")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert [line for line in card.splitlines() if line.startswith("```")] == ["```python", "```", "```text", "```"]
+    assert [line for line in card.splitlines() if line.startswith("```")] == [
+        "```python",
+        "```",
+        "```text",
+        "```",
+    ]
     assert card.isascii() and "\x1b" not in card
     block = card.split("```text\n")[1].split("\n```")[0]
     assert "<script>" in block and "<script>" not in card.replace(block, "")

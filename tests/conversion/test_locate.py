@@ -1,5 +1,5 @@
-"""Pins how the step, the format and the tensors' published names are found: steps by number or `latest`, folders of accelerate and Trainer,
-prefixes of wrappers; and what is refused there.
+"""Pins how the step, the format and the tensors' published names are found: steps by number or
+`latest`, folders of accelerate and Trainer, prefixes of wrappers; and what is refused there.
 """
 
 import os
@@ -13,26 +13,52 @@ from neobert.conversion.config_files import find_config
 from neobert.conversion.locate import find_step, open_checkpoint
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "_orig_mod.module.module."])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "module.",
+        "_orig_mod.",
+        "module._orig_mod.",
+        "_orig_mod.module.",
+        "_orig_mod.module.module.",
+    ],
+)
 def test_prefixes_of_wrappers_come_off(tmp_path, model, prefix):
-    torch.save({prefix + name: value for name, value in model.state_dict().items()}, tmp_path / "state_dict.pt")
+    torch.save(
+        {prefix + name: value for name, value in model.state_dict().items()},
+        tmp_path / "state_dict.pt",
+    )
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
 
 def test_compiled_blocks_inside_the_model(tmp_path, model):
-    renamed = {name.replace("encoder.0.", "encoder.0._orig_mod."): value for name, value in model.state_dict().items()}
-    assert any("_orig_mod" in name for name in renamed), "no wrapped block, so this test would be vacuous"
+    renamed = {
+        name.replace("encoder.0.", "encoder.0._orig_mod."): value
+        for name, value in model.state_dict().items()
+    }
+    assert any("_orig_mod" in name for name in renamed), (
+        "no wrapped block, so this test would be vacuous"
+    )
     torch.save(renamed, tmp_path / "state_dict.pt")
     assert_same(open_checkpoint(tmp_path / "state_dict.pt"), model.state_dict())
 
 
 def test_bare_backbone_gets_its_prefix(tmp_path, model):
-    torch.save({f"_orig_mod.{name}": value for name, value in model.model.state_dict().items()}, tmp_path / "state_dict.pt")
-    assert_same(open_checkpoint(tmp_path), {f"model.{name}": value for name, value in model.model.state_dict().items()})
+    torch.save(
+        {f"_orig_mod.{name}": value for name, value in model.model.state_dict().items()},
+        tmp_path / "state_dict.pt",
+    )
+    assert_same(
+        open_checkpoint(tmp_path),
+        {f"model.{name}": value for name, value in model.model.state_dict().items()},
+    )
 
 
 def test_old_torch_format_without_zip(tmp_path, model):
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.save(
+        model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
 
@@ -66,7 +92,13 @@ def test_trainer_checkpoint(tmp_path, model):
 
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
     arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True
+        str(tmp_path / "run"),
+        max_steps=2,
+        save_steps=1,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
     Trainer(model, arguments, train_dataset=data).train()
     checkpoint = open_checkpoint(tmp_path / "run")
@@ -76,8 +108,12 @@ def test_trainer_checkpoint(tmp_path, model):
 
 
 def test_doubled_tensors(tmp_path, model):
-    torch.save({**model.state_dict(), "module.decoder.bias": torch.zeros(200)}, tmp_path / "state_dict.pt")
-    with pytest.raises(UserError, match="twice under different names: decoder.bias, module.decoder.bias"):
+    torch.save(
+        {**model.state_dict(), "module.decoder.bias": torch.zeros(200)}, tmp_path / "state_dict.pt"
+    )
+    with pytest.raises(
+        UserError, match="twice under different names: decoder.bias, module.decoder.bias"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -122,7 +158,9 @@ def test_a_step_in_the_folder_of_a_step(run):
     folder = run / "model_checkpoints" / "9"
     for inner, number in (("global_step9", 90), ("global_step3", 30)):
         (folder / inner).mkdir()
-        torch.save({"encoder.weight": torch.full((1,), float(number))}, folder / inner / "state_dict.pt")
+        torch.save(
+            {"encoder.weight": torch.full((1,), float(number))}, folder / inner / "state_dict.pt"
+        )
     assert value(folder) == 9 and value(folder, "3") == 30 and value(folder, "9") == 90
 
 
@@ -134,7 +172,9 @@ def test_a_pointer_to_the_folder_above_is_not_followed(run):
             find_step(run / "model_checkpoints")
 
 
-@pytest.mark.parametrize("step", ["²", "٣", "-1", "1.0", "", "0x1", "9" * 30, " 1", "1 2", "newest"])
+@pytest.mark.parametrize(
+    "step", ["²", "٣", "-1", "1.0", "", "0x1", "9" * 30, " 1", "1 2", "newest"]
+)
 def test_steps_that_are_not_numbers(run, tmp_path, step):
     with pytest.raises(UserError, match="--step takes a number or latest"):
         convert(run, tmp_path / "out", f"--step={step}")
@@ -147,7 +187,9 @@ def test_latest_that_is_too_large_or_not_text(run):
             find_step(run)
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "run/state_dict.pt", "run/model.safetensors", "run/latest", "run/1"])
+@pytest.mark.parametrize(
+    "name", ["checkpoint", "run/state_dict.pt", "run/model.safetensors", "run/latest", "run/1"]
+)
 def test_pipes_are_not_waited_for(tmp_path, name):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / name)
@@ -163,10 +205,17 @@ def test_checkpoints_that_are_no_files(path):
 
 def test_a_classifier_beside_a_bare_backbone(tmp_path, model):
     """Names of any head stay as they are; names of the backbone get their prefix."""
-    state = {**model.model.state_dict(), "qa_outputs.weight": torch.ones(2, 64), "classifier.bias": torch.ones(2)}
+    state = {
+        **model.model.state_dict(),
+        "qa_outputs.weight": torch.ones(2, 64),
+        "classifier.bias": torch.ones(2),
+    }
     torch.save(state, tmp_path / "state_dict.pt")
     expected = {f"model.{name}": value for name, value in model.model.state_dict().items()}
-    assert_same(open_checkpoint(tmp_path), expected | {name: state[name] for name in ("qa_outputs.weight", "classifier.bias")})
+    assert_same(
+        open_checkpoint(tmp_path),
+        expected | {name: state[name] for name in ("qa_outputs.weight", "classifier.bias")},
+    )
 
 
 def test_many_strange_entries_of_a_folder(tmp_path, model):

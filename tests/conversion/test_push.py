@@ -1,5 +1,5 @@
-"""Pins the upload: the real client of the Hub against a local server gets just the folder; without a token or network nothing is written; a failed
-upload keeps the folder; no token is printed.
+"""Pins the upload: the real client of the Hub against a local server gets just the folder; without
+a token or network nothing is written; a failed upload keeps the folder; no token is printed.
 """
 
 import http.server
@@ -21,16 +21,34 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         chunked = "chunked" in (self.headers.get("Transfer-Encoding") or "")
-        body = self._chunks() if chunked else self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = (
+            self._chunks()
+            if chunked
+            else self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        )
         self.server.calls.append((self.path, body, self.headers.get("Authorization")))
         base = f"http://127.0.0.1:{self.server.server_port}"
         if self.path == "/api/repos/create":
             self._answer({"url": f"{base}/me/tiny", "name": "me/tiny", "id": "me/tiny"})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            self._answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None} for f in files]})
+            self._answer(
+                {
+                    "files": [
+                        {
+                            "path": f["path"],
+                            "uploadMode": "regular",
+                            "shouldIgnore": False,
+                            "oid": None,
+                        }
+                        for f in files
+                    ]
+                }
+            )
         elif "/commit/" in self.path:
-            self._answer({"commitUrl": f"{base}/me/tiny/commit/abc", "commitOid": "abc", "success": True})
+            self._answer(
+                {"commitUrl": f"{base}/me/tiny/commit/abc", "commitOid": "abc", "success": True}
+            )
         else:
             self._answer({})
 
@@ -62,7 +80,12 @@ def test_push_to_a_stand_in_of_the_hub(tmp_path, checkpoint, monkeypatch, capsys
     server.calls = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
-    for name, value in (("ENDPOINT", address), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True), ("HF_HUB_DISABLE_TELEMETRY", True)):
+    for name, value in (
+        ("ENDPOINT", address),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DISABLE_XET", True),
+        ("HF_HUB_DISABLE_TELEMETRY", True),
+    ):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     options = ("--tokenizer", "none", "--push-to-hub", "me/tiny", "--private", "--revision", "v2")
@@ -72,9 +95,13 @@ def test_push_to_a_stand_in_of_the_hub(tmp_path, checkpoint, monkeypatch, capsys
     assert 'from_pretrained("me/tiny"' in (tmp_path / "out" / "README.md").read_text()
     calls = {path: body for path, body, _ in server.calls}
     created = json.loads(calls["/api/repos/create"])
-    assert created["name"] == "tiny" and (created.get("private") is True or created.get("visibility") == "private"), created
+    assert created["name"] == "tiny" and (
+        created.get("private") is True or created.get("visibility") == "private"
+    ), created
     assert "/api/models/me/tiny/branch/v2" in calls, "the branch was not created"
-    commit = next(body for path, body in calls.items() if path.startswith("/api/models/me/tiny/commit/v2"))
+    commit = next(
+        body for path, body in calls.items() if path.startswith("/api/models/me/tiny/commit/v2")
+    )
     sent = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
     assert {
         "config.json",
@@ -84,7 +111,9 @@ def test_push_to_a_stand_in_of_the_hub(tmp_path, checkpoint, monkeypatch, capsys
         "configuration_neobert.py",
         "README.md",
     } <= sent
-    assert json.loads(commit.splitlines()[0])["value"]["summary"] == "Convert the training checkpoint"
+    assert (
+        json.loads(commit.splitlines()[0])["value"]["summary"] == "Convert the training checkpoint"
+    )
     assert all(token == "Bearer hf_test" for _, _, token in server.calls)
 
 
@@ -99,15 +128,24 @@ def test_push_without_token_or_network(tmp_path, checkpoint, monkeypatch, withou
         convert(checkpoint, tmp_path / "out", "--push-to-hub", "me/tiny")
     with pytest.raises(UserError, match="takes USER/NAME, but 'a/b/c' was given"):
         convert(checkpoint, tmp_path / "out", "--push-to-hub", "a/b/c")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"], "something was written before the Hub was checked"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], (
+        "something was written before the Hub was checked"
+    )
 
 
 def test_failed_upload_keeps_the_folder(tmp_path, checkpoint, monkeypatch, without_proof):
     import huggingface_hub
 
     monkeypatch.setattr(command, "check_push", lambda repo: None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionError("gone")))
-    with pytest.raises(UserError, match=r"is written, but uploading it to me/tiny failed \(gone\); later: hf upload me/tiny"):
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "create_repo",
+        lambda *args, **kwargs: (_ for _ in ()).throw(ConnectionError("gone")),
+    )
+    with pytest.raises(
+        UserError,
+        match=r"is written, but uploading it to me/tiny failed \(gone\); later: hf upload me/tiny",
+    ):
         convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--push-to-hub", "me/tiny")
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -122,4 +160,8 @@ def test_no_token_is_printed(tmp_path, checkpoint, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", refuse)
     with pytest.raises(UserError) as refusal:
         convert(checkpoint, tmp_path / "out", "--push-to-hub", "me/tiny")
-    assert "401 for" in str(refusal.value) and "hunter2" not in str(refusal.value) and "hf_" not in str(refusal.value)
+    assert (
+        "401 for" in str(refusal.value)
+        and "hunter2" not in str(refusal.value)
+        and "hf_" not in str(refusal.value)
+    )

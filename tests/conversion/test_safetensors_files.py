@@ -1,4 +1,5 @@
-"""Pins the reader of safetensors files and of weights in several files: bit for bit, or refused with what is wrong."""
+"""Pins the reader of safetensors files and of weights in several files: bit for bit, or refused
+with what is wrong."""
 
 import json
 import os
@@ -17,13 +18,18 @@ from neobert.conversion.safetensors_files import safetensors_tensors
 @pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
 def test_hub_folder(tmp_path, model, shard_size):
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "100KB"), "not the layout that this test is about"
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "100KB"), (
+        "not the layout that this test is about"
+    )
     assert_same(open_checkpoint(tmp_path), model.state_dict())
 
 
 def test_sharded_torch_files(tmp_path, model):
     names = list(model.state_dict())
-    parts = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+    parts = {
+        "pytorch_model-00001-of-00002.bin": names[:9],
+        "pytorch_model-00002-of-00002.bin": names[9:],
+    }
     for file, part in parts.items():
         torch.save({name: model.state_dict()[name] for name in part}, tmp_path / file)
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
@@ -57,8 +63,13 @@ def test_damaged_header_never_ends_otherwise_than_in_a_sentence(tmp_path):
 
 
 def test_a_dtype_that_is_not_of_weights(tmp_path):
-    save_file({"encoder.weight": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="encoder.weight is stored as F8_E4M3, which is not a dtype of training weights"):
+    save_file(
+        {"encoder.weight": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(
+        UserError,
+        match="encoder.weight is stored as F8_E4M3, which is not a dtype of training weights",
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -119,6 +130,8 @@ def test_index_files(tmp_path, name, content, message):
 def test_one_file_of_several_that_is_named_by_a_device(tmp_path):
     """A link is followed, as clusters need it, but not to a device."""
     (tmp_path / "shard.safetensors").symlink_to("/dev/zero")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "shard.safetensors"}}'
+    )
     with pytest.raises(UserError, match="files that are not there: shard.safetensors"):
         open_checkpoint(tmp_path)

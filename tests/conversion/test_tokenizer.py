@@ -1,5 +1,5 @@
-"""Pins the tokenizer of the result: it splits text as its source does, goes with the embedding's rows, and no code that its files name runs or
-comes along.
+"""Pins the tokenizer of the result: it splits text as its source does, goes with the embedding's
+rows, and no code that its files name runs or comes along.
 """
 
 import json
@@ -25,8 +25,14 @@ def small(tmp_path):
     folder.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqr", "nest"]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    settings = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 4096}
+    settings = {
+        f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
+    }
+    settings |= {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": True,
+        "model_max_length": 4096,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = AutoTokenizer.from_pretrained(folder)
     (folder / "tokenizer.json").write_text(loaded.backend_tokenizer.to_str())
@@ -35,7 +41,8 @@ def small(tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a tokenizer anew; the value is a function of its folder that returns the new folder."""
+    """Writes a tokenizer anew; the value is a function of its folder that returns the new
+    folder."""
 
     def written(source, rows=24, length=128):
         target = tmp_path / "target"
@@ -52,7 +59,8 @@ def change(folder, **settings):
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-# -------------------------------------------------------------------------------------------------------------------- which, and fits
+# ------------------------------------------------------------------------------------------------
+# which, and fits
 
 
 def test_which_tokenizer(tmp_path, tokenizer_dir):
@@ -67,22 +75,48 @@ def test_which_tokenizer(tmp_path, tokenizer_dir):
 
 
 @pytest.mark.parametrize(
-    "rows, fits", [(30522, True), (30528, True), (30592, True), (30720, True), (30521, False), (30523, False), (31000, False)]
+    "rows, fits",
+    [
+        (30522, True),
+        (30528, True),
+        (30592, True),
+        (30720, True),
+        (30521, False),
+        (30523, False),
+        (31000, False),
+    ],
 )
 def test_vocabulary_rows_against_the_tokenizer(rows, fits):
     """Exactly 30,522, or rounded up to a multiple of 8 ... 512."""
     if fits:
         check_rows(30522, rows, "it")
     else:
-        with pytest.raises(UserError, match=f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, 30528, 30592, 30720"):
+        with pytest.raises(
+            UserError,
+            match=(
+                f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, "
+                "30528, 30592, 30720"
+            ),
+        ):
             check_rows(30522, rows, "it")
 
 
 def test_llama_vocabulary(tmp_path, tokenizer_dir, without_proof):
-    """32,064 rows: the bundled tokenizer of 30,522 does not fit; one with 32,003 tokens, rounded up to a multiple of 64, does."""
-    model = NeoBERTModel(NeoBERTConfig(vocab_size=32064, hidden_size=64, num_hidden_layers=1, intermediate_size=96, num_attention_heads=1))
+    """32,064 rows: the bundled tokenizer of 30,522 does not fit; one with 32,003 tokens, rounded up
+    to a multiple of 64, does."""
+    model = NeoBERTModel(
+        NeoBERTConfig(
+            vocab_size=32064,
+            hidden_size=64,
+            num_hidden_layers=1,
+            intermediate_size=96,
+            num_attention_heads=1,
+        )
+    )
     source = save(tmp_path / "run", model.state_dict())
-    with pytest.raises(UserError, match="32064 vocabulary rows, but the tokenizer .* has 30522 tokens"):
+    with pytest.raises(
+        UserError, match="32064 vocabulary rows, but the tokenizer .* has 30522 tokens"
+    ):
         convert(source, tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
     loaded.add_tokens([f"extra{i}" for i in range(32003 - 30522)])
@@ -94,7 +128,9 @@ def test_llama_vocabulary(tmp_path, tokenizer_dir, without_proof):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("extra7") == 30529
 
 
-@pytest.mark.parametrize("files", [("tokenizer.json",), ("vocab.txt",), ("tokenizer.json", "tokenizer_config.json")])
+@pytest.mark.parametrize(
+    "files", [("tokenizer.json",), ("vocab.txt",), ("tokenizer.json", "tokenizer_config.json")]
+)
 def test_parts_of_a_tokenizer_are_enough(small, write, files):
     for path in list(small.iterdir()):
         if path.name not in files:
@@ -105,14 +141,21 @@ def test_parts_of_a_tokenizer_are_enough(small, write, files):
 
 
 def test_ids_with_gaps_stay(small, write):
-    """A vocab.txt counts lines, so that it would give the tokens above a gap other ids; rows are as many as the highest id asks for."""
+    """A vocab.txt counts lines, so that it would give the tokens above a gap other ids; rows are as
+    many as the highest id asks for."""
     backend = json.loads((small / "tokenizer.json").read_text())
     backend["model"]["vocab"]["nest"] = 30
     (small / "tokenizer.json").write_text(json.dumps(backend))
     (small / "vocab.txt").unlink()
     target = write(small, rows=31)
-    assert AutoTokenizer.from_pretrained(target)("nest a").input_ids == AutoTokenizer.from_pretrained(small)("nest a").input_ids
-    assert AutoTokenizer.from_pretrained(target).convert_tokens_to_ids("nest") == 30 and not (target / "vocab.txt").exists()
+    assert (
+        AutoTokenizer.from_pretrained(target)("nest a").input_ids
+        == AutoTokenizer.from_pretrained(small)("nest a").input_ids
+    )
+    assert (
+        AutoTokenizer.from_pretrained(target).convert_tokens_to_ids("nest") == 30
+        and not (target / "vocab.txt").exists()
+    )
     with pytest.raises(UserError, match="has 31 tokens"):
         write(small, rows=24)
 
@@ -125,40 +168,65 @@ def test_a_tokenizer_of_another_kind(tmp_path, write):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<mask>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "<mask>"], initial_alphabet=alphabet
+    )
     backend.train_from_iterator(["the owl's nest is a nest of the owl"] * 9, trainer)
-    loaded = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", mask_token="<mask>", padding_side="left")
+    loaded = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", mask_token="<mask>", padding_side="left"
+    )
     loaded.save_pretrained(tmp_path / "bpe")
     target = write(tmp_path / "bpe", rows=-(-len(loaded) // 8) * 8)
     written = AutoTokenizer.from_pretrained(target)
     text = "the owl <mask> caf\u00e9"
-    assert written(text)["input_ids"] == loaded(text)["input_ids"] and written.mask_token == "<mask>" and written.padding_side == "left"
+    assert (
+        written(text)["input_ids"] == loaded(text)["input_ids"]
+        and written.mask_token == "<mask>"
+        and written.padding_side == "left"
+    )
     assert not (target / "vocab.txt").exists() and written.model_max_length == 128
-    assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True, "transformers 4 would leave it out"
+    assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True, (
+        "transformers 4 would leave it out"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- files of any content
+# ------------------------------------------------------------------------------------------------
+# files of any content
 
 
-def test_no_code_or_path_of_a_tokenizer_comes_along(tmp_path, tiny_config, tokenizer_dir, without_proof):
+def test_no_code_or_path_of_a_tokenizer_comes_along(
+    tmp_path, tiny_config, tokenizer_dir, without_proof
+):
     """auto_map would run OTHER/REPO's code at loading."""
     fields = {**tiny_config, "vocab_size": 30522}
     run = save(tmp_path / "run", NeoBERTForMaskedLM(NeoBERTConfig(**fields)).state_dict(), **fields)
     for path in tokenizer_dir.iterdir():
         shutil.copyfile(path, run / path.name)
-    change(run, auto_map={"AutoTokenizer": ["other/repo--file.Class"] * 2}, name_or_path="/home/me/secret")
+    change(
+        run,
+        auto_map={"AutoTokenizer": ["other/repo--file.Class"] * 2},
+        name_or_path="/home/me/secret",
+    )
     change(run, custom={"nested": "/home/me"}, chat_template="{{ x }}", model_max_length=None)
     (run / "file.py").write_text("raise SystemExit('ran')")
     (run / "chat_template.jinja").write_text("/home/me")
     assert convert(run, tmp_path / "out") == 0
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     expected = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
-    assert written == {**expected, "model_max_length": 128}, "a foreign key was copied, or one of ours lost"
+    assert written == {**expected, "model_max_length": 128}, (
+        "a foreign key was copied, or one of ours lost"
+    )
     for name in ("tokenizer.json", "vocab.txt", "special_tokens_map.json"):
         ours, theirs = ((folder / name).read_text() for folder in (tmp_path / "out", tokenizer_dir))
-        assert ours == theirs or json.loads(ours) == json.loads(theirs), f"{name} is not what was read"
-    assert "home/me" not in "".join(path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors")
-    assert not {"file.py", "chat_template.jinja"} & {path.name for path in (tmp_path / "out").iterdir()}
+        assert ours == theirs or json.loads(ours) == json.loads(theirs), (
+            f"{name} is not what was read"
+        )
+    assert "home/me" not in "".join(
+        path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"
+    )
+    assert not {"file.py", "chat_template.jinja"} & {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,11 +234,25 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(tmp_path, tiny_config, token
     [
         *(({"model_max_length": value}, True) for value in (None, -5, 1e30, True, 10**40)),
         ({"tokenizer_class": None}, True),
-        ({"cls_token": {"__type": "AddedToken", "content": "[CLS]", "lstrip": False, "special": True}}, True),
+        (
+            {
+                "cls_token": {
+                    "__type": "AddedToken",
+                    "content": "[CLS]",
+                    "lstrip": False,
+                    "special": True,
+                }
+            },
+            True,
+        ),
         ({"added_tokens_decoder": {"0": {"content": "[PAD]", "special": True}}}, True),
         ({"model_input_names": ["input_ids", "attention_mask"]}, True),
         *(({"model_max_length": "long"}, False), ({"pad_token": 5, "mask_token": None}, False)),
-        *(({"added_tokens_decoder": {"x": 1}}, False), ({"strip_accents": 3}, False), ({"extra_special_tokens": 7}, False)),
+        *(
+            ({"added_tokens_decoder": {"x": 1}}, False),
+            ({"strip_accents": 3}, False),
+            ({"extra_special_tokens": 7}, False),
+        ),
     ],
     ids=range(14),
 )
@@ -217,7 +299,11 @@ def test_a_pipe(small, write):
 
 
 def test_no_fast_form(small, write, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_load", lambda folder: SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 23}))
+    monkeypatch.setattr(
+        tokenizer,
+        "_load",
+        lambda folder: SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 23}),
+    )
     with pytest.raises(UserError, match="has no fast form"):
         write(small)
 

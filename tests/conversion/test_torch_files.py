@@ -1,5 +1,5 @@
-"""Pins the reader of torch.save files: every tensor bit for bit, in both forms that torch writes; no code in a file runs; damage is found by
-checksum and is one sentence.
+"""Pins the reader of torch.save files: every tensor bit for bit, in both forms that torch writes;
+no code in a file runs; damage is found by checksum and is one sentence.
 """
 
 import argparse
@@ -60,7 +60,8 @@ def test_every_tensor_bit_for_bit(tmp_path, state, form):
         assert torch.equal(stored.read(), expected), f"{name} is not what was saved"
         assert stored.read().dtype == expected.dtype
     assert (
-        tensors["whole"].storage == torch_tensors(tmp_path / "a.pt")["whole"].storage or tensors["whole"].storage != tensors["row"].storage
+        tensors["whole"].storage == torch_tensors(tmp_path / "a.pt")["whole"].storage
+        or tensors["whole"].storage != tensors["row"].storage
     )
 
 
@@ -73,19 +74,48 @@ def test_shared_memory_is_known(tmp_path):
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
 def test_state_dict_below_a_key(tmp_path, state, key):
-    torch.save({key: {"model": state} if key == "state_dict" else state, "epoch": 3, "optimizer": {"state": {}}}, tmp_path / "a.pt")
+    torch.save(
+        {
+            key: {"model": state} if key == "state_dict" else state,
+            "epoch": 3,
+            "optimizer": {"state": {}},
+        },
+        tmp_path / "a.pt",
+    )
     assert torch_tensors(tmp_path / "a.pt").keys() == state.keys()
 
 
 def test_what_torch_loads_without_code_is_loaded(tmp_path):
-    """Things beside the tensors that torch.load(weights_only=True) takes; they are of no use, but no reason to refuse."""
-    extra = {"set": {1, 2}, "counter": collections.Counter("ab"), "complex": 1j, "bytes": b"\xff", "array": bytearray(b"ab"), "none": None}
-    extra |= {"device": torch.device("cpu"), "dtype": torch.float32, "size": torch.Size([2]), "ordered": collections.OrderedDict(x=1)}
-    extra |= {"sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), "long": 1 << 70, "nested": [{"a": (1, [2])}]}
+    """Things beside the tensors that torch.load(weights_only=True) takes; they are of no use, but
+    no reason to refuse."""
+    extra = {
+        "set": {1, 2},
+        "counter": collections.Counter("ab"),
+        "complex": 1j,
+        "bytes": b"\xff",
+        "array": bytearray(b"ab"),
+        "none": None,
+    }
+    extra |= {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "size": torch.Size([2]),
+        "ordered": collections.OrderedDict(x=1),
+    }
+    extra |= {
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+        "long": 1 << 70,
+        "nested": [{"a": (1, [2])}],
+    }
     attributed = torch.nn.Parameter(torch.ones(2))
     attributed.kept = 3
     for form in (True, False):
-        torch.save({"model": {"w": torch.ones(2), "p": attributed}, **extra}, tmp_path / "a.pt", _use_new_zipfile_serialization=form)
+        torch.save(
+            {"model": {"w": torch.ones(2), "p": attributed}, **extra},
+            tmp_path / "a.pt",
+            _use_new_zipfile_serialization=form,
+        )
         torch.load(tmp_path / "a.pt", weights_only=True)
         assert torch_tensors(tmp_path / "a.pt")["p"].read().tolist() == [1, 1]
 
@@ -93,16 +123,23 @@ def test_what_torch_loads_without_code_is_loaded(tmp_path):
 def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_path):
     """None of these classes is made: stand-ins take their places by name."""
     extra = {"args": argparse.Namespace(lr=1e-4, path=tmp_path)}
-    extra |= {"loss": numpy.float64(0.5), "random": numpy.arange(3), "dtype": numpy.dtype("float32")}
+    extra |= {
+        "loss": numpy.float64(0.5),
+        "random": numpy.arange(3),
+        "dtype": numpy.dtype("float32"),
+    }
     torch.save({"model": {"w": torch.ones(2)}, **extra}, tmp_path / "a.pt")
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "a.pt", weights_only=True)
     assert torch_tensors(tmp_path / "a.pt")["w"].read().tolist() == [1, 1]
     assert type(load_torch_file(tmp_path / "a.pt")["args"]) is not argparse.Namespace
-    assert (StandIn, "argparse.Namespace") not in torch.serialization.get_safe_globals(), "it stays allowed for others"
+    assert (StandIn, "argparse.Namespace") not in torch.serialization.get_safe_globals(), (
+        "it stays allowed for others"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------- damage
+# ------------------------------------------------------------------------------------------------
+# damage
 
 
 @pytest.mark.parametrize("form", ["zip", "old"])
@@ -111,7 +148,9 @@ def test_truncated_anywhere(tmp_path, state, form):
     data = (tmp_path / "a.pt").read_bytes()
     for length in {*range(0, len(data), max(1, len(data) // 40)), len(data) - 1}:
         (tmp_path / "a.pt").write_bytes(data[:length])
-        with pytest.raises(UserError, match="is truncated|holds an object of class"):  # in the middle of a name
+        with pytest.raises(
+            UserError, match="is truncated|holds an object of class"
+        ):  # in the middle of a name
             torch_tensors(tmp_path / "a.pt")
 
 
@@ -121,7 +160,9 @@ def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
     data = bytearray((tmp_path / "a.pt").read_bytes())
     data[data.index(weight.numpy().tobytes()) + 101] ^= 4
     (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(UserError, match="a.pt is damaged: a/data/0 in it does not have the checksum"):
+    with pytest.raises(
+        UserError, match="a.pt is damaged: a/data/0 in it does not have the checksum"
+    ):
         torch_tensors(tmp_path / "a.pt")
 
 
@@ -134,7 +175,8 @@ def test_one_flipped_bit_of_the_description_is_found(tmp_path):
 
 
 def _repack(path, change):
-    """Packs an archive anew, with right checksums; `change` maps {name: content} to what is packed and its compression."""
+    """Packs an archive anew, with right checksums; `change` maps {name: content} to what is packed
+    and its compression."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     records, compression = change(records)
@@ -144,7 +186,9 @@ def _repack(path, change):
 
 
 def test_settings_below_the_name_of_a_model_are_not_its_weights(tmp_path):
-    torch.save({"model": {"hidden_size": 64}, "state_dict": {"a": torch.ones(2)}}, tmp_path / "a.pt")
+    torch.save(
+        {"model": {"hidden_size": 64}, "state_dict": {"a": torch.ones(2)}}, tmp_path / "a.pt"
+    )
     assert list(torch_tensors(tmp_path / "a.pt")) == ["a"]
 
 
@@ -169,7 +213,10 @@ def test_packed_anew_without_compression_is_read(tmp_path):
         (lambda: torch.eye(2).to_sparse_csr(), "a sparse tensor"),
         (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "a nested tensor"),
         (lambda: torch.empty(2, 2, device="meta"), "a tensor of the meta device"),
-        (lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8), "a quantised tensor"),
+        (
+            lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+            "a quantised tensor",
+        ),
     ],
     ids=["sparse", "csr", "nested", "meta", "quantised"],
 )
@@ -209,14 +256,19 @@ def test_not_a_file_of_weights(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in (
-        *(("pipe", "not a file, but a pipe"), ("folder", "not a file, but a folder"), ("none", "does not exist")),
+        *(
+            ("pipe", "not a file, but a pipe"),
+            ("folder", "not a file, but a folder"),
+            ("none", "does not exist"),
+        ),
         *(("empty", "cannot be read"), ("text", "cannot be read"), ("list", "holds no state dict")),
     ):
         with pytest.raises(UserError, match=message):
             torch_tensors(tmp_path / f"{name}.pt")
 
 
-# ------------------------------------------------------------------------------------------------------ no code runs
+# ------------------------------------------------------------------------------------------------
+# no code runs
 
 
 class _Touch:
@@ -250,7 +302,9 @@ def test_malicious_pickle_does_not_run(tmp_path, evil_class, kind):
     path = tmp_path / "run" / "state_dict.pt"
     path.parent.mkdir()
     if kind in ("zip", "legacy"):
-        torch.save({"a": torch.zeros(2), "b": evil}, path, _use_new_zipfile_serialization=kind == "zip")
+        torch.save(
+            {"a": torch.zeros(2), "b": evil}, path, _use_new_zipfile_serialization=kind == "zip"
+        )
     elif kind == "pickle":
         path.write_bytes(pickle.dumps(evil))
     elif kind == "tar":
@@ -260,7 +314,10 @@ def test_malicious_pickle_does_not_run(tmp_path, evil_class, kind):
             archive.writestr("archive/data.pkl", pickle.dumps(evil, protocol=2))
             archive.writestr("archive/version", "3\n")
     elif kind == "deepspeed":
-        torch.save({"module": {"a": torch.zeros(2)}, "param_shapes": evil}, path.with_name("mp_rank_00_model_states.pt"))
+        torch.save(
+            {"module": {"a": torch.zeros(2)}, "param_shapes": evil},
+            path.with_name("mp_rank_00_model_states.pt"),
+        )
     else:
         path.with_name(".metadata").write_bytes(pickle.dumps(evil))
     with pytest.raises(UserError) as refusal:
@@ -282,7 +339,10 @@ def test_the_malicious_pickle_would_run(tmp_path):
 
 
 def test_an_unknown_class_is_named(tmp_path):
-    torch.save({"a": torch.zeros(2), "args": pytest.Mark("a", (), {}, _ispytest=True)}, tmp_path / "state_dict.pt")
+    torch.save(
+        {"a": torch.zeros(2), "args": pytest.Mark("a", (), {}, _ispytest=True)},
+        tmp_path / "state_dict.pt",
+    )
     with pytest.raises(UserError, match=r"class _pytest\.mark\.structures\.Mark"):
         open_checkpoint(tmp_path)
 
@@ -296,7 +356,8 @@ def _flipped(data, most, count, generator):
 
 
 def test_random_damage_never_ends_otherwise_than_in_a_sentence(tmp_path, state):
-    """Flipped bytes of the description, with its checksum made right again, so that all of it is parsed."""
+    """Flipped bytes of the description, with its checksum made right again, so that all of it is
+    parsed."""
     generator, outcomes = random.Random(0), collections.Counter()
     torch.save(state, tmp_path / "good.pt")
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -307,7 +368,13 @@ def test_random_damage_never_ends_otherwise_than_in_a_sentence(tmp_path, state):
         if number % 2:
             damaged = _flipped(description, len(description), 1 + number % 3, generator)
             (tmp_path / "a.pt").write_bytes(good)
-            _repack(tmp_path / "a.pt", lambda records, damaged=damaged: ({**records, "good/data.pkl": damaged}, zipfile.ZIP_STORED))
+            _repack(
+                tmp_path / "a.pt",
+                lambda records, damaged=damaged: (
+                    {**records, "good/data.pkl": damaged},
+                    zipfile.ZIP_STORED,
+                ),
+            )
         else:
             (tmp_path / "a.pt").write_bytes(_flipped(old, 1500, 1 + number % 3, generator))
         try:

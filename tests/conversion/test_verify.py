@@ -1,5 +1,6 @@
-"""Pins the proof of a conversion: the folder is loaded in a fresh process and its outputs are those of the source, exactly; what differs or does
-not load is not kept; and the source's outputs need one module's weights at a time.
+"""Pins the proof of a conversion: the folder is loaded in a fresh process and its outputs are those
+of the source, exactly; what differs or does not load is not kept; and the source's outputs need one
+module's weights at a time.
 """
 
 import dataclasses
@@ -19,10 +20,16 @@ from neobert.conversion.stored import StoredTensor
 from neobert.conversion.verify import streamed_forward
 
 
-@pytest.mark.parametrize("spoil", [lambda x: x * float("nan"), lambda x: x[..., :-1], lambda x: x[:, :-1], lambda x: x + 1e-3])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda x: x * float("nan"), lambda x: x[..., :-1], lambda x: x[:, :-1], lambda x: x + 1e-3],
+)
 def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, monkeypatch, spoil):
     state = model.state_dict()
-    conversion = plan({n: StoredTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in state.items()}, tiny_config)
+    conversion = plan(
+        {n: StoredTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in state.items()},
+        tiny_config,
+    )
     logits = model(**verify.random_inputs(conversion)).logits.detach()
 
     def reload(folder, auto_class, given, answered, scratch):
@@ -31,19 +38,31 @@ def test_outputs_that_are_not_those_of_the_source(tmp_path, model, tiny_config, 
     monkeypatch.setattr(verify, "_reload", reload)
     expected = verify.source_outputs(conversion, rounded=True)
     answer = torch.clone
-    assert torch.allclose(verify.verify(tmp_path, conversion, expected, tmp_path), expected, atol=1e-5)
+    assert torch.allclose(
+        verify.verify(tmp_path, conversion, expected, tmp_path), expected, atol=1e-5
+    )
     answer = spoil
-    with pytest.raises(UserError, match="outputs differ from the source's by .*, so it was not kept"):
+    with pytest.raises(
+        UserError, match="outputs differ from the source's by .*, so it was not kept"
+    ):
         verify.verify(tmp_path, conversion, expected, tmp_path)
 
 
-@pytest.mark.parametrize("head, auto", [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")])
+@pytest.mark.parametrize(
+    "head, auto",
+    [("base", "AutoModel"), ("sequence-classification", "AutoModelForSequenceClassification")],
+)
 def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, head, auto):
-    """Ablation M0 (learned positions, LayerNorm, GELU): all from the shapes but the number of heads, whose size is not 64 here."""
+    """Ablation M0 (learned positions, LayerNorm, GELU): all from the shapes but the number of
+    heads, whose size is not 64 here."""
     folder = golden / "ablation_m0"
     state = load_file(folder / "model.safetensors")
     if head == "base":
-        state = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+        state = {
+            name.removeprefix("model."): value
+            for name, value in state.items()
+            if name.startswith("model.")
+        }
     else:
         body = {name: value for name, value in state.items() if name.startswith("model.")}
         state = body | load_file(folder / "sequence_classification_head.safetensors")
@@ -52,24 +71,37 @@ def test_other_heads_in_bfloat16_with_proof(tmp_path, golden, capsys, head, auto
     options = ("--tokenizer", "none", "--dtype", "bfloat16", "--config", tmp_path / "heads.yaml")
     assert convert(source, tmp_path / "out", *options) == 0
     printed = capsys.readouterr().out
-    assert "position_embedding_type learned" in printed and "norm_type layer" in printed and "hidden_act gelu" in printed
+    assert (
+        "position_embedding_type learned" in printed
+        and "norm_type layer" in printed
+        and "hidden_act gelu" in printed
+    )
     assert f"{auto}.from_pretrained" in printed
     rounding = float(re.search(r"with rounding\s+(\S+)", printed).group(1))
     assert 1e-4 < rounding < 1, "bfloat16 should differ from float32 by its rounding"
-    assert re.search(r"largest difference\s+0.0e\+00", printed), "the outputs are not those of the rounded weights"
+    assert re.search(r"largest difference\s+0.0e\+00", printed), (
+        "the outputs are not those of the rounded weights"
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == ["NeoBERT" if head == "base" else "NeoBERTForSequenceClassification"]
+    assert config["architectures"] == [
+        "NeoBERT" if head == "base" else "NeoBERTForSequenceClassification"
+    ]
     assert config["dtype"] == "bfloat16" and config["max_position_embeddings"] == 64
     expected = load_file(folder / "expected.safetensors")
     model_class = NeoBERTModel if head == "base" else NeoBERTForSequenceClassification
     model = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         if head == "base":
-            output, wanted = model(expected["unpadded_input_ids"]).last_hidden_state, expected["unpadded_last_hidden_state"]
+            output, wanted = (
+                model(expected["unpadded_input_ids"]).last_hidden_state,
+                expected["unpadded_last_hidden_state"],
+            )
         else:
             output = model(expected["input_ids"], expected["attention_mask"]).logits
             wanted = expected["sequence_classification_logits"]
-    assert (output - wanted).abs().max() < 0.05 * wanted.abs().max(), "not the reference model within bfloat16's rounding"
+    assert (output - wanted).abs().max() < 0.05 * wanted.abs().max(), (
+        "not the reference model within bfloat16's rounding"
+    )
 
 
 def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
@@ -79,7 +111,11 @@ def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
     def spoiled(folder, conversion, size):
         stored = conversion.tensors[name]
         wrong = dataclasses.replace(stored, read=lambda: stored.read() * 1.01)
-        return original(folder, dataclasses.replace(conversion, tensors={**conversion.tensors, name: wrong}), size)
+        return original(
+            folder,
+            dataclasses.replace(conversion, tensors={**conversion.tensors, name: wrong}),
+            size,
+        )
 
     monkeypatch.setattr(command, "write_weights", spoiled)
     with pytest.raises(UserError, match="outputs differ from the source's"):
@@ -98,10 +134,16 @@ def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     "code, message",
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with SIGKILL"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "its process ended with SIGKILL",
+        ),
         ("import sys; sys.exit(3)", "its process ended with 3"),
         ("raise ValueError('a\\nb\\x1b[2J')", r"b\\x1b\[2J"),
-        ("import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"]}')", r"in (\S+) and \1"),
+        (
+            "import os, sys; sys.exit(f'in {os.getcwd()} and {os.environ[\"TMPDIR\"]}')",
+            r"in (\S+) and \1",
+        ),
     ],
     ids=["killed", "code", "error", "folder"],
 )
@@ -120,17 +162,22 @@ def test_tied_decoder_with_proof(tmp_path, model, tiny_config, capsys):
 
 
 def test_streamed_forward_holds_one_module_at_a_time(model):
-    """The proof's reference: the outputs of the whole model, with the weights of one module in memory."""
+    """The proof's reference: the outputs of the whole model, with the weights of one module in
+    memory."""
     ids, reads, state = torch.arange(20)[None], [], model.state_dict()
     with torch.device("meta"):
         empty = NeoBERTForMaskedLM(model.config)
 
     def read(name):
         loaded = [key for key, value in empty.named_parameters() if value.device.type != "meta"]
-        assert len({key.rpartition(".")[0] for key in loaded}) <= 1, f"several modules are loaded at once: {loaded}"
+        assert len({key.rpartition(".")[0] for key in loaded}) <= 1, (
+            f"several modules are loaded at once: {loaded}"
+        )
         reads.append(name)
         return state[name]
 
     with torch.no_grad():
-        assert torch.equal(streamed_forward(empty, read, {"input_ids": ids})["logits"], model(ids).logits)
+        assert torch.equal(
+            streamed_forward(empty, read, {"input_ids": ids})["logits"], model(ids).logits
+        )
     assert sorted(reads) == sorted(state), "not every weight was used once"

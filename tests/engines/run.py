@@ -1,10 +1,12 @@
-"""`make test-engines`: exports two models and a classifier, runs them in the real engines on the CPU, and compares every vector with torch in float32.
+"""`make test-engines`: exports two models and a classifier, runs them in the real engines on the
+CPU, and compares every vector with torch in float32.
 
 python tests/engines/run.py --work FOLDER [--engines llama.cpp ...] [--output results/engines]
 
-The models: the bundled sentence encoder, and one with wide random weights, on which mistakes and low precision show most. FOLDER keeps what is
-installed: node/ (npm packages) and st/ (the environment of sentence-transformers' ONNX backend). An engine that cannot be had is skipped, and the
-last lines say why.
+The models: the bundled sentence encoder, and one with wide random weights, on which mistakes and
+low precision show most. FOLDER keeps what is
+installed: node/ (npm packages) and st/ (the environment of sentence-transformers' ONNX backend). An
+engine that cannot be had is skipped, and the last lines say why.
 """
 
 import argparse
@@ -40,7 +42,12 @@ ONNX = {name: onnx.PRECISIONS[name].file for name in ("fp32", "fp16", "int8")}
 OPENVINO = {name: precision.file for name, precision in openvino.PRECISIONS.items()}
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 # Least cosines to torch in float32, (token, pooled), by precision.
-BOUNDS = {"fp32": (0.9999, 0.9999), "fp16": (0.995, 0.999), "q8_0": (0.97, 0.99), "int8": (0.9, 0.99)}
+BOUNDS = {
+    "fp32": (0.9999, 0.9999),
+    "fp16": (0.995, 0.999),
+    "q8_0": (0.97, 0.99),
+    "int8": (0.9, 0.99),
+}
 NO_NODE = "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"
 
 
@@ -48,7 +55,8 @@ class Skipped(Exception):
     """An engine that is not to be had here: one sentence."""
 
 
-# --------------------------------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------------
+# models
 
 
 def make_texts():
@@ -78,8 +86,12 @@ class Model:
     def __post_init__(self):
         self.tokenizer = load_tokenizer(self.folder)
         longest = read_json(self.folder / "sentence_bert_config.json")["max_seq_length"]
-        self.texts = [text for text in self.texts if len(self.tokenizer(text)["input_ids"]) <= longest]
-        model = NeoBERTModel.from_pretrained(self.folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+        self.texts = [
+            text for text in self.texts if len(self.tokenizer(text)["input_ids"]) <= longest
+        ]
+        model = NeoBERTModel.from_pretrained(
+            self.folder, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
         ids = [torch.tensor([self.tokenizer(text)["input_ids"]]) for text in self.texts]
         with torch.inference_mode():
             self.tokens = [model(row).last_hidden_state[0].numpy() for row in ids]
@@ -102,7 +114,8 @@ class Model:
 
 
 def timed(function, items, repeats=3):
-    """Median CPU seconds that a function takes for all items, one after another; the first of the passes is not counted.
+    """Median CPU seconds that a function takes for all items, one after another; the first of the
+    passes is not counted.
 
     CPU seconds on one thread: other work on the machine disturbs them least.
     """
@@ -116,7 +129,8 @@ def timed(function, items, repeats=3):
 
 
 def random_model(model_class, folder, pooling=None, **changes):
-    """A Hub folder with wide random weights: outputs of attention and feed-forward as large as what they are added to."""
+    """A Hub folder with wide random weights: outputs of attention and feed-forward as large as what
+    they are added to."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 192,
@@ -139,7 +153,8 @@ def random_model(model_class, folder, pooling=None, **changes):
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------------------- engines
+# ------------------------------------------------------------------------------------------------
+# engines
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,8 @@ class Answer:
 
     Attributes:
         engine, version, precision: of the row.
-        tokens: (L, D) of each text, or {place: (texts, D)} where the engine gives the vectors at one place (0 or -1) only.
+        tokens: (L, D) of each text, or {place: (texts, D)} where the engine gives the vectors at
+        one place (0 or -1) only.
         pooled: (texts, D).
         seconds: CPU seconds for all texts, one after another, on one thread.
         size: bytes of the model.
@@ -164,7 +180,8 @@ class Answer:
 
 
 def onnx_runtime(model, work):
-    """ONNX Runtime in Python, in one right-padded batch, with its own pooled output where there is one."""
+    """ONNX Runtime in Python, in one right-padded batch, with its own pooled output where there is
+    one."""
     import onnxruntime
 
     folder = onnx_folder(model)
@@ -172,13 +189,23 @@ def onnx_runtime(model, work):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     for precision, name in ONNX.items():
-        session = onnxruntime.InferenceSession(str(folder / "onnx" / name), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(folder / "onnx" / name), options, providers=["CPUExecutionProvider"]
+        )
         outputs = [output.name for output in session.get_outputs()]
         found = dict(zip(outputs, session.run(None, inputs)))
         seconds = timed(partial(session.run, outputs[:1]), single_rows(model))
         tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
         pooled = found.get("sentence_embedding", means(tokens))
-        yield Answer("ONNX Runtime", onnxruntime.__version__, precision, tokens, pooled, seconds, size_of(folder / "onnx", name))
+        yield Answer(
+            "ONNX Runtime",
+            onnxruntime.__version__,
+            precision,
+            tokens,
+            pooled,
+            seconds,
+            size_of(folder / "onnx", name),
+        )
 
 
 def openvino_runtime(model, work):
@@ -196,7 +223,15 @@ def openvino_runtime(model, work):
         seconds = timed(compiled, single_rows(model))
         tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
         pooled = found.get("sentence_embedding", means(tokens))
-        yield Answer("OpenVINO", runtime.__version__.split("-")[0], precision, tokens, pooled, seconds, size_of(folder, path.name))
+        yield Answer(
+            "OpenVINO",
+            runtime.__version__.split("-")[0],
+            precision,
+            tokens,
+            pooled,
+            seconds,
+            size_of(folder, path.name),
+        )
 
 
 def transformers_js(model, work):
@@ -204,15 +239,30 @@ def transformers_js(model, work):
     modules = node_modules(work)
     folder = onnx_folder(model)
     for precision, name in ONNX.items():
-        found = in_node("transformers.mjs", modules, folder, {"int8": "q8"}.get(precision, precision), texts=model.texts)
+        found = in_node(
+            "transformers.mjs",
+            modules,
+            folder,
+            {"int8": "q8"}.get(precision, precision),
+            texts=model.texts,
+        )
         version = package_version(modules, "@huggingface/transformers")
         tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
         size = size_of(folder / "onnx", name)
-        yield Answer("transformers.js", version, precision, tokens, np.array(found["pooled"]), found["seconds"], size)
+        yield Answer(
+            "transformers.js",
+            version,
+            precision,
+            tokens,
+            np.array(found["pooled"]),
+            found["seconds"],
+            size,
+        )
 
 
 def llama_cpp(model, work):
-    """llama.cpp, prebuilt for node: its tokenizer, its pooling; token vectors are those of the first and the last token."""
+    """llama.cpp, prebuilt for node: its tokenizer, its pooling; token vectors are those of the
+    first and the last token."""
     modules = node_modules(work)
     for dtype in ("f32", "f16", "q8_0"):
         path = model.export("gguf", f"model.{dtype}.gguf", "--dtype", dtype)
@@ -220,24 +270,40 @@ def llama_cpp(model, work):
         for pooling in (2, 3, None):  # the first token's, the last one's, and what the file says
             engine = Llama(modules, path, 1, pooling)
             vectors[pooling] = engine(model.texts)
-            seconds = statistics.median(seconds_of(engine, model.texts) for _ in range(3)) if pooling is None else None
+            seconds = (
+                statistics.median(seconds_of(engine, model.texts) for _ in range(3))
+                if pooling is None
+                else None
+            )
             engine.close()
         precision = {"f32": "fp32", "f16": "fp16"}.get(dtype, dtype)
         version = f"{package_version(modules, 'node-llama-cpp')} (node-llama-cpp)"
         tokens = {0: vectors[2], -1: vectors[3]}
-        yield Answer("llama.cpp", version, precision, tokens, vectors[None], seconds, path.stat().st_size)
+        yield Answer(
+            "llama.cpp", version, precision, tokens, vectors[None], seconds, path.stat().st_size
+        )
 
 
 def sentence_transformers_onnx(model, work):
     """sentence-transformers 5.1 with backend="onnx", on transformers 4.57."""
     python = work / "st" / "bin" / "python"
     if not (work / "st" / ".ready").exists():
-        raise Skipped(f"{python.parent.parent} is not installed: make {python.parent.parent}/.ready")
+        raise Skipped(
+            f"{python.parent.parent} is not installed: make {python.parent.parent}/.ready"
+        )
     folder = onnx_folder(model)
     found = in_process([python, HERE / "sentence_transformers_onnx.py", folder], model.texts)
     tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
     size = size_of(folder / "onnx", ONNX["fp32"])
-    yield Answer("sentence-transformers, ONNX", found["version"], "fp32", tokens, np.array(found["pooled"]), found["seconds"], size)
+    yield Answer(
+        "sentence-transformers, ONNX",
+        found["version"],
+        "fp32",
+        tokens,
+        np.array(found["pooled"]),
+        found["seconds"],
+        size,
+    )
 
 
 ENGINES = {
@@ -281,7 +347,11 @@ def means(tokens):
 def size_of(folder, name):
     """Bytes of a model file and of the weights beside it."""
     stem = Path(name).stem
-    return sum(p.stat().st_size for p in folder.iterdir() if p.name == name or p.name in (f"{name}_data", f"{name}.data", f"{stem}.bin"))
+    return sum(
+        p.stat().st_size
+        for p in folder.iterdir()
+        if p.name == name or p.name in (f"{name}_data", f"{name}.data", f"{stem}.bin")
+    )
 
 
 def node_modules(work):
@@ -303,18 +373,25 @@ def in_node(script, *arguments, texts):
 
 def in_process(command, texts):
     """The last line of a program's output, JSON; its input is a list of texts."""
-    run = subprocess.run([*map(str, command)], input=json.dumps(texts), capture_output=True, text=True, timeout=600)
+    run = subprocess.run(
+        [*map(str, command)], input=json.dumps(texts), capture_output=True, text=True, timeout=600
+    )
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
     if run.returncode or not lines:
-        raise UserError(f"{Path(str(command[1])).name} ended with exit code {run.returncode}: {one_line(run.stderr[-1500:], 1500)}")
+        raise UserError(
+            f"{Path(str(command[1])).name} ended with exit code {run.returncode}: "
+            f"{one_line(run.stderr[-1500:], 1500)}"
+        )
     return json.loads(lines[-1])
 
 
-# ------------------------------------------------------------------------------------------------------------------ comparison
+# ------------------------------------------------------------------------------------------------
+# comparison
 
 
 def worst_cosine(given, expected):
-    """The smallest cosine between rows of two arrays; -1 where a number is not finite or the shapes differ."""
+    """The smallest cosine between rows of two arrays; -1 where a number is not finite or the shapes
+    differ."""
     given, expected = np.asarray(given, np.float64), np.asarray(expected, np.float64)
     if given.shape != expected.shape or not np.isfinite(given).all():
         return -1.0
@@ -325,9 +402,16 @@ def worst_cosine(given, expected):
 def compared(answer, model):
     """A row: the worst cosines of an Answer."""
     if isinstance(answer.tokens, dict):
-        token = min(worst_cosine(given, np.stack([x[place] for x in model.tokens])) for place, given in answer.tokens.items())
+        token = min(
+            worst_cosine(given, np.stack([x[place] for x in model.tokens]))
+            for place, given in answer.tokens.items()
+        )
     else:
-        pairs = list(zip(answer.tokens, model.tokens)) if len(answer.tokens) == len(model.tokens) else [([0.0], [[0.0]])]
+        pairs = (
+            list(zip(answer.tokens, model.tokens))
+            if len(answer.tokens) == len(model.tokens)
+            else [([0.0], [[0.0]])]
+        )
         token = min(worst_cosine(given, expected) for given, expected in pairs)
     return {
         "model": model.name,
@@ -343,15 +427,21 @@ def compared(answer, model):
 
 
 def check_classifier(modules, work):
-    """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst difference by the largest logit."""
+    """llama.cpp's logits of a sequence classifier with two labels against torch's: the worst
+    difference by the largest logit."""
     folder, path = work / "classifier", work / "classifier.gguf"
     random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
     if not path.exists():
         export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
-    model, tokenizer = NeoBERTForSequenceClassification.from_pretrained(folder).eval(), load_tokenizer(folder)
+    model, tokenizer = (
+        NeoBERTForSequenceClassification.from_pretrained(folder).eval(),
+        load_tokenizer(folder),
+    )
     texts = make_texts()
     with torch.inference_mode():
-        expected = np.stack([model(**tokenizer(text, return_tensors="pt")).logits[0].numpy() for text in texts])
+        expected = np.stack(
+            [model(**tokenizer(text, return_tensors="pt")).logits[0].numpy() for text in texts]
+        )
     given = np.array(in_node("classifier.mjs", modules, path, "2", texts=texts)["logits"])
     return float(np.abs(given - expected).max() / np.abs(expected).max())
 
@@ -359,16 +449,33 @@ def check_classifier(modules, work):
 def page(rows, classifier, skipped):
     """Markdown of the results."""
     parts = [
-        "Vectors of the same texts (1 to about 150 words) against torch in float32. Token: the worst cosine between the vectors of one token; llama.cpp gives "
-        "the first and the last token's alone. Pooled: the worst cosine between the vectors of one text. Speed: CPU time of the texts one after "
-        "another on one thread, relative to torch in float32 measured beside it (above 1 is faster); docs/performance.md has speeds in batches.",
+        "Vectors of the same texts (1 to about 150 words) against torch in float32. Token: the "
+        "worst cosine between the vectors of one token; llama.cpp gives "
+        "the first and the last token's alone. Pooled: the worst cosine between the vectors of one "
+        "text. Speed: CPU time of the texts one after "
+        "another on one thread, relative to torch in float32 measured beside it (above 1 is "
+        "faster); docs/performance.md has speeds in batches.",
     ]
-    header = ["engine", "version", "precision", "worst token cosine", "worst pooled cosine", "MB", "speed"]
+    header = [
+        "engine",
+        "version",
+        "precision",
+        "worst token cosine",
+        "worst pooled cosine",
+        "MB",
+        "speed",
+    ]
     for name in dict.fromkeys(row["model"] for row in rows):
         parts.append(f"## {name[0].upper()}{name[1:]}")
         lines = [
             [
-                *(row["engine"], row["version"], row["precision"], f"{row['token']:.6f}", f"{row['pooled']:.6f}"),
+                *(
+                    row["engine"],
+                    row["version"],
+                    row["precision"],
+                    f"{row['token']:.6f}",
+                    f"{row['pooled']:.6f}",
+                ),
                 *(f"{row['bytes'] / 1e6:.1f}", f"{row['speed']:.2f}"),
             ]
             for row in rows
@@ -376,7 +483,10 @@ def page(rows, classifier, skipped):
         ]
         parts.append(markdown_table(header, lines))
     if classifier is not None:
-        parts.append(f"A sequence classifier with two labels in llama.cpp (f32): logits within {classifier:.1e} of the largest one.")
+        parts.append(
+            "A sequence classifier with two labels in llama.cpp (f32): logits within "
+            f"{classifier:.1e} of the largest one."
+        )
     parts += [f"Skipped: {name}: {reason}." for name, reason in skipped.items()]
     return "\n\n".join(parts)
 
@@ -407,18 +517,30 @@ def main():
                     rows.append(row := compared(answer, model))
                     bounds = BOUNDS[row["precision"]]
                     good = row["token"] >= bounds[0] and row["pooled"] >= bounds[1]
-                    told = f"{row['engine']} {row['precision']}, {model.name}: token {row['token']:.6f}, pooled {row['pooled']:.6f}"
+                    told = (
+                        f"{row['engine']} {row['precision']}, {model.name}: token "
+                        f"{row['token']:.6f}, pooled {row['pooled']:.6f}"
+                    )
                     print(f"{'ok  ' if good else 'FAIL'} {told}", flush=True)
                     if not good:
                         failed.append(f"{told}; at least {bounds[0]} and {bounds[1]} are wanted")
             except (Skipped, ImportError) as reason:
                 skipped[name] = one_line(reason)
             except Exception as error:  # of any engine; the others still run
-                failed.append(f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}")
+                failed.append(
+                    f"{name}, {model.name}: {type(error).__name__}: {one_line(error, 1500)}"
+                )
     if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
         classifier = check_classifier(node_modules(given.work.resolve()), folder)
-        print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within {classifier:.1e}")
-        failed += [] if classifier <= 5e-3 else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
+        print(
+            f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within "
+            f"{classifier:.1e}"
+        )
+        failed += (
+            []
+            if classifier <= 5e-3
+            else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
+        )
     if given.output:
         packages = ("onnxruntime", "openvino", "gguf")
         write_result(
@@ -432,7 +554,10 @@ def main():
         print(f"skipped {name}: {reason}")
     for line in failed:
         print(f"failed {line}")
-    print(f"{len(rows) - len(failed) if rows else 0} passed, {len(failed)} failed, {len(skipped)} skipped")
+    print(
+        f"{len(rows) - len(failed) if rows else 0} passed, {len(failed)} failed, {len(skipped)} "
+        "skipped"
+    )
     return 1 if failed or not rows else 0
 
 

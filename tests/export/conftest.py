@@ -11,23 +11,48 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
 
 
-SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-WORDS = [*SPECIAL.values(), "rain", "the", "a", "server", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+SPECIAL = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+WORDS = [
+    *SPECIAL.values(),
+    "rain",
+    "the",
+    "a",
+    "server",
+    *string.ascii_lowercase,
+    *(f"##{c}" for c in string.ascii_lowercase),
+]
 WORDS += [*string.digits, *string.punctuation]
 
 
 def write_tokenizer(folder):
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.normalizer, backend.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=300, **SPECIAL).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_max_length=300, **SPECIAL
+    ).save_pretrained(folder)
 
 
 def build(model_class=NeoBERTModel, **changes):
     """A tiny model whose attention is far from uniform, with no bias or norm that does nothing."""
     torch.manual_seed(0)
-    fields = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 300}
+    fields = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 300,
+    }
     model = model_class(NeoBERTConfig(**{"vocab_size": len(WORDS), **fields, **changes})).eval()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
@@ -66,14 +91,24 @@ def hub_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def sentence_folder(tmp_path_factory, hub_folder):
-    """A folder of sentence-transformers with mean pooling, a Dense module, vectors of length 1, and texts of up to 120 tokens."""
-    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    """A folder of sentence-transformers with mean pooling, a Dense module, vectors of length 1, and
+    texts of up to 120 tokens."""
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="needs sentence-transformers"
+    )
     from sentence_transformers import models as modules
 
     torch.manual_seed(1)
     transformer = modules.Transformer(str(hub_folder()))
-    parts = [transformer, modules.Pooling(64, "mean"), modules.Dense(64, 48, activation_function=torch.nn.Tanh()), modules.Normalize()]
-    model = sentence_transformers.SentenceTransformer(modules=parts, device="cpu", prompts={"query": "a "})
+    parts = [
+        transformer,
+        modules.Pooling(64, "mean"),
+        modules.Dense(64, 48, activation_function=torch.nn.Tanh()),
+        modules.Normalize(),
+    ]
+    model = sentence_transformers.SentenceTransformer(
+        modules=parts, device="cpu", prompts={"query": "a "}
+    )
     model.max_seq_length = 120
     folder = tmp_path_factory.mktemp("sentences") / "model"
     folder.mkdir()

@@ -1,4 +1,5 @@
-"""Pins `neobert export`: its targets and refusals, what is read of a folder, how vectors are pooled, and the comparison with torch."""
+"""Pins `neobert export`: its targets and refusals, what is read of a folder, how vectors are
+pooled, and the comparison with torch."""
 
 import json
 import shutil
@@ -28,17 +29,22 @@ def opened(path, **options):
         return found
 
 
-# ------------------------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------------
+# command
 
 
 def test_a_bad_command_is_one_sentence(capsys, tmp_path):
     assert __main__.main(["export", "tflite", "model", "out"]) == 2
-    assert capsys.readouterr().err == "neobert export: the target must be one of gguf, onnx, openvino, but 'tflite' was given\n"
+    assert capsys.readouterr().err == (
+        "neobert export: the target must be one of gguf, onnx, openvino, but 'tflite' was given\n"
+    )
     assert __main__.main(["export"]) == 2
     assert "but nothing was given" in capsys.readouterr().err
     pytest.importorskip("openvino", reason="needs the extra openvino")
     assert __main__.main(["export", "openvino", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith(f"neobert export: there is no {tmp_path}/none; a model of the Hub is fetched first")
+    assert capsys.readouterr().err.startswith(
+        f"neobert export: there is no {tmp_path}/none; a model of the Hub is fetched first"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -53,7 +59,11 @@ def test_help(capsys):
 def test_a_missing_engine(monkeypatch):
     monkeypatch.setitem(command.TARGETS, "onnx", ("onnx", ("onnx", "no_such_engine")))
     with pytest.raises(
-        ImportError, match=r"needs no_such_engine, not installed here: pip install no-such-engine, or pip install -e '.\[onnx\]'"
+        ImportError,
+        match=(
+            r"needs no_such_engine, not installed here: pip install no-such-engine, or pip "
+            r"install -e '.\[onnx\]'"
+        ),
     ):
         command.main(["onnx", "model", "out"])
 
@@ -61,7 +71,10 @@ def test_a_missing_engine(monkeypatch):
 @pytest.mark.parametrize(
     "prepare, message",
     [
-        (lambda out: (out.mkdir(), (out / "mine.txt").write_text("x")), "was not written by neobert export"),
+        (
+            lambda out: (out.mkdir(), (out / "mine.txt").write_text("x")),
+            "was not written by neobert export",
+        ),
         (lambda out: out.write_text("x"), "must be a folder or a new name"),
     ],
 )
@@ -78,7 +91,8 @@ def test_an_output_inside_the_input_is_refused(hub_folder):
         folder.check_output(ExportArguments(folder=str(given), output=str(given / "out")))
 
 
-# -------------------------------------------------------------------------------------------------------------------- source
+# ------------------------------------------------------------------------------------------------
+# source
 
 
 def test_a_sentence_encoder(sentence_folder):
@@ -109,18 +123,32 @@ def test_the_length_is_that_of_the_sentence_encoder(sentence_folder, tmp_path):
 
 
 def test_prompts_that_do_not_count(sentence_folder, tmp_path):
-    """A graph does not know where a prompt ends: it has no pooled output then, and the folder tells its readers."""
+    """A graph does not know where a prompt ends: it has no pooled output then, and the folder tells
+    its readers."""
     found = opened(sentence_folder)
     left_out = replace(found, pooling=replace(found.pooling, include_prompt=False))
-    assert Graph(found).outputs == ["last_hidden_state", "sentence_embedding"] and Graph(left_out).outputs == ["last_hidden_state"]
-    assert Graph(replace(left_out, prompts={"query": ""})).outputs == ["last_hidden_state", "sentence_embedding"]
+    assert Graph(found).outputs == ["last_hidden_state", "sentence_embedding"] and Graph(
+        left_out
+    ).outputs == ["last_hidden_state"]
+    assert Graph(replace(left_out, prompts={"query": ""})).outputs == [
+        "last_hidden_state",
+        "sentence_embedding",
+    ]
     (tmp_path / "tokenizer").mkdir()
     for given, counts in ((found, True), (left_out, False)):
         place = tmp_path / str(counts)
         place.mkdir()
         folder._write_common(place, replace(given, tokenizer_folder=tmp_path / "tokenizer"))
-        assert json.loads((place / "1_Pooling" / "config.json").read_text())["include_prompt"] is counts
-        assert json.loads((place / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "a "
+        assert (
+            json.loads((place / "1_Pooling" / "config.json").read_text())["include_prompt"]
+            is counts
+        )
+        assert (
+            json.loads((place / "config_sentence_transformers.json").read_text())["prompts"][
+                "query"
+            ]
+            == "a "
+        )
 
 
 def test_the_head_is_what_the_weights_are(hub_folder):
@@ -141,7 +169,9 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
     found, expected = opened(raw), opened(given)
     assert found.head.option == "masked-lm"
-    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters())
+    )
 
 
 def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
@@ -164,13 +194,17 @@ def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
         (["Transformer", "Pooling", "LSTM"], "has the modules Transformer, Pooling, LSTM"),
         (["Transformer", "Pooling", "Normalize", "Dense"], "normalises before its last module"),
     ):
-        changed = [{**module, "type": f"sentence_transformers.models.{kind}"} for module, kind in zip(modules, kinds)]
+        changed = [
+            {**module, "type": f"sentence_transformers.models.{kind}"}
+            for module, kind in zip(modules, kinds)
+        ]
         (other / "modules.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=message):
             opened(other)
 
 
-# ------------------------------------------------------------------------------------------------------------------- pooling
+# ------------------------------------------------------------------------------------------------
+# pooling
 
 
 def test_pooling_by_its_formulas():
@@ -182,7 +216,9 @@ def test_pooling_by_its_formulas():
         "lasttoken": [row[-1] for row in rows],
         "max": [row.max(0) for row in rows],
         "mean_sqrt_len_tokens": [row.sum(0) / np.sqrt(len(row)) for row in rows],
-        "weightedmean": [(row * (w := np.arange(1, len(row) + 1))[:, None]).sum(0) / w.sum() for row in rows],
+        "weightedmean": [
+            (row * (w := np.arange(1, len(row) + 1))[:, None]).sum(0) / w.sum() for row in rows
+        ],
     }
     for mode, vectors in expected.items():
         assert np.allclose(Pooling(mode)(hidden, mask).numpy(), np.stack(vectors), atol=1e-6), mode
@@ -193,16 +229,28 @@ def test_pooling_by_its_formulas():
 
 def test_both_forms_of_the_pooling_mode():
     config = pooling_config(8, "lasttoken")
-    older, newer = {name: value for name, value in config.items() if name != "pooling_mode"}, {"pooling_mode": "lasttoken"}
-    assert (
-        pooling_mode(config) == pooling_mode(older) == pooling_mode(newer) == pooling_mode({"pooling_mode": ["lasttoken"]}) == "lasttoken"
+    older, newer = (
+        {name: value for name, value in config.items() if name != "pooling_mode"},
+        {"pooling_mode": "lasttoken"},
     )
-    for wrong in ({}, {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, {"pooling_mode": "median"}):
+    assert (
+        pooling_mode(config)
+        == pooling_mode(older)
+        == pooling_mode(newer)
+        == pooling_mode({"pooling_mode": ["lasttoken"]})
+        == "lasttoken"
+    )
+    for wrong in (
+        {},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+        {"pooling_mode": "median"},
+    ):
         with pytest.raises(UserError, match="the pooling mode must be one of"):
             pooling_mode(wrong)
 
 
-# --------------------------------------------------------------------------------------------------------------------- check
+# ------------------------------------------------------------------------------------------------
+# check
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +264,11 @@ def test_texts_of_many_lengths(reference):
     lengths = sorted(int(n) for _, mask in made.batches for n in mask.sum(1))
     assert lengths[:4] == [3, 4, 5, 7] and lengths[-1] == 120 and len(set(lengths)) >= 9
     for ids, mask in made.batches[:2]:
-        assert (mask.diff(dim=1) <= 0).all() and (mask == 0).any() and (ids[mask == 0] == found.config.pad_token_id).all()
+        assert (
+            (mask.diff(dim=1) <= 0).all()
+            and (mask == 0).any()
+            and (ids[mask == 0] == found.config.pad_token_id).all()
+        )
         assert (ids[:, 0] == 2).all() and all(row[n - 1] == 3 for row, n in zip(ids, mask.sum(1)))
 
 
@@ -239,7 +291,9 @@ def test_the_comparison_sees_one_wrong_token(reference):
 
     for spoil in (None, "padding"):
         agreement = made.agreement(partial(run, spoil=spoil))
-        assert agreement.token == pytest.approx(1, abs=1e-6) and agreement.pooled == pytest.approx(1, abs=1e-6)
+        assert agreement.token == pytest.approx(1, abs=1e-6) and agreement.pooled == pytest.approx(
+            1, abs=1e-6
+        )
     assert made.agreement(partial(run, spoil="token")).token == pytest.approx(-1, abs=1e-6)
     assert made.agreement(partial(run, spoil="pooled")).pooled == pytest.approx(-1, abs=1e-6)
     with pytest.raises(UserError, match="the output last_hidden_state should be .* but is nothing"):
@@ -248,7 +302,9 @@ def test_the_comparison_sees_one_wrong_token(reference):
 
 def test_bounds():
     Agreement(None, 0.99).check("x", 0.9, 0.99)
-    with pytest.raises(UserError, match="x: the worst pooled cosine to torch is 0.980000, below 0.99"):
+    with pytest.raises(
+        UserError, match="x: the worst pooled cosine to torch is 0.980000, below 0.99"
+    ):
         Agreement(0.95, 0.98).check("x", 0.9, 0.99)
     with pytest.raises(UserError, match="the worst token cosine to torch is nan"):
         Agreement(float("nan"), 1.0).check("x", 0.9, 0.99)
@@ -268,10 +324,20 @@ def test_few_numbers_are_compared_together():
     logits = torch.tensor([[1.0, 2.0], [0.01, -0.01]])
     made._source, made._expected = SimpleNamespace(pooling=None), [{"logits": logits}]
     made.batches = [(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))]
-    agreement = made.agreement(lambda ids, mask: {"logits": logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])})
+    agreement = made.agreement(
+        lambda ids, mask: {"logits": logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])}
+    )
     assert agreement.token is None and agreement.pooled > 0.9999
 
 
 def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):
-    assert __main__.main(["export", "onnx", str(hub_folder()), str(tmp_path / "out"), "--tokenizer", "none"]) == 2
-    assert "--tokenizer takes a folder here, not none" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        __main__.main(
+            ["export", "onnx", str(hub_folder()), str(tmp_path / "out"), "--tokenizer", "none"]
+        )
+        == 2
+    )
+    assert (
+        "--tokenizer takes a folder here, not none" in capsys.readouterr().err
+        and not (tmp_path / "out").exists()
+    )

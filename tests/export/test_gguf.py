@@ -1,6 +1,8 @@
-"""Pins `neobert export gguf`: rows where llama.cpp looks for them, its keys and tokens, what is refused, and files written completely or not at all.
+"""Pins `neobert export gguf`: rows where llama.cpp looks for them, its keys and tokens, what is
+refused, and files written completely or not at all.
 
-The real engine is `make test-engines`; here the file is read back by PyPI `gguf`, and run in numpy as the engine runs it.
+The real engine is `make test-engines`; here the file is read back by PyPI `gguf`, and run in numpy
+as the engine runs it.
 """
 
 import os
@@ -34,9 +36,25 @@ gguf = pytest.importorskip("gguf")
 from neobert.export import gguf_engine, gguf_file  # noqa: E402  (they need gguf)
 
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "rain", "##ing", "sao", "quick", "##ly", "naive"]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "[unused0]",
+    "the",
+    "rain",
+    "##ing",
+    "sao",
+    "quick",
+    "##ly",
+    "naive",
+]
 # Letters, digits and marks, so that few texts have an unknown word.
-WORDS += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")] + list("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~中")
+WORDS += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")] + list(
+    "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~中"
+)
 HIDDEN, COUNT, HEAD_DIM = 64, 4, 16
 SMALL = {
     "vocab_size": len(WORDS) + 2,
@@ -50,7 +68,9 @@ SMALL = {
 def build(model_class=NeoBERTModel, scale=0.1, **changes):
     """A model whose weights, norms and biases are all far from their initial values."""
     torch.manual_seed(0)
-    model = model_class(NeoBERTConfig(**{**SMALL, "max_position_embeddings": 256, **changes})).eval()
+    model = model_class(
+        NeoBERTConfig(**{**SMALL, "max_position_embeddings": 256, **changes})
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -62,7 +82,9 @@ def build(model_class=NeoBERTModel, scale=0.1, **changes):
 
 def tokenizer_of(folder, **options):
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
-    return BertTokenizerFast(vocab=str(folder / "vocab.txt"), vocab_file=str(folder / "vocab.txt"), **options)
+    return BertTokenizerFast(
+        vocab=str(folder / "vocab.txt"), vocab_file=str(folder / "vocab.txt"), **options
+    )
 
 
 @pytest.fixture
@@ -101,16 +123,23 @@ def export(source, *options, name="out.gguf"):
 def read(path):
     """{name: value} of a file's keys, and {name: (type, numbers)} of its tensors."""
     reader = gguf.GGUFReader(path)
-    keys = {name.removeprefix("neo-bert."): field.contents() for name, field in reader.fields.items()}
+    keys = {
+        name.removeprefix("neo-bert."): field.contents() for name, field in reader.fields.items()
+    }
     shapes = {t.name: tuple(reversed(t.shape.tolist())) for t in reader.tensors}
-    return keys, {t.name: (t.tensor_type.name, gguf.dequantize(t.data, t.tensor_type).reshape(shapes[t.name])) for t in reader.tensors}
+    return keys, {
+        t.name: (t.tensor_type.name, gguf.dequantize(t.data, t.tensor_type).reshape(shapes[t.name]))
+        for t in reader.tensors
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------------- layout
+# ------------------------------------------------------------------------------------------------
+# layout
 
 
 def test_queries_keys_and_values_are_three_blocks(make):
-    """Head h's query, row i, is row (h * 3 + 0) * K + i in NeoBERT and row h * K + i of the first block in llama.cpp; keys and values likewise."""
+    """Head h's query, row i, is row (h * 3 + 0) * K + i in NeoBERT and row h * K + i of the first
+    block in llama.cpp; keys and values likewise."""
     source = make()
     _, tensors = read(export(source, "--dtype", "f32"))
     published = source.model.transformer_encoder[1].qkv.weight
@@ -119,7 +148,9 @@ def test_queries_keys_and_values_are_three_blocks(make):
         for head in range(COUNT):
             for row in (0, HEAD_DIM - 1):
                 expected = published[(head * 3 + part) * HEAD_DIM + row].detach().numpy()
-                assert (written[part * HIDDEN + head * HEAD_DIM + row] == expected).all(), f"part {part} of head {head} is elsewhere"
+                assert (written[part * HIDDEN + head * HEAD_DIM + row] == expected).all(), (
+                    f"part {part} of head {head} is elsewhere"
+                )
 
 
 def test_names_and_shapes(make):
@@ -135,7 +166,9 @@ def test_names_and_shapes(make):
     }
     expected = {f"blk.{i}.{name}.weight": shape for i in range(2) for name, shape in block.items()}
     expected |= {"token_embd.weight": (SMALL["vocab_size"], 64), "enc.output_norm.weight": (64,)}
-    assert {name: numbers.shape for name, (_, numbers) in tensors.items()} == expected, "the masked-LM decoder has no place there"
+    assert {name: numbers.shape for name, (_, numbers) in tensors.items()} == expected, (
+        "the masked-LM decoder has no place there"
+    )
     assert keys["general.architecture"] == "neo-bert" and keys["feed_forward_length"] == 344
 
 
@@ -146,13 +179,27 @@ def test_types_of_the_tensors(make, dtype, file_type):
     keys, tensors = read(export(source, "--dtype", dtype))
     assert keys["general.file_type"] == file_type
     for name, (kind, numbers) in tensors.items():
-        expected = "F32" if numbers.ndim == 1 else "F16" if dtype == "q8_0" and "ffn_down" in name else dtype.upper()
+        expected = (
+            "F32"
+            if numbers.ndim == 1
+            else "F16"
+            if dtype == "q8_0" and "ffn_down" in name
+            else dtype.upper()
+        )
         assert kind == expected, f"{name} is {kind}"
     exact = source.model.transformer_encoder[0].ffn.w12.weight.detach().numpy()
     error = np.abs(tensors["blk.0.ffn_up.weight"][1] - exact)
-    # Half a step: of float16's 11 bits, down to 2^-24; of 1/127 of the largest of 32 numbers, which float16 itself stores (127 times 2^-11).
+    # Half a step: of float16's 11 bits, down to 2^-24; of 1/127 of the largest of 32 numbers, which
+    # float16 itself stores (127 times 2^-11).
     steps = np.abs(exact).reshape(-1, 32).max(axis=1).repeat(32).reshape(exact.shape) / 127
-    assert (error <= {"f32": 0.0, "f16": np.maximum(2.0**-11 * np.abs(exact), 2.0**-25), "q8_0": 0.563 * steps}[dtype]).all()
+    assert (
+        error
+        <= {
+            "f32": 0.0,
+            "f16": np.maximum(2.0**-11 * np.abs(exact), 2.0**-25),
+            "q8_0": 0.563 * steps,
+        }[dtype]
+    ).all()
 
 
 def test_licence_and_base_model_are_those_that_are_known(make):
@@ -183,15 +230,22 @@ def test_pooling_of_the_folder(make, pooling, number):
     assert read(export(make(pooling=pooling)))[0]["pooling_type"] == number
 
 
-# ---------------------------------------------------------------------------------------------------------------------- rotary
+# ------------------------------------------------------------------------------------------------
+# rotary
 
 
 def test_linear_scaling(make):
     keys, _ = read(export(make(rope_scaling={"rope_type": "linear", "factor": 3.0})))
-    assert keys["rope.scaling.type"] == "linear" and keys["rope.scaling.factor"] == 3.0 and keys["context_length"] == 768
+    assert (
+        keys["rope.scaling.type"] == "linear"
+        and keys["rope.scaling.factor"] == 3.0
+        and keys["context_length"] == 768
+    )
 
 
-@pytest.mark.parametrize("more, attention", (({}, 1.0), ({"attention_factor": 1.3, "beta_fast": 32.0}, 1.1417238)))
+@pytest.mark.parametrize(
+    "more, attention", (({}, 1.0), ({"attention_factor": 1.3, "beta_fast": 32.0}, 1.1417238))
+)
 def test_yarn(make, more, attention):
     """The engine multiplies 1 + ln(4) / 10 in by itself: 1.3 / 1.138629 = 1.141724."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **more}
@@ -201,39 +255,66 @@ def test_yarn(make, more, attention):
     assert keys["rope.scaling.attn_factor"] == pytest.approx(attention, rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------------ classifier
+# ------------------------------------------------------------------------------------------------
+# classifier
 
 
 @pytest.mark.parametrize("labels", (1, 2, 3))
 def test_a_classifier(make, labels, capsys):
-    source = make(NeoBERTForSequenceClassification, num_labels=labels, id2label={i: f"kind {i}" for i in range(labels)})
+    source = make(
+        NeoBERTForSequenceClassification,
+        num_labels=labels,
+        id2label={i: f"kind {i}" for i in range(labels)},
+    )
     keys, tensors = read(export(source, "--dtype", "f32"))
-    assert keys["pooling_type"] == 4 and keys["classifier.output_labels"] == [f"kind {i}" for i in range(labels)]
+    assert keys["pooling_type"] == 4 and keys["classifier.output_labels"] == [
+        f"kind {i}" for i in range(labels)
+    ]
     for name, layer in (("cls", source.model.dense), ("cls.output", source.model.classifier)):
         assert (tensors[f"{name}.weight"][1] == layer.weight.detach().numpy()).all()
         assert (tensors[f"{name}.bias"][1] == layer.bias.detach().numpy()).all()
     assert "worst pooled cosine 1.000000" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------------------------- tokenizer
+# ------------------------------------------------------------------------------------------------
+# tokenizer
 
 
 def test_the_vocabulary(make):
     keys, _ = read(export(make()))
     words, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
-    assert keys["tokenizer.ggml.model"] == "bert" and len(words) == len(kinds) == SMALL["vocab_size"]
-    assert words[:9] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "\u2581the", "\u2581rain", "ing"]
+    assert (
+        keys["tokenizer.ggml.model"] == "bert" and len(words) == len(kinds) == SMALL["vocab_size"]
+    )
+    assert words[:9] == [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "[unused0]",
+        "\u2581the",
+        "\u2581rain",
+        "ing",
+    ]
     assert words[WORDS.index("[")] == "\u2581[" and words[WORDS.index("#")] == "\u2581#"
     assert kinds[:7] == [3, 3, 3, 3, 3, 1, 1], "special tokens are CONTROL, the others NORMAL"
-    assert words[-2:] == [f"[PAD{len(WORDS) + i}]" for i in range(2)] and kinds[-2:] == [5, 5], "rows without a token are UNUSED"
+    assert words[-2:] == [f"[PAD{len(WORDS) + i}]" for i in range(2)] and kinds[-2:] == [5, 5], (
+        "rows without a token are UNUSED"
+    )
     ids = {"bos": 2, "cls": 2, "eos": 3, "seperator": 3, "unknown": 1, "padding": 0, "mask": 4}
     assert {name: keys[f"tokenizer.ggml.{name}_token_id"] for name in ids} == ids
-    assert [keys[f"tokenizer.ggml.add_{name}_token"] for name in ("bos", "eos", "sep")] == [True, True, False]
+    assert [keys[f"tokenizer.ggml.add_{name}_token"] for name in ("bos", "eos", "sep")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("lowercase", (True, False))
 def test_texts_are_cut_alike(make, lowercase):
-    """The engine's way of cutting, on the words of the file, against the tokenizer of transformers."""
+    """The engine's way of cutting, on the words of the file, against the tokenizer of
+    transformers."""
     source = make(tokenizer={"do_lower_case": lowercase})
     engine, tokenizer = gguf_engine.Engine(export(source)), source.tokenizer
     for text in (
@@ -250,10 +331,13 @@ def test_texts_are_cut_alike(make, lowercase):
         assert engine.tokenize(text) == tokenizer(text)["input_ids"], text
 
 
-# ------------------------------------------------------------------------------------------------------------------ the numbers
+# ------------------------------------------------------------------------------------------------
+# the numbers
 
 
-@pytest.mark.parametrize("scaling", (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0}))
+@pytest.mark.parametrize(
+    "scaling", (None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0})
+)
 @torch.no_grad()
 def test_the_engine_s_arithmetic_gives_torch_s_vectors(make, scaling):
     source = make(rope_scaling=scaling, rope_theta=500.0)
@@ -281,9 +365,14 @@ def published_order(monkeypatch):
 
 def test_rows_in_the_published_order_are_not_kept(make, published_order):
     source = make()
-    with pytest.raises(UserError, match=r"the worst token cosine to torch is -?0\.\d+, below 0.999, so it was not kept"):
+    with pytest.raises(
+        UserError,
+        match=r"the worst token cosine to torch is -?0\.\d+, below 0.999, so it was not kept",
+    ):
         export(source)
-    assert sorted(path.name for path in source.folder.parent.iterdir()) == ["model"], "something was left behind"
+    assert sorted(path.name for path in source.folder.parent.iterdir()) == ["model"], (
+        "something was left behind"
+    )
 
 
 def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatch, capsys):
@@ -291,7 +380,13 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
     path = source.folder.parent / "theirs.bin"
     gguf_file.write(path, source.model, source.tokenizer, "mean", "f16", "theirs", {})
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"theirs.bin does not hold this model: worst token cosine -?0\.\d+, worst pooled cosine -?0\.\d+$"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"theirs.bin does not hold this model: worst token cosine -?0\.\d+, worst pooled "
+            r"cosine -?0\.\d+$"
+        ),
+    ):
         export(source, "--check", name="theirs.bin")
     monkeypatch.undo()
     assert path.read_bytes() == before
@@ -299,7 +394,10 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
     capsys.readouterr()
     export(source, "--check")
     assert "out.gguf holds this model: worst token cosine 1.000000" in capsys.readouterr().out
-    for content, words in ((b"my notes", "is not a GGUF file that can be read"), (None, "does not exist")):
+    for content, words in (
+        (b"my notes", "is not a GGUF file that can be read"),
+        (None, "does not exist"),
+    ):
         path.write_bytes(content) if content else path.unlink()
         with pytest.raises(UserError, match=words):
             export(source, "--check", name="theirs.bin")
@@ -307,62 +405,126 @@ def test_a_file_made_elsewhere_can_be_compared(make, published_order, monkeypatc
 
 @pytest.mark.parametrize(
     "name, words",
-    (("feed_forward_length", "feed_forward_length is not the 344 of its tensors"), ("blk.0.ffn_up", "the file has no blk.0.ffn_up.weight")),
+    (
+        ("feed_forward_length", "feed_forward_length is not the 344 of its tensors"),
+        ("blk.0.ffn_up", "the file has no blk.0.ffn_up.weight"),
+    ),
 )
 def test_a_file_that_llama_cpp_does_not_load(make, name, words):
     """341 for 344 is what other converters write."""
     source = make()
     path = export(source)
-    content, right, wrong = path.read_bytes(), (344).to_bytes(4, "little"), (341).to_bytes(4, "little")
+    content, right, wrong = (
+        path.read_bytes(),
+        (344).to_bytes(4, "little"),
+        (341).to_bytes(4, "little"),
+    )
     at = content.index(name.encode()) + len(name)
-    # A key is followed by the type of its value, uint32, and the value; a tensor without its last letter is another one.
-    changed = content[:at] + content[at:].replace(right, wrong, 1) if "length" in name else content[: at - 1] + b"x" + content[at:]
+    # A key is followed by the type of its value, uint32, and the value; a tensor without its last
+    # letter is another one.
+    changed = (
+        content[:at] + content[at:].replace(right, wrong, 1)
+        if "length" in name
+        else content[: at - 1] + b"x" + content[at:]
+    )
     path.write_bytes(changed)
     with pytest.raises(UserError, match=words):
         export(source, "--check")
 
 
-# --------------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------
+# refusals
 
 
 @pytest.mark.parametrize(
     "model_class, changes, words",
     (
-        (NeoBERTModel, {"position_embedding_type": "learned"}, "position_embedding_type 'rope' only, and this model has 'learned'"),
+        (
+            NeoBERTModel,
+            {"position_embedding_type": "learned"},
+            "position_embedding_type 'rope' only, and this model has 'learned'",
+        ),
         (NeoBERTModel, {"norm_type": "layer"}, "norm_type 'rms' only, and this model has 'layer'"),
-        (NeoBERTModel, {"hidden_act": "gelu"}, "hidden_act 'swiglu' only, and this model has 'gelu'"),
-        (NeoBERTModel, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "llama.cpp has no form for rope_type 'dynamic'"),
-        (NeoBERTModel, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "no form for YaRN with truncate=False"),
-        (NeoBERTModel, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}}, "no form for YaRN with beta_fast=16"),
-        (NeoBERTModel, {"pooling": "max"}, "llama.cpp pools by mean, cls, lasttoken, and this folder by max"),
-        (NeoBERTForTokenClassification, {"num_labels": 3}, "no form for NeoBERTForTokenClassification; --head base"),
+        (
+            NeoBERTModel,
+            {"hidden_act": "gelu"},
+            "hidden_act 'swiglu' only, and this model has 'gelu'",
+        ),
+        (
+            NeoBERTModel,
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "llama.cpp has no form for rope_type 'dynamic'",
+        ),
+        (
+            NeoBERTModel,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "no form for YaRN with truncate=False",
+        ),
+        (
+            NeoBERTModel,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}},
+            "no form for YaRN with beta_fast=16",
+        ),
+        (
+            NeoBERTModel,
+            {"pooling": "max"},
+            "llama.cpp pools by mean, cls, lasttoken, and this folder by max",
+        ),
+        (
+            NeoBERTForTokenClassification,
+            {"num_labels": 3},
+            "no form for NeoBERTForTokenClassification; --head base",
+        ),
         (NeoBERTForQuestionAnswering, {}, "no form for NeoBERTForQuestionAnswering; --head base"),
-        (NeoBERTForSequenceClassification, {"classifier_pooling": "mean"}, "classifies by the first token, and this model by the mean"),
+        (
+            NeoBERTForSequenceClassification,
+            {"classifier_pooling": "mean"},
+            "classifies by the first token, and this model by the mean",
+        ),
     ),
 )
 def test_what_cannot_be_carried_is_one_sentence(make, model_class, changes, words):
     source = make(model_class, **changes)
     with pytest.raises(UserError) as caught:
         export(source)
-    assert words in str(caught.value) and "neobert export onnx and openvino carry it" in str(caught.value)
+    assert words in str(caught.value) and "neobert export onnx and openvino carry it" in str(
+        caught.value
+    )
     assert not (source.folder.parent / "out.gguf").exists()
 
 
 def test_a_pooling_that_llama_cpp_does_not_have(make):
-    source = replace(make(), pooling=Pooling("mean", dense=torch.nn.Sequential(torch.nn.Linear(HIDDEN, 8), torch.nn.Tanh())))
+    source = replace(
+        make(),
+        pooling=Pooling(
+            "mean", dense=torch.nn.Sequential(torch.nn.Linear(HIDDEN, 8), torch.nn.Tanh())
+        ),
+    )
     with pytest.raises(UserError, match="no Dense layer after pooling"):
         export(source)
-    source = replace(source, pooling=Pooling("mean", include_prompt=False), prompts={"query": "the rain ", "document": ""})
-    with pytest.raises(UserError, match="llama.cpp pools over prompts too, and this folder leaves them out"):
+    source = replace(
+        source,
+        pooling=Pooling("mean", include_prompt=False),
+        prompts={"query": "the rain ", "document": ""},
+    )
+    with pytest.raises(
+        UserError, match="llama.cpp pools over prompts too, and this folder leaves them out"
+    ):
         export(source)
-    assert export(replace(source, prompts={"document": ""})).exists(), "there is no prompt to leave out"
+    assert export(replace(source, prompts={"document": ""})).exists(), (
+        "there is no prompt to leave out"
+    )
 
 
 def test_words_that_the_engine_would_cut_otherwise(make, monkeypatch):
     source = make()
     tokenize = gguf_engine.Engine.tokenize
-    monkeypatch.setattr(gguf_engine.Engine, "tokenize", lambda self, text: tokenize(self, text)[:-1])
-    with pytest.raises(UserError, match="llama.cpp would cut these texts into other tokens than the model's"):
+    monkeypatch.setattr(
+        gguf_engine.Engine, "tokenize", lambda self, text: tokenize(self, text)[:-1]
+    )
+    with pytest.raises(
+        UserError, match="llama.cpp would cut these texts into other tokens than the model's"
+    ):
         export(source)
     assert not (source.folder.parent / "out.gguf").exists()
 
@@ -371,7 +533,13 @@ def test_numbers_that_float16_does_not_reach(make):
     source = make()
     with torch.no_grad():
         source.model.transformer_encoder[0].wo.weight[0, 0] = 70000.0
-    with pytest.raises(UserError, match=r"blk.0.attn_output.weight holds 7e\+04, which float16 does not reach; give --dtype f32"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"blk.0.attn_output.weight holds 7e\+04, which float16 does not reach; give "
+            r"--dtype f32"
+        ),
+    ):
         export(source, "--dtype", "f16")
     assert export(source, "--dtype", "f32").exists()
 
@@ -379,11 +547,20 @@ def test_numbers_that_float16_does_not_reach(make):
 def test_another_kind_of_tokenizer(tmp_path):
     tokenizer = tokenizer_of(tmp_path)
     tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
-    with pytest.raises(UserError, match="BERT's WordPiece tokenizer only, and this folder has another one .*pre_tokenizer Whitespace"):
-        gguf_file.describe_tokenizer(gguf.GGUFWriter(None, "neo-bert"), tokenizer, SMALL["vocab_size"])
+    with pytest.raises(
+        UserError,
+        match=(
+            "BERT's WordPiece tokenizer only, and this folder has another one "
+            ".*pre_tokenizer Whitespace"
+        ),
+    ):
+        gguf_file.describe_tokenizer(
+            gguf.GGUFWriter(None, "neo-bert"), tokenizer, SMALL["vocab_size"]
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------
+# files
 
 
 def test_what_may_be_replaced(make):
@@ -391,10 +568,18 @@ def test_what_may_be_replaced(make):
     output = export(source)
     with pytest.raises(UserError, match="exists; choose another name, or replace it with --force"):
         export(source)
-    assert export(source, "--force", "--dtype", "q8_0") == output and read(output)[0]["general.file_type"] == 7
-    for content in (b"my notes", output.read_bytes().replace(b"neobert.command", b"somebody.elses_")):
+    assert (
+        export(source, "--force", "--dtype", "q8_0") == output
+        and read(output)[0]["general.file_type"] == 7
+    )
+    for content in (
+        b"my notes",
+        output.read_bytes().replace(b"neobert.command", b"somebody.elses_"),
+    ):
         output.write_bytes(content)
-        with pytest.raises(UserError, match="was not written by neobert export gguf, so it is not replaced"):
+        with pytest.raises(
+            UserError, match="was not written by neobert export gguf, so it is not replaced"
+        ):
             export(source, "--force")
         assert output.read_bytes() == content
 
@@ -423,7 +608,10 @@ def test_an_interrupted_export_leaves_nothing(make, monkeypatch):
     monkeypatch.setattr(gguf_engine.Engine, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(source, "--force")
-    assert output.read_bytes() == before and sorted(os.listdir(source.folder.parent)) == ["model", "out.gguf"]
+    assert output.read_bytes() == before and sorted(os.listdir(source.folder.parent)) == [
+        "model",
+        "out.gguf",
+    ]
 
 
 def test_the_same_model_gives_the_same_bytes(make):
@@ -432,12 +620,15 @@ def test_the_same_model_gives_the_same_bytes(make):
 
 
 def test_the_command(tmp_path, capsys):
-    """From a folder of a head that llama.cpp does not have: refused, and its backbone exported on demand."""
+    """From a folder of a head that llama.cpp does not have: refused, and its backbone exported on
+    demand."""
     folder, output = tmp_path / "model", tmp_path / "out.gguf"
     build(NeoBERTForTokenClassification, num_labels=3).save_pretrained(folder)
     tokenizer_of(folder).save_pretrained(folder)
     with pytest.raises(UserError, match="--head base exports its backbone"):
         command.main(["gguf", str(folder), str(output)])
-    assert command.main(["gguf", str(folder), str(output), "--head", "base", "--dtype", "q8_0"]) == 0
+    assert (
+        command.main(["gguf", str(folder), str(output), "--head", "base", "--dtype", "q8_0"]) == 0
+    )
     assert "out.gguf (q8_0, 0.2 MB): worst token cosine 0.99" in capsys.readouterr().out
     assert not any("cls" in name for name in read(output)[1])

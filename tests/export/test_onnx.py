@@ -1,4 +1,5 @@
-"""Pins `neobert export onnx`: the graphs against torch and sentence-transformers, int8 against its formula, the folder's layout, and refusals."""
+"""Pins `neobert export onnx`: the graphs against torch and sentence-transformers, int8 against its
+formula, the folder's layout, and refusals."""
 
 import json
 from pathlib import Path
@@ -27,7 +28,12 @@ onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {"fp32": "model.onnx", "fp16": "model_fp16.onnx", "int8": "model_quantized.onnx", "q4": "model_q4.onnx"}
+FILES = {
+    "fp32": "model.onnx",
+    "fp16": "model_fp16.onnx",
+    "int8": "model_quantized.onnx",
+    "q4": "model_q4.onnx",
+}
 
 
 def session(path):
@@ -39,7 +45,9 @@ def session(path):
 def run(path, ids, mask):
     opened = session(path)
     names = [output.name for output in opened.get_outputs()]
-    return dict(zip(names, opened.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})))
+    return dict(
+        zip(names, opened.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,8 @@ def exported(sentence_folder, tmp_path_factory):
     return folder
 
 
-# -------------------------------------------------------------------------------------------------------------------- graphs
+# ------------------------------------------------------------------------------------------------
+# graphs
 
 
 @pytest.mark.parametrize("lengths", [(1,), (7,), (3, 1), (9, 4, 30, 2, 17)])
@@ -60,7 +69,9 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
     for name, tolerance in (("fp32", 1e-4), ("fp16", 0.05)):
-        found = torch.from_numpy(run(exported / "onnx" / FILES[name], ids, mask)["last_hidden_state"])
+        found = torch.from_numpy(
+            run(exported / "onnx" / FILES[name], ids, mask)["last_hidden_state"]
+        )
         assert found.dtype == torch.float32
         assert (found - expected)[mask.bool()].abs().max() < tolerance, name
 
@@ -70,11 +81,15 @@ def test_the_sentence_embedding_is_that_of_sentence_transformers(exported, sente
 
     model = SentenceTransformer(str(sentence_folder), device="cpu")
     texts = ["rain", "the server is down again, and nobody knows why", "42 words " * 60]
-    inputs = model.tokenizer(texts, padding=True, truncation=True, max_length=120, return_tensors="pt")
+    inputs = model.tokenizer(
+        texts, padding=True, truncation=True, max_length=120, return_tensors="pt"
+    )
     expected = model.encode(texts)
     assert expected.shape == (3, 48) and np.allclose(np.linalg.norm(expected, axis=1), 1, atol=1e-5)
     for name, least in (("fp32", 0.999999), ("fp16", 0.9999), ("int8", 0.99), ("q4", 0.8)):
-        found = run(exported / "onnx" / FILES[name], inputs["input_ids"], inputs["attention_mask"])["sentence_embedding"]
+        found = run(exported / "onnx" / FILES[name], inputs["input_ids"], inputs["attention_mask"])[
+            "sentence_embedding"
+        ]
         assert (found * expected).sum(1).min() > least, name
 
 
@@ -88,18 +103,31 @@ def test_names_and_axes(exported):
         ("last_hidden_state", "tensor(float)", ["batch", "length", 64]),
         ("sentence_embedding", "tensor(float)", ["batch", 48]),
     ]
-    opsets = {opset.domain: opset.version for opset in onnx.load(exported / "onnx" / "model.onnx").opset_import}
-    assert opsets[""] == 18 and set(opsets) == {""}, "plain ONNX alone, so that every reader takes it"
+    opsets = {
+        opset.domain: opset.version
+        for opset in onnx.load(exported / "onnx" / "model.onnx").opset_import
+    }
+    assert opsets[""] == 18 and set(opsets) == {""}, (
+        "plain ONNX alone, so that every reader takes it"
+    )
 
 
 @pytest.mark.parametrize(
     "model_class, fields, outputs",
     [
         (NeoBERTForMaskedLM, {}, ["logits"]),
-        (NeoBERTForSequenceClassification, {"num_labels": 3, "classifier_pooling": "mean"}, ["logits"]),
+        (
+            NeoBERTForSequenceClassification,
+            {"num_labels": 3, "classifier_pooling": "mean"},
+            ["logits"],
+        ),
         (NeoBERTForTokenClassification, {"num_labels": 5}, ["logits"]),
         (NeoBERTForQuestionAnswering, {}, ["start_logits", "end_logits"]),
-        (NeoBERTModel, {"position_embedding_type": "learned", "norm_type": "layer", "hidden_act": "gelu"}, ["last_hidden_state"]),
+        (
+            NeoBERTModel,
+            {"position_embedding_type": "learned", "norm_type": "layer", "hidden_act": "gelu"},
+            ["last_hidden_state"],
+        ),
     ],
 )
 def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch):
@@ -114,29 +142,39 @@ def test_heads(hub_folder, tmp_path, model_class, fields, outputs, padded_batch)
         real = ... if expected[name].shape[1:] == (3,) else mask.bool()
         assert (torch.from_numpy(found[name]) - expected[name])[real].abs().max() < 1e-4
     config = json.loads((out / "config.json").read_text())
-    assert config["architectures"][0] == {"NeoBERTForMaskedLM": "NeoBERTLMHead", "NeoBERTModel": "NeoBERT"}.get(
-        model_class.__name__, model_class.__name__
-    )
+    assert config["architectures"][0] == {
+        "NeoBERTForMaskedLM": "NeoBERTLMHead",
+        "NeoBERTModel": "NeoBERT",
+    }.get(model_class.__name__, model_class.__name__)
     assert not (out / "modules.json").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------- int8
+# ------------------------------------------------------------------------------------------------
+# int8
 
 
 def test_a_vector_does_not_depend_on_its_neighbours(exported, padded_batch):
-    """One scale a token: beside a text with other values, and in a longer batch, a text keeps its vector."""
+    """One scale a token: beside a text with other values, and in a longer batch, a text keeps its
+    vector."""
     path = exported / "onnx" / FILES["int8"]
     ids, mask = padded_batch(9, 4, 30)
-    together, alone = run(path, ids, mask)["sentence_embedding"][0], run(path, ids[:1, :9], mask[:1, :9])["sentence_embedding"][0]
+    together, alone = (
+        run(path, ids, mask)["sentence_embedding"][0],
+        run(path, ids[:1, :9], mask[:1, :9])["sentence_embedding"][0],
+    )
     assert np.abs(together - alone).max() < 1e-5
 
 
 def test_int8_by_its_formula():
-    """x in steps of its largest value / 127, weights in steps of a column's largest value / 63, added up as integers."""
+    """x in steps of its largest value / 127, weights in steps of a column's largest value / 63,
+    added up as integers."""
     from onnx import helper, numpy_helper
 
     generator = np.random.default_rng(0)
-    x, weight = generator.normal(size=(2, 5, 48)).astype(np.float32), generator.normal(size=(48, 80)).astype(np.float32)
+    x, weight = (
+        generator.normal(size=(2, 5, 48)).astype(np.float32),
+        generator.normal(size=(48, 80)).astype(np.float32),
+    )
     x[1, 3] *= 1000
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["y"], name="product")],
@@ -145,8 +183,12 @@ def test_int8_by_its_formula():
         [helper.make_tensor_value_info("y", 1, ["b", "l", 80])],
         [numpy_helper.from_array(weight, "w")],
     )
-    model = onnx_quantise.int8(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10))
-    (found,) = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    model = onnx_quantise.int8(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    )
+    (found,) = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    ).run(None, {"x": x})
     token, column = np.abs(x).max(-1, keepdims=True) / 127, np.abs(weight).max(0) / 63
     expected = np.rint(x / token) @ np.rint(weight / column) * token * column
     assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-5
@@ -155,7 +197,8 @@ def test_int8_by_its_formula():
 
 
 def test_integer_sums_stay_within_16_bits(exported):
-    """What processors without VNNI would cut off: two products of an unsigned and a signed number."""
+    """What processors without VNNI would cut off: two products of an unsigned and a signed
+    number."""
     weights = [
         onnx.numpy_helper.to_array(tensor)
         for tensor in onnx.load(exported / "onnx" / FILES["int8"]).graph.initializer
@@ -168,18 +211,43 @@ def test_integer_sums_stay_within_16_bits(exported):
 @pytest.mark.slow
 def test_int8_of_the_bundled_encoder(tmp_path):
     """A trained model: what the page on serving says of it."""
-    command.main(["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out"), "--precisions", "int8"])
-    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["targets"]["onnx"]["files"].values()
+    command.main(
+        [
+            "onnx",
+            str(ROOT / "examples" / "sentence-encoder"),
+            str(tmp_path / "out"),
+            "--precisions",
+            "int8",
+        ]
+    )
+    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["targets"]["onnx"][
+        "files"
+    ].values()
     assert found["pooled"] > 0.997 and found["token"] > 0.98
 
 
-# -------------------------------------------------------------------------------------------------------------------- folder
+# ------------------------------------------------------------------------------------------------
+# folder
 
 
 def test_the_folder_is_complete(exported):
-    names = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
-    expected = {"config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "export.json", "modules.json"}
-    expected |= {"sentence_bert_config.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    names = {
+        path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()
+    }
+    expected = {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+        "export.json",
+        "modules.json",
+    }
+    expected |= {
+        "sentence_bert_config.json",
+        "1_Pooling/config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+    }
     expected |= {
         "3_Normalize/config.json",
         "modeling_neobert.py",
@@ -189,9 +257,16 @@ def test_the_folder_is_complete(exported):
     }
     assert expected | {f"onnx/{file}" for file in FILES.values()} <= names
     config = json.loads((exported / "config.json").read_text())
-    assert config["model_type"] == "neobert" and config["architectures"] == ["NeoBERT"] and "_name_or_path" not in config
+    assert (
+        config["model_type"] == "neobert"
+        and config["architectures"] == ["NeoBERT"]
+        and "_name_or_path" not in config
+    )
     assert config["auto_map"] == AUTO_MAP and config["unpad_inputs"] is True
-    assert json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]["query"] == "a "
+    assert (
+        json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]["query"]
+        == "a "
+    )
     pooling = json.loads((exported / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True
     files = json.loads((exported / "export.json").read_text())["targets"]["onnx"]["files"]
@@ -199,7 +274,9 @@ def test_the_folder_is_complete(exported):
     sizes = {name: (exported / "onnx" / file).stat().st_size for name, file in FILES.items()}
     assert sizes["fp32"] > sizes["fp16"] > sizes["q4"] and sizes["fp32"] > sizes["int8"]
     card = (exported / "README.md").read_text()
-    assert "onnx/model_quantized.onnx" in card and "license" not in card and "base_model" not in card, "the source states none"
+    assert (
+        "onnx/model_quantized.onnx" in card and "license" not in card and "base_model" not in card
+    ), "the source states none"
 
 
 @pytest.fixture
@@ -208,10 +285,15 @@ def traced(exported, monkeypatch):
     monkeypatch.setattr(target, "_trace", lambda graph: onnx.load(exported / "onnx" / "model.onnx"))
 
 
-def test_large_models_keep_their_weights_beside_the_graph(sentence_folder, tmp_path, traced, monkeypatch, padded_batch):
+def test_large_models_keep_their_weights_beside_the_graph(
+    sentence_folder, tmp_path, traced, monkeypatch, padded_batch
+):
     monkeypatch.setattr(target, "LARGEST_FILE", 1000)
     command.main(["onnx", str(sentence_folder), str(tmp_path / "out")])
-    graph, weights = tmp_path / "out" / "onnx" / "model.onnx", tmp_path / "out" / "onnx" / "model.onnx_data"
+    graph, weights = (
+        tmp_path / "out" / "onnx" / "model.onnx",
+        tmp_path / "out" / "onnx" / "model.onnx_data",
+    )
     assert weights.stat().st_size > 100_000
     assert run(graph, *padded_batch(5, 2))["sentence_embedding"].shape == (2, 48)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -219,16 +301,28 @@ def test_large_models_keep_their_weights_beside_the_graph(sentence_folder, tmp_p
 
 
 def test_what_is_not_near_enough_is_not_kept(sentence_folder, tmp_path, traced, monkeypatch):
-    monkeypatch.setitem(target.PRECISIONS, "int8", target.Precision("model_quantized.onnx", 0.5, 1.5))
-    with pytest.raises(UserError, match="int8 in ONNX Runtime: the worst pooled cosine to torch is 0.9.* below 1.5, so it was not kept"):
-        command.main(["onnx", str(sentence_folder), str(tmp_path / "out"), "--precisions", "fp32", "int8"])
+    monkeypatch.setitem(
+        target.PRECISIONS, "int8", target.Precision("model_quantized.onnx", 0.5, 1.5)
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            "int8 in ONNX Runtime: the worst pooled cosine to torch is 0.9.* below 1.5, so "
+            "it was not kept"
+        ),
+    ):
+        command.main(
+            ["onnx", str(sentence_folder), str(tmp_path / "out"), "--precisions", "fp32", "int8"]
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_graph_is_refused(sentence_folder, hub_folder, exported, tmp_path, monkeypatch):
     """The comparison is real: a graph whose last norm is another one does not pass."""
     model = onnx.load(exported / "onnx" / "model.onnx")
-    norm = next(tensor for tensor in model.graph.initializer if tensor.name.endswith("layer_norm.weight"))
+    norm = next(
+        tensor for tensor in model.graph.initializer if tensor.name.endswith("layer_norm.weight")
+    )
     norm.CopyFrom(onnx.numpy_helper.from_array(np.ones(64, np.float32), norm.name))
     monkeypatch.setattr(target, "_trace", lambda graph: model)
     with pytest.raises(UserError, match="fp32 in ONNX Runtime: the worst token cosine"):
@@ -237,5 +331,7 @@ def test_a_wrong_graph_is_refused(sentence_folder, hub_folder, exported, tmp_pat
 
 
 def test_an_unknown_precision(sentence_folder, tmp_path):
-    with pytest.raises(UserError, match="precisions must be one of fp32, fp16, int8, q4, but 'bf16' was given"):
+    with pytest.raises(
+        UserError, match="precisions must be one of fp32, fp16, int8, q4, but 'bf16' was given"
+    ):
         command.main(["onnx", str(sentence_folder), str(tmp_path / "out"), "--precisions", "bf16"])

@@ -1,4 +1,5 @@
-"""Pins `neobert export openvino`: the models against torch, the options beside each, the compression of weights, and a folder shared with ONNX."""
+"""Pins `neobert export openvino`: the models against torch, the options beside each, the
+compression of weights, and a folder shared with ONNX."""
 
 import json
 import shutil
@@ -17,7 +18,11 @@ pytestmark = pytest.mark.slow
 
 
 openvino = pytest.importorskip("openvino", reason="needs the extra openvino")
-FILES = {"fp32": "openvino_model", "fp16": "openvino_model_fp16", "int8": "openvino_model_qint8_quantized"}
+FILES = {
+    "fp32": "openvino_model",
+    "fp16": "openvino_model_fp16",
+    "int8": "openvino_model_qint8_quantized",
+}
 
 
 def run(path, ids, mask):
@@ -32,7 +37,9 @@ def run(path, ids, mask):
 @pytest.fixture(scope="module")
 def exported(sentence_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "out"
-    assert command.main(["openvino", str(sentence_folder), str(folder), "--precisions", *FILES]) == 0
+    assert (
+        command.main(["openvino", str(sentence_folder), str(folder), "--precisions", *FILES]) == 0
+    )
     return folder
 
 
@@ -44,33 +51,53 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
         expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     for name, least in (("fp32", 0.999999), ("fp16", 0.9999), ("int8", 0.99)):
         found = run(exported / "openvino" / f"{FILES[name]}.xml", ids, mask)
-        assert list(found) == ["last_hidden_state", "sentence_embedding"] and found["sentence_embedding"].shape == (len(lengths), 48)
-        cosines = torch.cosine_similarity(torch.from_numpy(found["last_hidden_state"])[mask.bool()], expected, dim=-1)
+        assert list(found) == ["last_hidden_state", "sentence_embedding"] and found[
+            "sentence_embedding"
+        ].shape == (len(lengths), 48)
+        cosines = torch.cosine_similarity(
+            torch.from_numpy(found["last_hidden_state"])[mask.bool()], expected, dim=-1
+        )
         assert cosines.min() > least, name
 
 
 def test_the_options_lie_beside_the_models(exported):
-    """The runtime reads no precision from a model's file, and takes bfloat16 by itself on processors that have it."""
+    """The runtime reads no precision from a model's file, and takes bfloat16 by itself on
+    processors that have it."""
     options = json.loads((exported / "openvino" / "ov_config.json").read_text())
     assert options == {"INFERENCE_PRECISION_HINT": "f32"}
     core = openvino.Core()
     model = core.read_model(str(exported / "openvino" / "openvino_model.xml"))
-    model.set_rt_info("f32" if "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f16", ["runtime_options", *options])
+    model.set_rt_info(
+        "f32" if "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES") else "f16",
+        ["runtime_options", *options],
+    )
     by_itself = core.compile_model(model, "CPU").get_property("INFERENCE_PRECISION_HINT")
-    assert by_itself == core.get_property("CPU", "INFERENCE_PRECISION_HINT"), "a hint in the file is read now: write it there"
+    assert by_itself == core.get_property("CPU", "INFERENCE_PRECISION_HINT"), (
+        "a hint in the file is read now: write it there"
+    )
 
 
 def test_weights_of_one_byte(exported):
-    """Products and embeddings have int8 constants; the file is a quarter of that in float32, and a half in float16."""
-    sizes = {name: (exported / "openvino" / f"{file}.bin").stat().st_size for name, file in FILES.items()}
+    """Products and embeddings have int8 constants; the file is a quarter of that in float32, and a
+    half in float16."""
+    sizes = {
+        name: (exported / "openvino" / f"{file}.bin").stat().st_size for name, file in FILES.items()
+    }
     assert sizes["fp16"] < 0.6 * sizes["fp32"] and sizes["int8"] < 0.45 * sizes["fp32"]
     model = openvino.Core().read_model(str(exported / "openvino" / f"{FILES['int8']}.xml"))
-    matrices = [op for op in model.get_ops() if op.get_type_name() == "Constant" and len(op.shape) == 2 and min(op.shape) >= 48]
-    assert len(matrices) == 1 + 2 * 4 + 1 and all(op.get_element_type() == openvino.Type.i8 for op in matrices)
+    matrices = [
+        op
+        for op in model.get_ops()
+        if op.get_type_name() == "Constant" and len(op.shape) == 2 and min(op.shape) >= 48
+    ]
+    assert len(matrices) == 1 + 2 * 4 + 1 and all(
+        op.get_element_type() == openvino.Type.i8 for op in matrices
+    )
 
 
 def test_the_axis_of_the_scales():
-    """Outputs of a product, rows of an embedding: a row with large weights takes no precision from the others."""
+    """Outputs of a product, rows of an embedding: a row with large weights takes no precision from
+    the others."""
     from openvino import opset13 as ops
 
     generator = np.random.default_rng(0)
@@ -82,35 +109,49 @@ def test_the_axis_of_the_scales():
         model = openvino.Model([ops.matmul(x, ops.constant(stored), False, transposed)], [x], "one")
         target._compress(model)
         given = generator.normal(size=(1, 48)).astype(np.float32)
-        (found,) = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"})(
-            given
-        ).values()
+        (found,) = openvino.compile_model(
+            model,
+            "CPU",
+            {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+        )(given).values()
         expected = given @ weight.T
         assert np.abs((found - expected) / np.abs(weight).max(1)).max() < 0.1
 
 
 def test_a_head(hub_folder, tmp_path, padded_batch):
-    folder, out = hub_folder(NeoBERTForSequenceClassification, num_hidden_layers=1, num_labels=3), tmp_path / "out"
+    folder, out = (
+        hub_folder(NeoBERTForSequenceClassification, num_hidden_layers=1, num_labels=3),
+        tmp_path / "out",
+    )
     command.main(["openvino", str(folder), str(out)])
     ids, mask = padded_batch(11, 5)
     with torch.no_grad():
-        expected = NeoBERTForSequenceClassification.from_pretrained(folder).eval()(ids, attention_mask=mask).logits
+        expected = (
+            NeoBERTForSequenceClassification.from_pretrained(folder)
+            .eval()(ids, attention_mask=mask)
+            .logits
+        )
     found = run(out / "openvino" / "openvino_model.xml", ids, mask)
     assert list(found) == ["logits"] and np.abs(found["logits"] - expected.numpy()).max() < 1e-3
 
 
 def test_two_targets_share_a_folder(exported, sentence_folder, tmp_path):
-    """A folder of the same weights is added to; the same target again is refused without --force, and files of the user always."""
+    """A folder of the same weights is added to; the same target again is refused without --force,
+    and files of the user always."""
     pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     pytest.importorskip("onnxscript", reason="needs the extra onnx")
     out = tmp_path / "out"
     shutil.copytree(exported, out)
     command.main(["onnx", str(sentence_folder), str(out)])
-    assert (out / "onnx" / "model.onnx").is_file() and (out / "openvino" / "openvino_model.xml").is_file()
+    assert (out / "onnx" / "model.onnx").is_file() and (
+        out / "openvino" / "openvino_model.xml"
+    ).is_file()
     manifest, card = json.loads((out / "export.json").read_text()), (out / "README.md").read_text()
     assert list(manifest["targets"]) == ["openvino", "onnx"]
     assert "openvino/openvino_model.xml" in card and "onnx/model.onnx" in card
-    with pytest.raises(UserError, match="holds onnx already; choose another folder, or replace it with --force"):
+    with pytest.raises(
+        UserError, match="holds onnx already; choose another folder, or replace it with --force"
+    ):
         command.main(["onnx", str(sentence_folder), str(out)])
     (out / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds files that neobert export did not write"):

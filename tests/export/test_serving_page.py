@@ -1,4 +1,5 @@
-"""Pins docs/serving.md: its commands are understood, the files that it names are those that are written, and its head for vLLM is the model's."""
+"""Pins docs/serving.md: its commands are understood, the files that it names are those that are
+written, and its head for vLLM is the model's."""
 
 import importlib
 import re
@@ -27,17 +28,24 @@ def test_its_commands_are_understood():
 
 def test_its_file_names():
     for name in ("onnx", "openvino"):
-        for precision, written in importlib.import_module(f"neobert.export.{name}").PRECISIONS.items():
-            assert re.search(rf"^\| `{precision}` \| `{name}/{re.escape(written.file)}`", PAGE, re.MULTILINE), f"{name} {precision}"
+        for precision, written in importlib.import_module(
+            f"neobert.export.{name}"
+        ).PRECISIONS.items():
+            assert re.search(
+                rf"^\| `{precision}` \| `{name}/{re.escape(written.file)}`", PAGE, re.MULTILINE
+            ), f"{name} {precision}"
 
 
 def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
-    """The lines for vLLM, run as they stand on the first token's vectors, give the model's logits."""
+    """The lines for vLLM, run as they stand on the first token's vectors, give the model's
+    logits."""
     model = build(NeoBERTForSequenceClassification, num_labels=3)
     (tmp_path / "FOLDER").mkdir()
     save_file(model.state_dict(), tmp_path / "FOLDER" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "np.tanh" in block)
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "np.tanh" in block
+    )
     names = {}
     exec(code, names)
     ids = torch.randint(5, 60, (4, 9))

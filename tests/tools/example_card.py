@@ -1,10 +1,13 @@
-"""Puts a finished run of recipes/example_small*.yaml into examples/checkpoint: raw weights, log, and the card with what it reached.
+"""Puts a finished run of recipes/example_small*.yaml into examples/checkpoint: raw weights, log,
+and the card with what it reached.
 
-    python tests/tools/example_card.py runs/example_small_stage2 --after runs/example_small/checkpoint-2300
+    python tests/tools/example_card.py runs/example_small_stage2 --after
+    runs/example_small/checkpoint-2300
 
 `--after` names the first stage's checkpoint (or finished run), whose steps and log count too.
 
-The held-out figures are measured here on the weights as they are stored (float16), next to the unigram baseline on the same masked positions.
+The held-out figures are measured here on the weights as they are stored (float16), next to the
+unigram baseline on the same masked positions.
 """
 
 import argparse
@@ -89,7 +92,7 @@ The only training text is WordNet 3.0, Copyright 2006 by Princeton University, a
 modification and distribution, for any purpose and without fee, of the database and works made from it, provided that the notice is kept:
 <https://wordnet.princeton.edu/license-and-commercial-use>. It comes "as is", without warranty. The weights are passed on under the same terms.
 The tokenizer is BERT's uncased WordPiece vocabulary (Apache 2.0).
-"""
+"""  # noqa: E501
 
 
 def fills(model, tokenizer):
@@ -100,7 +103,10 @@ def fills(model, tokenizer):
         place = int((batch["input_ids"][0] == tokenizer.mask_token_id).nonzero())
         with torch.no_grad():
             shares = model(**batch).logits[0, place].softmax(-1).topk(4)
-        guesses = ", ".join(f"{tokenizer.decode([i])} ({p:.0%})" for i, p in zip(shares.indices.tolist(), shares.values.tolist()))
+        guesses = ", ".join(
+            f"{tokenizer.decode([i])} ({p:.0%})"
+            for i, p in zip(shares.indices.tolist(), shares.values.tolist())
+        )
         rows.append(f"| {text} | {guesses} |")
     return "\n".join(rows)
 
@@ -140,7 +146,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", help="a checkpoint of the run instead of its final model")
-    parser.add_argument("--after", type=Path, help="the first stage: a finished run, or a checkpoint of it")
+    parser.add_argument(
+        "--after", type=Path, help="the first stage: a finished run, or a checkpoint of it"
+    )
     parser.add_argument("--note", default="", help="a sentence on this run for the card")
     parser.add_argument("--out", type=Path, default=ROOT / "examples" / "checkpoint")
     arguments = parser.parse_args()
@@ -152,10 +160,16 @@ def main():
     took = hours(log)
     if arguments.after:
         first_steps, first_tokens = trained(arguments.after)
-        first_run = arguments.after if (arguments.after / "log.jsonl").exists() else arguments.after.parent
+        first_run = (
+            arguments.after if (arguments.after / "log.jsonl").exists() else arguments.after.parent
+        )
         first_log, planned = read_log(first_run, first_steps), planned_steps(arguments.after)
         took += hours(first_log)
-        stopped = f" up to step {first_steps:,} of the {planned:,} planned" if first_steps < planned else ""
+        stopped = (
+            f" up to step {first_steps:,} of the {planned:,} planned"
+            if first_steps < planned
+            else ""
+        )
         log = [{"stage": 1, **row} for row in first_log] + [{"stage": 2, **row} for row in log]
         stages = f": {first_steps:,} steps of the first stage, {steps:,} of the second"
         steps, tokens_seen = steps + first_steps, tokens_seen + first_tokens
@@ -164,7 +178,10 @@ def main():
     partial = arguments.out.with_name(f".{arguments.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     path = write_raw_checkpoint(model.state_dict(), config, partial, steps, torch.float16)
-    stored = {name.removeprefix("module."): tensor.float() for name, tensor in torch.load(path, weights_only=True).items()}
+    stored = {
+        name.removeprefix("module."): tensor.float()
+        for name, tensor in torch.load(path, weights_only=True).items()
+    }
     model.load_state_dict(stored)
 
     run = pretrain.read_run([str(RECIPE), "--report-to", "none"])
@@ -172,7 +189,9 @@ def main():
     masking = TokenMasking(tokenizer, run.batch.mlm_probability)
     train, train_summary = load_prepared(arguments.run / "prepared" / "train", tokenizer)
     held, held_summary = load_prepared(arguments.run / "prepared" / "heldout", tokenizer)
-    batches = pretrain.make_batches(held, tokenizer, masking, run.spec.of_all_texts(run.spec.seed + 1), "heldout")
+    batches = pretrain.make_batches(
+        held, tokenizer, masking, run.spec.of_all_texts(run.spec.seed + 1), "heldout"
+    )
     measured = evaluate_batches(model.eval(), batches)
     frequent = pretrain.unigram(train, tokenizer)
     baseline = pretrain.unigram_accuracy(batches, frequent)
@@ -188,14 +207,35 @@ def main():
     }
     write_json(partial / "heldout.json", {**env, **figures})
     card = CARD.format(
-        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=config.num_attention_heads, size=path.stat().st_size / 1e6,
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6, steps=steps, tokens_seen=tokens_seen, stages=stages, accuracy=measured["masked_accuracy"],
-        masked=measured["masked_tokens"], loss=measured["loss"], perplexity=torch.tensor(measured["loss"]).exp().item(), baseline=baseline,
-        ratio=measured["masked_accuracy"] / baseline, frequent=tokenizer.decode([frequent]), train_rows=train_summary["kept"],
-        train_tokens=train_summary["tokens"], heldout_rows=held_summary["kept"], heldout_tokens=held_summary["tokens"], hardware=env["hardware"],
-        hours=took, stopped=stopped, fills=fills(model, tokenizer), command=env["command"], commit=env["commit"], date=env["date"],
-        versions=", ".join(f"{name} {version}" for name, version in env["versions"].items()), note=f" {arguments.note}" if arguments.note else "",
-    )  # fmt: skip
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        size=path.stat().st_size / 1e6,
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        steps=steps,
+        tokens_seen=tokens_seen,
+        stages=stages,
+        accuracy=measured["masked_accuracy"],
+        masked=measured["masked_tokens"],
+        loss=measured["loss"],
+        perplexity=torch.tensor(measured["loss"]).exp().item(),
+        baseline=baseline,
+        ratio=measured["masked_accuracy"] / baseline,
+        frequent=tokenizer.decode([frequent]),
+        train_rows=train_summary["kept"],
+        train_tokens=train_summary["tokens"],
+        heldout_rows=held_summary["kept"],
+        heldout_tokens=held_summary["tokens"],
+        hardware=env["hardware"],
+        hours=took,
+        stopped=stopped,
+        fills=fills(model, tokenizer),
+        command=env["command"],
+        commit=env["commit"],
+        date=env["date"],
+        versions=", ".join(f"{name} {version}" for name, version in env["versions"].items()),
+        note=f" {arguments.note}" if arguments.note else "",
+    )
     write_text(partial / "README.md", card)
     shutil.rmtree(arguments.out, ignore_errors=True)
     partial.replace(arguments.out)

@@ -15,8 +15,12 @@ def with_table(page):
     rows = ["| file | lines | sha256 |", "|---|---|---|"]
     for name in CODE_FILES:
         data = (ROOT / name).read_bytes()
-        rows.append(f"| `{name}` | {len(data.splitlines()):,} | `{hashlib.sha256(data).hexdigest()}` |")
-    return re.sub(r"(?<=\n\n)\| file \| lines.*?\n\n", "\n".join(rows) + "\n\n", page, flags=re.DOTALL)
+        rows.append(
+            f"| `{name}` | {len(data.splitlines()):,} | `{hashlib.sha256(data).hexdigest()}` |"
+        )
+    return re.sub(
+        r"(?<=\n\n)\| file \| lines.*?\n\n", "\n".join(rows) + "\n\n", page, flags=re.DOTALL
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Runs transformers' own common model tests against this model: `python tests/tools/upstream_tests.py [pytest arguments]`.
+"""Runs transformers' own common model tests against this model: `python
+tests/tools/upstream_tests.py [pytest arguments]`.
 
-The tests of the very version that is installed come out of its source archive on PyPI, fetched into a cache folder the first time
-(--cache DIR, by default .cache/upstream-tests) and unpacked into a temporary one; nothing of it is kept here. Modules that the archive
-leaves out are replaced by empty stand-ins. The exit status is pytest's.
+The tests of the very version that is installed come out of its source archive on PyPI, fetched into
+a cache folder the first time (--cache DIR, by default .cache/upstream-tests) and unpacked into a
+temporary one; nothing of it is kept here. Modules that the archive leaves out are replaced by empty
+stand-ins. The exit status is pytest's.
 
-These tests are strong on loading, the meta device, tying, resizing and saving, and blind to arithmetic: see tests/ for that.
+These tests are strong on loading, the meta device, tying, resizing and saving, and blind to
+arithmetic: see tests/ for that.
 """
 
 import argparse
@@ -32,11 +35,14 @@ STAND_INS = {
     "utils/test_configuration_utils.py": "config_common_kwargs = {}\n",
 }
 
-# Small packages that the tests import and the project does not need: put beside the archive if the environment lacks them.
+# Small packages that the tests import and the project does not need: put beside the archive if the
+# environment lacks them.
 PACKAGES = ("parameterized",)
 
-# Tests that cannot apply to a class, with the reason. Everything else that skips does so by transformers' own rules. The pipeline mixin
-# is left out because the archive lacks tests/pipelines and its tests need checkpoints from the Hub; the training, tensor-parallel and
+# Tests that cannot apply to a class, with the reason. Everything else that skips does so by
+# transformers' own rules. The pipeline mixin
+# is left out because the archive lacks tests/pipelines and its tests need checkpoints from the Hub;
+# the training, tensor-parallel and
 # expert-parallel mixins because they generate text or need several processes.
 _NO_ROPE = "learned positions have no RoPE to scale and end at max_position_embeddings"
 INAPPLICABLE = {
@@ -138,21 +144,35 @@ for case, tests in INAPPLICABLE.items():
     for name, reason in tests.items():
         if hasattr(globals()[case], name):
             setattr(globals()[case], name, unittest.skip(reason)(getattr(globals()[case], name)))
-'''
+'''  # noqa: E501
 
 
 def fetch_archive(cache):
-    """Path of transformers' source archive for the installed version, downloaded with pip where the cache lacks it."""
+    """Path of transformers' source archive for the installed version, downloaded with pip where the
+    cache lacks it."""
     version = transformers.__version__
     archive = cache / f"transformers-{version}.tar.gz"
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            result = subprocess.run([*pip, "--no-binary", "transformers", f"transformers=={version}", "--dest", folder])
+            result = subprocess.run(
+                [*pip, "--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
+            )
             found = list(Path(folder).glob("transformers-*.tar.gz"))
             if result.returncode or not found:
-                raise SystemExit(f"pip could not download the source archive of transformers {version}; is PyPI reachable?")
+                raise SystemExit(
+                    f"pip could not download the source archive of transformers {version}; is PyPI "
+                    "reachable?"
+                )
             found[0].replace(archive)
     return archive
 
@@ -160,9 +180,23 @@ def fetch_archive(cache):
 def fetch_packages(cache):
     """Folder with those of `PACKAGES` that cannot be imported."""
     folder = cache / "packages"
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None and not (folder / name).exists()]
+    missing = [
+        name
+        for name in PACKAGES
+        if importlib.util.find_spec(name) is None and not (folder / name).exists()
+    ]
     if missing:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--target",
+            str(folder),
+        ]
         if subprocess.run([*pip, *missing]).returncode:
             raise SystemExit(f"pip could not install {', '.join(missing)}; is PyPI reachable?")
     return folder
@@ -171,7 +205,11 @@ def fetch_packages(cache):
 def unpack_tests(archive, folder):
     """Puts the archive's tests/ folder, the stand-ins and our test file into `folder`."""
     with tarfile.open(archive) as tar:
-        members = [m for m in tar.getmembers() if m.isfile() and m.name.split("/")[1:2] == ["tests"] and "/models/" not in m.name]
+        members = [
+            m
+            for m in tar.getmembers()
+            if m.isfile() and m.name.split("/")[1:2] == ["tests"] and "/models/" not in m.name
+        ]
         if not members:
             raise SystemExit(f"{archive.name} holds no tests.")
         for member in members:
@@ -182,11 +220,15 @@ def unpack_tests(archive, folder):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    (folder / "tests" / "test_modeling_neobert.py").write_text(f"INAPPLICABLE = {INAPPLICABLE!r}\n{MODEL_TEST}")
+    (folder / "tests" / "test_modeling_neobert.py").write_text(
+        f"INAPPLICABLE = {INAPPLICABLE!r}\n{MODEL_TEST}"
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "upstream-tests")
     arguments, pytest_arguments = parser.parse_known_args()
     archive = fetch_archive(arguments.cache)
@@ -197,8 +239,21 @@ def main():
         folder = Path(folder).resolve()
         unpack_tests(archive, folder)
         (folder / "pytest.ini").write_text("[pytest]\n")
-        print(f"transformers {transformers.__version__}: the common model tests of {archive.name}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-W", "ignore", "tests/test_modeling_neobert.py"]
+        print(
+            f"transformers {transformers.__version__}: the common model tests of {archive.name}",
+            flush=True,
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            "tests/test_modeling_neobert.py",
+        ]
         return subprocess.run([*command, *pytest_arguments], cwd=folder, env=environment).returncode
 
 
