@@ -203,18 +203,19 @@ def python_rows(packages, most_files=12):
     return docstrings, code
 
 
+def plain_readme(text):
+    """A README without badges, images, addresses and tags."""
+    text = re.sub(
+        r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", text
+    )
+    return re.sub(r"https?://\S+", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+
+
 def readmes(packages):
-    """Rows (package, summary, README) of Python packages; badges, images, addresses and tags are
-    left out of the README."""
+    """Rows (package, summary, README) of Python packages."""
     for name, distribution in packages.items():
         told = distribution.metadata.json
-        text = re.sub(
-            r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)",
-            " ",
-            told.get("description") or "",
-        )
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-        yield Row(name, told.get("summary") or "", re.sub(r"https?://\S+", "", text))
+        yield Row(name, told.get("summary") or "", plain_readme(told.get("description") or ""))
 
 
 def corpus(rows):

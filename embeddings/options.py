@@ -364,6 +364,11 @@ class TrainingOptions(Arguments):
         "of the teacher's weights while its vectors are computed",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
+    neighbours: int = option(
+        0,
+        "units (texts, or pairs) in the same batch as one to which the teacher finds them nearest",
+        least=0,
+    )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
     device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")

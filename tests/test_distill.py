@@ -28,8 +28,8 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
 from neobert.embeddings.distill import DistillTrainer, train
+from neobert.embeddings.distill_batches import SimilarLengths
 from neobert.embeddings.distill_data import (
-    SimilarLengths,
     TeacherVectors,
     TextSource,
     is_held_out,
