@@ -481,6 +481,25 @@ def find_teacher(given):
     return str(Path(spec.origin).parent / "model")
 
 
+def cutter(tokenizer):
+    """Function (text, tokens) -> the beginning of the text, so many tokens long."""
+
+    def cut(text, tokens):
+        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        return text[: ends[min(tokens, len(ends)) - 1][1]]
+
+    return cut
+
+
+def encoder(model):
+    """Function from texts to unit vectors (N, D), by a SentenceTransformer."""
+    return lambda texts: model.encode(
+        texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
+    )
+
+
 def main(argv=None):
     """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -495,21 +514,9 @@ def main(argv=None):
         "teacher": SentenceTransformer(teacher, device="cpu"),
         OURS: SentenceTransformer(given.model, device="cpu", trust_remote_code=True),
     }
-    tokenizer = models["teacher"].tokenizer
-
-    def cut(text, tokens):
-        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        return text[: ends[min(tokens, len(ends)) - 1][1]]
-
-    def encode(model):
-        return lambda texts: model.encode(
-            texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
-        )
-
     texts = corpus(given.rows)
-    found = measure(texts, {name: encode(model) for name, model in models.items()}, cut)
+    encoders = {name: encoder(model) for name, model in models.items()}
+    found = measure(texts, encoders, cutter(models["teacher"].tokenizer))
     found["sources"] = {
         kind: dict(sorted(Counter(row.package for row in rows).items()))
         for kind, rows in texts.items()

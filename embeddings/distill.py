@@ -10,6 +10,7 @@ Two folders: `--work` holds the teacher's vectors and the checkpoints of a run t
 """
 
 import functools
+import time
 from pathlib import Path
 
 import torch
@@ -44,9 +45,17 @@ FIGURES = "figures.json"
 
 
 class DistillTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops where the loss is not finite."""
+    """The library's trainer; it stops where the loss is not finite, and logs the CPU seconds of its
+    process since the training began, those before an interruption among them."""
+
+    counted = time.process_time()
 
     def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            history = [row for row in self.state.log_history if "cpu_seconds" in row]
+            before, now = history[-1]["cpu_seconds"] if history else 0.0, time.process_time()
+            logs["cpu_seconds"] = before + now - self.counted
+            self.counted = now
         if not torch.isfinite(torch.tensor(float(logs.get("loss", 0.0)))):
             raise UserError(
                 f"training diverged at step {self.state.global_step} with learning_rate "
@@ -222,6 +231,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         loss=DistillLoss(student, arguments),
         evaluator=Agreement(sets) if sets else None,
     )
+    trainer.counted = time.process_time()
     outcome = checkpoints.train(trainer)
     history = trainer.state.log_history
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
@@ -243,7 +253,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         "losses": [
             {
                 key: entry[key]
-                for key in ("step", "loss", "cosine", "mse", "similarity")
+                for key in ("step", "loss", "cosine", "mse", "similarity", "cpu_seconds")
                 if key in entry
             }
             for entry in history
