@@ -1,9 +1,9 @@
 """`neobert encode` against what it replaces, on English texts of mixed length: speed, vectors, and
 memory against the size of the corpus.
 
-    python -m neobert.benchmarks.encode                      # NeoBERT base, ModernBERT base, BERT
-    of NeoBERT's size, float32 and bfloat16 python -m neobert.benchmarks.encode --layers 6 --texts
-    64
+    # NeoBERT base, ModernBERT base, BERT of NeoBERT's size, float32 and bfloat16
+    python -m neobert.benchmarks.encode
+    python -m neobert.benchmarks.encode --layers 6 --texts 64
 
 Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors;
 all else is SentenceTransformer.encode, which sorts its texts by length, pads them, and has them in

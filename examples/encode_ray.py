@@ -2,8 +2,9 @@
 group of cores, any of which may die.
 
     pip install '.[eval,ray]'
-    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL --actors 64
-    --gpus 1 python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
+    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL \\
+        --actors 64 --gpus 1
+    python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
 
 Each row group of SOURCE becomes one file of OUTPUT, with all columns and "embedding". A file
 appears complete or not at all: the row group of an actor that died is encoded again, bit for bit,

@@ -1,9 +1,10 @@
 """`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length
 (Figure 2 of the paper).
 
-    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --subset
-    20231101.en --texts 100 neobert pseudo-perplexity --model my_model --text articles.jsonl
-    --lengths 128 512 2048 --positions exact --yarn off 2
+    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia \\
+        --subset 20231101.en --texts 100
+    neobert pseudo-perplexity --model my_model --text articles.jsonl \\
+        --lengths 128 512 2048 --positions exact --yarn off 2
 
 For a text of n tokens (special tokens not counted), each position is masked on its own, -log
 p(token | rest) is its cross-entropy, and the pseudo-perplexity is exp of their mean. That is n
