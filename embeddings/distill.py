@@ -18,6 +18,7 @@ from transformers import set_seed
 
 from ..common import checkpoints
 from ..common.blocks import compile_blocks, uncompile_blocks
+from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError
 from ..common.files import read_json, write_json
 from ..common.identity import files_digest, model_digest
@@ -309,7 +310,7 @@ def write_student(arguments, student, sets, figures):
         figures["precision"] = precision_check(folder, sets)
         write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
-    checkpoints.remove(Path(arguments.work) / "checkpoints")
+    remove_checkpoints(Path(arguments.work) / "checkpoints")
 
 
 def main(argv=None):

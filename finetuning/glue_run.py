@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from ..common import checkpoints
+from ..common.checkpoint_files import checkpoints as saved_checkpoints
+from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.loading import check_model, check_vocabulary, save_tokenizer, text_limit
@@ -389,7 +391,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             compute_metrics=compute_metrics,
             callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
         )
-        resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
+        resumed = bool(saved_checkpoints(folder / "checkpoints"))
         memory = PeakMemory()
         spent = checkpoints.train(trainer).metrics
         peak = mebibytes(memory.peak)
@@ -423,7 +425,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             )
             write_json(scratch / "result.json", result)
             run.finish(run.move_in(scratch, "result.json"))
-            checkpoints.remove(folder / "checkpoints")
+            remove_checkpoints(folder / "checkpoints")
         trainer.accelerator.wait_for_everyone()
     return result
 

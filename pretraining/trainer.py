@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from ..common import optimisation
-from ..common.checkpoints import complete
+from ..common.checkpoint_files import complete
 from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
