@@ -170,7 +170,8 @@ class Reader:
         self.source, self.least, self.seed = source, least, seed
         self.body, self.split = spec.length - 2, spec.long_texts == "split"
         # Groups of readers share the shards evenly; the readers of one group deal out the rows of
-        # each of its shards.
+        # each of its shards. 6 readers of 3 shards are 3 groups of 2: reader 4 has shard 1 (4 % 3)
+        # of a pass's order, and of its rows every second one, from row 1 (4 // 3) on.
         shards = source.rows.num_shards
         groups = readers if shards >= readers else shards if readers % shards == 0 else 1
         self.first, self.step = reader % groups, groups
