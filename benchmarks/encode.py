@@ -304,10 +304,8 @@ def plot(result, path):
     ]
     rates = [rate for found in speed.values() for rate in found["tokens_per_second"].values()]
     colours = [figures.OWN if OURS in label else figures.GREY for label in labels]
-    medians, spreads = (
-        [rate["median"] for rate in rates],
-        [tuple(rate["quartiles"]) for rate in rates],
-    )
+    medians = [rate["median"] for rate in rates]
+    spreads = [tuple(rate["quartiles"]) for rate in rates]
     figures.bars(left, labels, medians, spreads, digits=0, colours=colours, horizontal=True)
     left.set_xlabel("real tokens a second, median and quartiles")
     for number, (name, points) in enumerate(memory.items()):

@@ -73,10 +73,8 @@ class Steps:
             torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
         )
         chosen &= batch.attention_mask.bool()
-        ids, labels = (
-            torch.where(chosen, MASK, batch.input_ids),
-            torch.where(chosen, batch.input_ids, -100),
-        )
+        ids = torch.where(chosen, MASK, batch.input_ids)
+        labels = torch.where(chosen, batch.input_ids, -100)
         return batch.lengths, {
             "input_ids": ids,
             "attention_mask": batch.attention_mask,

@@ -120,15 +120,13 @@ def remove_checkpoint(checkpoint):
     begun, going = read_manifest(checkpoint, complete=False), checkpoint / _REMOVING
     if checkpoint.is_symlink():
         return
-    if (
-        begun is not None and "files" not in begun
-    ):  # it was being written when the run was killed, or the disk was full
+    # it was being written when the run was killed, or the disk was full
+    if begun is not None and "files" not in begun:
         shutil.rmtree(checkpoint, ignore_errors=True)
         return
     if begun is not None:
-        os.replace(
-            checkpoint / MANIFEST, going
-        )  # first, so that what is half removed is never taken
+        # first, so that what is half removed is never taken
+        os.replace(checkpoint / MANIFEST, going)
     if (manifest := read_manifest(checkpoint, name=_REMOVING)) is not None:
         place = Path(os.path.realpath(checkpoint))
         for path in (

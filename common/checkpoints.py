@@ -162,10 +162,8 @@ class Checkpoints(TrainerCallback):
     def spent(self):
         """Seconds and CPU seconds of the training, in this process and in those that it goes on
         from."""
-        seconds, cpu_seconds = (
-            time.perf_counter() - self._begun[0],
-            time.process_time() - self._begun[1],
-        )
+        seconds = time.perf_counter() - self._begun[0]
+        cpu_seconds = time.process_time() - self._begun[1]
         return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
 
     def on_train_begin(self, args, state, control, **kwargs):

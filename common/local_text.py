@@ -177,9 +177,8 @@ def _gcide_definition(block):
     for _ in range(2):  # brackets within brackets
         block = re.sub(r"\[[^\[\]]*\]", " ", block)
     block = _GCIDE_HEAD.sub("", re.sub(r"\s+", " ", block), count=1)
-    block = re.sub(
-        r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", "")
-    )  # fields of knowledge, letters of senses
+    # fields of knowledge, letters of senses
+    block = re.sub(r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", ""))
     block = re.sub(r"\s--\s?[A-Z][\w. ]*?\.(?=\s|$)", " ", block)  # who is quoted
     block = re.sub(r"\b[Ss]yn:|--", "; ", block)
     return re.sub(r"\s+([.,;])", r"\1", re.sub(r"\s+", " ", block)).strip(" ;,")

@@ -111,9 +111,8 @@ def settings_of(arguments, trainer_options, sources, others):
         for name, value in number_options(trainer_options).items()
         if not name.startswith("eval_")
     }
-    settings["teacher"] = shown(
-        arguments.teacher
-    )  # the weights are known by their digest, wherever they are
+    # the weights are known by their digest, wherever they are
+    settings["teacher"] = shown(arguments.teacher)
     settings["teacher_digest"] = model_digest(arguments.teacher)
     settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {

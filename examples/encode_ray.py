@@ -57,20 +57,16 @@ class Encoder:
         self.encoder = PackedEncoder(
             options.model, dtype=options.dtype, device=device, max_length=options.max_length
         )
-        (self.system, _, _), (self.target, self.root, _) = (
-            files_of(options.source),
-            files_of(options.output),
-        )
+        (self.system, _, _) = files_of(options.source)
+        (self.target, self.root, _) = files_of(options.output)
 
     def __call__(self, batch):
         rows = pyarrow.parquet.ParquetFile(
             self.system.open_input_file(batch["path"][0])
         ).read_row_group(int(batch["group"][0]))
-        texts, prompt, size = (
-            rows[self.options.text_column].to_pylist(),
-            self.encoder.prompt(self.options.prompt_name),
-            self.options.rows,
-        )
+        texts = rows[self.options.text_column].to_pylist()
+        prompt = self.encoder.prompt(self.options.prompt_name)
+        size = self.options.rows
         vectors = np.concatenate(
             [
                 self.encoder.encode(texts[start : start + size], prompt)

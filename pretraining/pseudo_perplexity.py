@@ -214,11 +214,9 @@ def settings(given):
 def rows_to_show(given, units, rows):
     """Those of `rows` that have the settings of this run, a text and a length of it; models that
     have none are named in a warning."""
-    asked, texts, lengths = (
-        settings(given).items(),
-        {unit.text for unit in units},
-        set(map(str, given.lengths)),
-    )
+    asked = settings(given).items()
+    texts = {unit.text for unit in units}
+    lengths = set(map(str, given.lengths))
     shown = [
         row
         for row in rows

@@ -349,11 +349,9 @@ def evaluate_batches(model, batches, device=None, accelerator=None):
             outputs = model(**batch)
         if i < len(batches):
             right, count = masked_correct(outputs.logits, batch["labels"])
-            total, correct, masked = (
-                total + float(outputs.loss) * int(count),
-                correct + int(right),
-                masked + int(count),
-            )
+            total = total + float(outputs.loss) * int(count)
+            correct = correct + int(right)
+            masked = masked + int(count)
     model.train(training)
     sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
     if world > 1:

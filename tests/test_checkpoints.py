@@ -205,9 +205,8 @@ def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(
             capsys.readouterr()
             assert seen == [True], "until the run has come as far again the damaged one must stay"
             assert same(weights(made), end), "the continued run must end as the uninterrupted one"
-            kept = ["damaged-checkpoint-8"] * (
-                name == checkpoint_files.MANIFEST
-            )  # without it nothing says that the run made it
+            # without it nothing says that the run made it
+            kept = ["damaged-checkpoint-8"] * (name == checkpoint_files.MANIFEST)
             assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted(
                 [f"checkpoint-{s}" for s in range(2, 13, 2)] + kept
             )

@@ -21,9 +21,8 @@ from neobert.finetuning.options import OPTIONS, RunSettings
 
 def test_metrics_by_hand():
     labels = np.array([1, 1, 1, 0, 0, 1])
-    logits = np.eye(2)[
-        [1, 0, 1, 0, 1, 1]
-    ]  # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]
     values = glue_tasks.scores(TASKS["mrpc"], logits, labels)
     assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(
         2 * 3 / (2 * 3 + 1 + 1)
