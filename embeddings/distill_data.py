@@ -100,9 +100,9 @@ class Texts:
     units: list
 
 
-def read_texts(sources, others, held_out_percent, most_held_out, most_other=2000):
-    """`Texts` of the sources; of held-out and other texts the first so many in the order of their
-    hashes.
+def read_texts(sources, others, held_out_percent, most):
+    """`Texts` of the sources; of held-out texts, and of each kind of other texts, the first `most`
+    in the order of their hashes.
 
     Raises:
         UserError: no text is left to learn from.
@@ -129,13 +129,13 @@ def read_texts(sources, others, held_out_percent, most_held_out, most_other=2000
         )
     other = {
         source.name: _chosen(
-            {text for texts in source.read() for text in texts if text not in seen}, most_other
+            {text for texts in source.read() for text in texts if text not in seen}, most
         )
         for source in others
     }
     return Texts(
         train,
-        _chosen(held_out, most_held_out),
+        _chosen(held_out, most),
         {name: texts for name, texts in other.items() if len(texts) > 2},
         units,
     )
