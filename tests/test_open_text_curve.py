@@ -10,18 +10,19 @@ import pytest
 pytest.importorskip("sentence_transformers")
 
 from neobert.benchmarks import open_text_curve
-from neobert.common.errors import UserError
 
 
-def test_cpu_hours_are_those_of_all_processes(tmp_path):
-    assert open_text_curve.spent(tmp_path, 2) == (0, 0.0)
-    state = {"global_step": 30, "log_history": [{"cpu_seconds": 900.0}, {"cpu_seconds": 1800.0}]}
-    path = tmp_path / "trainer_state.json"
-    path.write_text(json.dumps(state))
-    assert open_text_curve.spent(tmp_path, 3) == (30, 1.5)
-    path.write_text(json.dumps({"global_step": 30, "log_history": [{"loss": 1.0}]}))
-    with pytest.raises(UserError, match="cpu_seconds"):
-        open_text_curve.spent(tmp_path, 2)
+def test_cpu_hours_are_those_of_all_processes_and_runs(tmp_path):
+    def run(steps, seconds, processes):
+        losses = [{"step": 1, "cpu_seconds": 1.0}, {"step": steps, "cpu_seconds": seconds}]
+        return {"steps": steps, "losses": losses, "environment": {"processes": processes}}
+
+    before = {"steps": 500, "losses": [{"step": 500}], "environment": {}}
+    figures = {**run(30, 1800.0, 2), "earlier": [before, run(10, 900.0, 1)]}
+    (tmp_path / "figures.json").write_text(json.dumps(figures))
+    assert open_text_curve.spent(tmp_path) == (40, 1.25)
+    (tmp_path / "figures.json").write_text(json.dumps(before))
+    assert open_text_curve.spent(tmp_path) == (0, 0.0)
 
 
 def test_a_text_is_encoded_once():

@@ -55,7 +55,7 @@ def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
     )
     assert found.returncode == 0, found.stderr
     length, (vector,) = json.loads(found.stdout.splitlines()[-1])
-    assert length == 128 and len(vector) == 384
+    assert length == 256 and len(vector) == 384
     assert vector == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
 
 
