@@ -352,7 +352,9 @@ class AgreementOptions(Arguments):
     held_out_percent: float = option(
         1.0, "of the texts, by hash, to measure with", above=0, most=50
     )
-    held_out_texts: int = option(2000, "at most so many of them, and of each of other_texts", least=3)
+    held_out_texts: int = option(
+        2000, "at most so many of them, and of each of other_texts", least=3
+    )
 
 
 @dataclass(kw_only=True)
