@@ -98,13 +98,13 @@ def passes(found, count, room, margin):
 
 
 def _trimmed(text, offsets):
-    """`offsets` without white space at the beginning of a token, which some tokenizers count to
-    it."""
-    offsets = offsets.copy()
-    for place in np.flatnonzero(offsets[:, 0] < offsets[:, 1]):
+    """`offsets` in order, without white space at the beginning of a token, which some tokenizers
+    count to it."""
+    offsets = np.maximum.accumulate(offsets, axis=0)
+    spaces = [match.start() for match in re.finditer(r"\s", text)]
+    for place in np.flatnonzero(np.isin(offsets[:, 0], spaces)):
         start, end = offsets[place]
-        if text[start].isspace():
-            offsets[place, 0] = end - len(text[start:end].lstrip())
+        offsets[place, 0] = end - len(text[start:end].lstrip())
     return offsets
 
 
@@ -132,7 +132,8 @@ def _next(levels, first, end, overlap):
     sentences = np.flatnonzero(levels[least : end + 1] == len(_BREAKS))
     if len(sentences):
         return int(least + sentences[0])
-    among = levels[least : end + 1]
-    # The first place as good as white space; else the overlap is kept to the token.
-    good = np.flatnonzero(among >= min(1, among.max()))
-    return int(least + good[0])
+    if least == end:
+        return end
+    among = levels[least:end]
+    # The first place that is no worse than white space; where there is none, the first of the best.
+    return int(least + np.flatnonzero(among >= min(1, among.max()))[0])
