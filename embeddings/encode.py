@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,27 +25,39 @@ from ..common.loading import choose_device, choose_dtype
 from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.rows import check_column, row_columns, row_files
-from ..common.runs import LOCK, Run, run_settings, stamps
-from .encode_parts import CUT, Cut, Plan, is_output, is_part, make_plan, merge_parts
+from ..common.runs import LOCK, Run, locked, run_settings, stamps
+from .encode_append import Base, remove_finished, remove_run
+from .encode_parts import (
+    CUT,
+    MARK,
+    PLACES,
+    PLAN,
+    TEXTS,
+    Plan,
+    is_output,
+    is_part,
+    make_plan,
+    merge_parts,
+    read_mark,
+)
 from .encode_workers import Job, Rank, build_encoder, encode_in_processes, encode_windows
 from .options import FORMATS, OPTIONS
+from .stamps import STAMP, Stamp
 
 
-PLAN = "plan.json"
-MARK = {"neobert": "encode"}
+_ADDED = ".append"  # folder in a folder of parts, for those that are to be added
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What a run writes: `output`, a folder of parts or one file; the parts are in `folder`."""
+    """What a run writes: `output`, a folder of parts or one file; its own parts are in `folder`.
+    `base`: the output that is there, where texts are added to it."""
 
     output: Path
     folder: Path
     format: str
-
-    @property
-    def is_file(self):
-        return self.output != self.folder
+    is_file: bool
+    base: Base | None = None
 
     @classmethod
     def of(cls, arguments):
@@ -67,11 +79,16 @@ class _Target:
             )
         check_folder(output.parent if single else output, "OUTPUT")
         folder = output.with_name(f"{output.name}.parts") if single else output
-        return cls(output, folder, output.suffix[1:] if single else arguments.format)
+        if arguments.append:
+            base = Base.of(output, single)
+            return cls(output, folder if single else output / _ADDED, base.format, single, base)
+        return cls(output, folder, output.suffix[1:] if single else arguments.format, single)
 
 
-def _kept_columns(arguments, format):
+def _kept_columns(arguments, format, base=None):
     """Columns to copy, and what to ask of the others (`alike` of `read_rows`)."""
+    if arguments.keep is None and base is not None:
+        return base.columns.names, None
     if arguments.keep is None:
         by_itself = format == "parquet"
         return ["id"] if by_itself and "id" in row_columns(
@@ -83,8 +100,12 @@ def _kept_columns(arguments, format):
             "safetensors holds no other columns (row i belongs to row i of the input); leave out "
             "--keep, or write parquet"
         )
-    if "embedding" in keep:
-        raise UserError("the output's own column is called 'embedding'; leave it out of --keep")
+    own = {"embedding", *(PLACES if arguments.long_texts == "windows" else ())}
+    if taken := own & {*keep}:
+        raise UserError(
+            f"the output's own columns are called {listed(sorted(own))}; leave "
+            f"{listed(sorted(taken))} out of --keep"
+        )
     return keep, None
 
 
@@ -122,7 +143,7 @@ def encode(arguments, progress_bar=True, encoder=None):
     """
     choose_device(arguments.device)
     rank, target = Rank.from_environment(), _Target.of(arguments)
-    keep, alike = _kept_columns(arguments, target.format)
+    keep, alike = _kept_columns(arguments, target.format, target.base)
     settings = run_settings(arguments) | {
         "format": target.format,
         "model_digest": model_digest(arguments.model),
@@ -134,7 +155,7 @@ def encode(arguments, progress_bar=True, encoder=None):
             "--overwrite is not possible with several ranks, which would take the old parts for "
             "the new; remove them first"
         )
-    if target.is_file and not _check_single(target.output, mark, arguments.overwrite):
+    if _is_finished(run, target, mark, arguments.overwrite):
         return {
             "rows": None,
             "parts": 0,
@@ -143,11 +164,16 @@ def encode(arguments, progress_bar=True, encoder=None):
             "seconds": 0.0,
             "finished": True,
         }
-    with run.claim(arguments.overwrite, begin=False) if rank.rank == 0 else _planned(run):
+    with _claimed(run, target, arguments, rank):
+        if target.base is not None and run.state != "new":
+            target.base.check_same(run.marker["base"], run)
         device = _device(arguments, rank)
-        dtype = (run.marker or {}).get("dtype") or str(
-            choose_dtype(arguments.dtype, device)
-        ).removeprefix("torch.")
+        given = arguments.dtype
+        if target.base is not None and given == "auto":
+            given = target.base.stamp.dtype
+        dtype = (run.marker or {}).get("dtype") or str(choose_dtype(given, device)).removeprefix(
+            "torch."
+        )
         arguments = replace(arguments, dtype=dtype, device=device)
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
@@ -156,7 +182,11 @@ def encode(arguments, progress_bar=True, encoder=None):
             one = build_encoder(
                 arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder
             )
-            encoder = one[0] if _processes(arguments, rank) == 1 else None
+            encoder = one.encoder if _processes(arguments, rank) == 1 else None
+            if target.base is not None:
+                target.base.stamp.check_same(
+                    one.stamp(arguments, settings["model_digest"]), target.output
+                )
             plan = make_plan(
                 Path(arguments.source),
                 arguments.text_column,
@@ -165,15 +195,49 @@ def encode(arguments, progress_bar=True, encoder=None):
                 arguments.shard_characters,
                 alike,
             )
+            if target.base is not None:
+                target.base.check_columns(plan.schema)
             if run.state == "new":
                 _remove_parts(run)
-                run.begin(dtype=dtype)
+                run.begin(dtype=dtype, **({"base": target.base.mark} if target.base else {}))
             plan.save(run.folder / PLAN)  # last: the other ranks wait for it
-        job = Job(arguments, Path(arguments.source), run.folder, target.format, plan, mark)
+        first = target.base.texts if target.base else 0
+        digest = settings["model_digest"]
+        source, folder = Path(arguments.source), run.folder
+        job = Job(arguments, source, folder, target.format, plan, mark, digest, first)
         summary = _work(job, rank, encoder, progress_bar)
         if rank.rank == 0:
             _finish(run, job, target, summary, rank)
     return summary
+
+
+def _is_finished(run, target, mark, overwrite):
+    """Whether an output has the texts of this very run already; of a folder of its own parts, the
+    run tells it."""
+    if target.base is None:
+        return target.is_file and not _check_single(target.output, mark, overwrite)
+    if run.id in target.base.runs:
+        remove_finished(target.folder, target.base.runs)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _claimed(run, target, arguments, rank):
+    """The run, of the first rank with its folder locked."""
+    if rank.rank > 0:
+        with _planned(run):
+            yield
+        return
+    # Texts are added to a folder from another one, but nobody else may work in it.
+    both = target.base is not None and not target.is_file
+    with locked(target.output) if both else contextlib.nullcontext():
+        if target.base is not None:
+            remove_finished(target.folder, target.base.runs)
+        with run.claim(arguments.overwrite if target.base is None else None, begin=False):
+            if target.base is not None and Base.of(target.output, target.is_file) != target.base:
+                raise UserError(f"{target.output} was changed meanwhile; give the command again")
+            yield
 
 
 def _check_single(output, mark, overwrite):
@@ -272,14 +336,27 @@ def _finish(run, job, target, summary, rank):
             f"{job.source} or the parts in {run.folder} changed while the run worked; begin anew "
             "with --overwrite"
         )
-    summary["cut"] = job.cut()._asdict()
+    vectors, cut = job.totals()
+    summary |= {"vectors": vectors, "cut": cut._asdict()}
     parts = [job.path(number) for number in numbers]
+    if target.base is not None:
+        target.base.add(run, job, cut)
+        summary["before"] = target.base.texts
+        remove_run(run.folder, run.id)
+        return
+    metadata = read_mark(parts[0])[1]
     if not target.is_file:
         if summary["encoded_rows"] or run.state != "finished":
             made = environment(dtype=job.arguments.dtype, ranks=rank.world)
-            run.finish([PLAN, *(path.name for path in parts)], finished=summary, environment=made)
+            added = [name for one in run.marker.get("appended", []) for name in one["files"]]
+            run.finish(
+                [PLAN, *(path.name for path in parts), *added],
+                finished=summary,
+                vectors=asdict(Stamp.read(metadata)),
+                environment=made,
+            )
         return
-    mark = {**job.mark, CUT: Cut(**summary["cut"]).text()}
+    mark = {**job.mark, STAMP: metadata[STAMP], CUT: cut.text(), TEXTS: str(job.plan.rows)}
     merge_parts(
         parts,
         target.output,
@@ -306,9 +383,13 @@ def main(argv=None):
         )
         return 0
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
+    many = ""
+    if "vectors" in summary and arguments.long_texts == "windows":
+        many = f" in {summary['vectors']:,} windows"
+    before = f" added to {summary['before']:,}" if "before" in summary else ""
     print(
-        f"{arguments.output}: {summary['rows']:,} texts; this run {summary['encoded_rows']:,} "
-        f"texts of {summary['encoded_tokens']:,} tokens "
+        f"{arguments.output}: {summary['rows']:,} texts{many}{before}; this run "
+        f"{summary['encoded_rows']:,} texts of {summary['encoded_tokens']:,} tokens "
         f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s){_told(summary.get('cut'))}"
     )
     return 0

@@ -21,15 +21,15 @@ class Windows(NamedTuple):
         tokens: list of int32 arrays, the sequences of the model.
         ranges: (k, 2) array for each sequence, the tokens that each of its windows is the mean of;
             None where a sequence is a window.
-        rows: (N,) number of the text of each window.
+        rows: (N,) number of the text of each window; None where each text is one sequence.
         starts, ends: (N,) its first character in the text, and the one after its last.
     """
 
     tokens: list
-    ranges: list | None
-    rows: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    ranges: list | None = None
+    rows: np.ndarray | None = None
+    starts: np.ndarray | None = None
+    ends: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,33 @@ class CorpusOptions(Arguments):
 
 
 @dataclass(kw_only=True)
+class LongTextOptions(Arguments):
+    """What is done with texts that are longer than the model reads."""
+
+    long_texts: str = option(
+        "cut",
+        "cut: a vector a text, of its beginning; windows: a vector for each part of a text",
+        choices=("cut", "windows"),
+    )
+    window: int | None = option(
+        None, "most tokens of a window; 256, or as many as the model reads if less", least=1
+    )
+    overlap: int | None = option(
+        None, "most tokens that neighbouring windows share; an eighth of a window", least=0
+    )
+    late: bool = option(
+        False, "windows are the means over their tokens from one pass over the document"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.long_texts == "cut":
+            for name in ("window", "overlap", "late"):
+                if getattr(self, name) not in (None, False):
+                    raise UserError(f"{name} is for windows; give long_texts windows too")
+
+
+@dataclass(kw_only=True)
 class VectorOptions(Arguments):
     """What is written."""
 
@@ -77,6 +104,9 @@ class VectorOptions(Arguments):
         False,
         "make OUTPUT anew where neobert encode wrote it; any other file is left alone",
         free=True,
+    )
+    append: bool = option(
+        False, "add the texts to a finished OUTPUT of the same model, prompt and settings"
     )
 
 
@@ -104,11 +134,13 @@ class WorkOptions(Arguments):
 
 
 @dataclass(kw_only=True)
-class EncodeArguments(WorkOptions, EncoderOptions, VectorOptions, CorpusOptions):
+class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOptions, CorpusOptions):
     """Options of `neobert encode`."""
 
     def __post_init__(self):
         super().__post_init__()
+        if self.append and self.overwrite:
+            raise UserError("give either append or overwrite, not both")
         if self.prompt is not None and self.prompt_name is not None:
             raise UserError("give either prompt or prompt_name, not both")
 

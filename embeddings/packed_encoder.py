@@ -197,6 +197,11 @@ class PackedEncoder:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def normalizes(self):
+        """Whether the model itself scales its vectors to length 1."""
+        return any(type(module).__name__ == "Normalize" for module in self._rest)
+
+    @property
     def max_length(self):
         return self.sentence_transformer.max_seq_length
 
