@@ -59,6 +59,11 @@ class _Target:
     is_file: bool
     base: Base | None = None
 
+    @property
+    def before(self):
+        """Number of the texts that are there."""
+        return self.base.texts if self.base else 0
+
     @classmethod
     def of(cls, arguments):
         """Checks that the output can be made, and that it is apart from what is read; changes
@@ -165,50 +170,59 @@ def encode(arguments, progress_bar=True, encoder=None):
             "finished": True,
         }
     with _claimed(run, target, arguments, rank):
-        if target.base is not None and run.state != "new":
-            target.base.check_same(run.marker["base"], run)
-        device = _device(arguments, rank)
-        given = arguments.dtype
-        if target.base is not None and given == "auto":
-            given = target.base.stamp.dtype
-        dtype = (run.marker or {}).get("dtype") or str(choose_dtype(given, device)).removeprefix(
-            "torch."
+        arguments = replace(
+            arguments,
+            dtype=_dtype(arguments, run, target.base, rank),
+            device=_device(arguments, rank),
         )
-        arguments = replace(arguments, dtype=dtype, device=device)
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
-            check_column(row_files(arguments.source), arguments.text_column, "--text-column")
-            # A model that cannot be loaded is found before the corpus is read.
-            one = build_encoder(
-                arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder
-            )
-            encoder = one.encoder if _processes(arguments, rank) == 1 else None
-            if target.base is not None:
-                target.base.stamp.check_same(
-                    one.stamp(arguments, settings["model_digest"]), target.output
-                )
-            plan = make_plan(
-                Path(arguments.source),
-                arguments.text_column,
-                keep,
-                arguments.shard_rows,
-                arguments.shard_characters,
-                alike,
-            )
-            if target.base is not None:
-                target.base.check_columns(plan.schema)
-            if run.state == "new":
-                _remove_parts(run)
-                run.begin(dtype=dtype, **({"base": target.base.mark} if target.base else {}))
-            plan.save(run.folder / PLAN)  # last: the other ranks wait for it
-        first = target.base.texts if target.base else 0
-        digest = settings["model_digest"]
-        source, folder = Path(arguments.source), run.folder
-        job = Job(arguments, source, folder, target.format, plan, mark, digest, first)
+            plan, encoder = _begin(run, target, arguments, (keep, alike), rank, encoder)
+        job = Job(arguments, run.folder, target.format, plan, mark, target.before)
         summary = _work(job, rank, encoder, progress_bar)
         if rank.rank == 0:
             _finish(run, job, target, summary, rank)
     return summary
+
+
+def _dtype(arguments, run, base, rank):
+    """The dtype that the run began with; of a new one, that of the vectors that are there, or by
+    choice."""
+    if run.state != "new" and "dtype" in run.marker:
+        return run.marker["dtype"]
+    if base is not None and arguments.dtype == "auto":
+        return base.stamp.dtype
+    return str(choose_dtype(arguments.dtype, _device(arguments, rank))).removeprefix("torch.")
+
+
+def _begin(run, target, arguments, columns, rank, encoder):
+    """Checks model and corpus, and marks the run. Returns its plan, and the encoder where this
+    process is to go on with it.
+
+    Args:
+        columns: those to copy, and `alike`.
+    """
+    check_column(row_files(arguments.source), arguments.text_column, "--text-column")
+    # A model that cannot be loaded is found before the corpus is read.
+    alone, base = _processes(arguments, rank) == 1, target.base
+    loaded = build_encoder(arguments, arguments.device if alone else "cpu", encoder)
+    if base is not None:
+        base.stamp.check_same(loaded.stamp(arguments), base.output)
+    plan = make_plan(
+        Path(arguments.source),
+        arguments.text_column,
+        columns[0],
+        arguments.shard_rows,
+        arguments.shard_characters,
+        columns[1],
+    )
+    if base is not None:
+        base.check_columns(plan.schema)
+    if run.state == "new":
+        _remove_parts(run)
+        run.begin(dtype=arguments.dtype, **({"base": base.mark} if base else {}))
+    plan.save(run.folder / PLAN)  # last: the other ranks wait for it
+    return plan, loaded.encoder if alone else None
 
 
 def _is_finished(run, target, mark, overwrite):
@@ -237,6 +251,8 @@ def _claimed(run, target, arguments, rank):
         with run.claim(arguments.overwrite if target.base is None else None, begin=False):
             if target.base is not None and Base.of(target.output, target.is_file) != target.base:
                 raise UserError(f"{target.output} was changed meanwhile; give the command again")
+            if target.base is not None and run.state != "new":
+                target.base.check_same(run.marker["base"], run)
             yield
 
 
@@ -303,7 +319,7 @@ def _work(job, rank, encoder, progress_bar):
             encode_in_processes(_processes(arguments, rank), job, missing, progress)
         elif missing:
             encode_windows(
-                *build_encoder(arguments, arguments.device, encoder), job, missing, progress
+                build_encoder(arguments, arguments.device, encoder), job, missing, progress
             )
         if rank.rank == 0 and rank.world > 1:
             _await_others(job)

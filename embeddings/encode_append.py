@@ -33,7 +33,7 @@ from .encode_parts import (
     part_path,
     read_mark,
 )
-from .stamps import STAMP, Stamp
+from .stamps import Stamp
 
 
 MANIFEST = "encode.json"

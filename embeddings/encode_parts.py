@@ -315,8 +315,9 @@ def _merge_safetensors(parts, path, mark):
         for part in parts:
             with safe_open(part, framework="numpy") as opened:
                 tensor = opened.get_slice(name)
-                for start in range(0, tensor.get_shape()[0], _BLOCK):
-                    yield tensor[start : start + _BLOCK]
+                count = tensor.get_shape()[0]
+                for start in range(0, count, _BLOCK):
+                    yield tensor[start : min(start + _BLOCK, count)]
 
     layout, rows = {}, sum(read_mark(part)[0] for part in parts)
     with safe_open(parts[0], framework="numpy") as opened:

@@ -41,23 +41,24 @@ class Job:
 
     Attributes:
         arguments: `EncodeArguments`; dtype is no longer "auto".
-        source: the corpus.
         folder: of the parts.
         format: of the parts.
         plan: the windows.
         mark: in the metadata of every part.
-        digest: of the model.
-        first: number of the first text, where the output has others before them.
+        first: number of the first text, where the output has others before it.
     """
 
     arguments: object
-    source: Path
     folder: Path
     format: str
     plan: Plan
     mark: dict
-    digest: str
     first: int = 0
+
+    @property
+    def source(self):
+        """The corpus."""
+        return Path(self.arguments.source)
 
     def path(self, number):
         return part_path(self.folder, number, self.format)
@@ -143,9 +144,9 @@ class Loaded(NamedTuple):
     prompt: str
     windows: WindowSettings | None
 
-    def stamp(self, arguments, digest):
+    def stamp(self, arguments):
         """The `Stamp` of its vectors."""
-        return Stamp.of(self.encoder, self.prompt, arguments, digest, self.windows)
+        return Stamp.of(self.encoder, self.prompt, arguments, self.windows)
 
     def tokenize(self, texts):
         """(`Windows`, `Cut`) of texts."""
@@ -182,7 +183,7 @@ def encode_windows(loaded, job, numbers, progress):
     arguments, plan = job.arguments, job.plan
     columns = dict.fromkeys([arguments.text_column, *plan.schema.names])
     reader = WindowReader(job.source, columns, plan.windows)
-    mark = {**job.mark, STAMP: loaded.stamp(arguments, job.digest).text()}
+    mark = {**job.mark, STAMP: loaded.stamp(arguments).text()}
     numbers = iter(numbers)
 
     def tokenized():

@@ -87,8 +87,8 @@ def passes(found, count, room, margin):
     made, left = [], list(found)
     while left:
         free = max(0, room - (left[0].stop - left[0].first))
-        start = min(max(0, left[0].first - min(margin, free // 2)), count - room)
-        stop = start + room
+        start = max(0, left[0].first - min(margin, free // 2))
+        stop = min(count, start + room)
         taken = 1
         while taken < len(left) and left[taken].stop <= (stop if stop == count else stop - margin):
             taken += 1
