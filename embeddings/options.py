@@ -84,7 +84,7 @@ class LongTextOptions(Arguments):
         super().__post_init__()
         if self.long_texts == "cut":
             for name in ("window", "overlap", "late"):
-                if getattr(self, name) not in (None, False):
+                if (value := getattr(self, name)) is not None and value is not False:
                     raise UserError(f"{name} is for windows; give long_texts windows too")
 
 
