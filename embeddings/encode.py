@@ -25,8 +25,8 @@ from ..common.loading import choose_device, choose_dtype
 from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.rows import check_column, row_columns, row_files
-from ..common.runs import LOCK, Run, locked, run_settings, stamps
-from .encode_append import Base, remove_finished, remove_run
+from ..common.runs import LOCK, Run, run_settings, stamps
+from .encode_append import Base, remove_run
 from .encode_parts import (
     CUT,
     MARK,
@@ -154,22 +154,21 @@ def encode(arguments, progress_bar=True, encoder=None):
         "model_digest": model_digest(arguments.model),
     }
     run = Run(target.folder, "encode", {"input": _input(arguments), **settings})
-    mark = MARK | {"run": run.id}
     if arguments.overwrite and rank.world > 1:
         raise UserError(
             "--overwrite is not possible with several ranks, which would take the old parts for "
             "the new; remove them first"
         )
-    if _is_finished(run, target, mark, arguments.overwrite):
-        return {
-            "rows": None,
-            "parts": 0,
-            "encoded_rows": 0,
-            "encoded_tokens": 0,
-            "seconds": 0.0,
-            "finished": True,
-        }
-    with _claimed(run, target, arguments, rank):
+    with _claimed(run, target, arguments, rank) as finished:
+        if finished:
+            return {
+                "rows": None,
+                "parts": 0,
+                "encoded_rows": 0,
+                "encoded_tokens": 0,
+                "seconds": 0.0,
+                "finished": True,
+            }
         arguments = replace(
             arguments,
             dtype=_dtype(arguments, run, target.base, rank),
@@ -178,7 +177,7 @@ def encode(arguments, progress_bar=True, encoder=None):
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
             plan, encoder = _begin(run, target, arguments, (keep, alike), rank, encoder)
-        job = Job(arguments, run.folder, target.format, plan, mark, target.before)
+        job = Job(arguments, run.folder, target.format, plan, MARK | {"run": run.id}, target.before)
         summary = _work(job, rank, encoder, progress_bar)
         if rank.rank == 0:
             _finish(run, job, target, summary, rank)
@@ -225,35 +224,28 @@ def _begin(run, target, arguments, columns, rank, encoder):
     return plan, loaded.encoder if alone else None
 
 
-def _is_finished(run, target, mark, overwrite):
-    """Whether an output has the texts of this very run already; of a folder of its own parts, the
-    run tells it."""
-    if target.base is None:
-        return target.is_file and not _check_single(target.output, mark, overwrite)
-    if run.id in target.base.runs:
-        remove_finished(target.folder, target.base.runs)
-        return True
-    return False
-
-
 @contextlib.contextmanager
 def _claimed(run, target, arguments, rank):
-    """The run, of the first rank with its folder locked."""
-    if rank.rank > 0:
-        with _planned(run):
-            yield
-        return
-    # Texts are added to a folder from another one, but nobody else may work in it.
-    both = target.base is not None and not target.is_file
-    with locked(target.output) if both else contextlib.nullcontext():
-        if target.base is not None:
-            remove_finished(target.folder, target.base.runs)
-        with run.claim(arguments.overwrite if target.base is None else None, begin=False):
-            if target.base is not None and Base.of(target.output, target.is_file) != target.base:
-                raise UserError(f"{target.output} was changed meanwhile; give the command again")
-            if target.base is not None and run.state != "new":
-                target.base.check_same(run.marker["base"], run)
-            yield
+    """Claims the run for the first rank. Yields whether the output has its texts already; of a
+    folder of its own parts, the run tells it."""
+    base, mark = target.base, MARK | {"run": run.id}
+    if base is None:
+        there = target.is_file and not _check_single(target.output, mark, arguments.overwrite)
+    else:
+        there = run.id in base.runs
+    with contextlib.ExitStack() as stack:
+        if rank.rank > 0:
+            if not there:
+                stack.enter_context(_planned(run))
+        elif base is None:
+            if not there:
+                stack.enter_context(run.claim(arguments.overwrite, begin=False))
+        else:
+            stack.enter_context(base.claimed(target.folder))
+            if not there:
+                stack.enter_context(run.claim(None, begin=False))
+                base.check_same(run.marker["base"] if run.state != "new" else base.mark, run)
+        yield there
 
 
 def _check_single(output, mark, overwrite):

@@ -120,6 +120,29 @@ class Base:
                 f"{now}; give the same columns"
             )
 
+    @contextlib.contextmanager
+    def claimed(self, folder):
+        """Within it nobody else works in the output. Removes what killed runs left.
+
+        Args:
+            folder: of the parts that are to be added.
+        Raises:
+            UserError: another run is at work, or the output changed since it was read.
+        """
+        with contextlib.nullcontext() if self.is_file else locked(self.output):
+            with locked(folder):
+                remove_left_overs(folder)
+                if self.is_file:
+                    remove_left_overs(self.output.parent, self.output.name)
+                else:
+                    remove_left_overs(self.output)
+                if Base.of(self.output, self.is_file) != self:
+                    raise UserError(f"{self.output} was changed meanwhile; give the command again")
+                left = read_json(folder / MANIFEST) if is_regular(folder / MANIFEST) else {}
+                if left.get("run") in self.runs:  # killed after its texts had come into the output
+                    remove_run(folder, left["run"])
+            yield
+
     def check_same(self, mark, run):
         """Raises UserError if the output is no longer what a run that adds to it began with."""
         if self.mark != mark:
@@ -136,12 +159,7 @@ class Base:
             cut: `Cut` of these texts.
         """
         parts = [job.path(number) for number in range(len(job.plan.windows))]
-        remove_left_overs(self.output.parent if self.is_file else self.output, self._left_over)
         (self._add_to_file if self.is_file else self._add_to_folder)(run, job, cut, parts)
-
-    @property
-    def _left_over(self):
-        return self.output.name if self.is_file else "part-"
 
     def _add_to_file(self, run, job, cut, parts):
         total = Cut.total([Cut.read(self.metadata), cut])
@@ -215,13 +233,3 @@ def remove_run(folder, run):
             path.unlink()
     for name in (PLAN, MANIFEST):
         (folder / name).unlink(missing_ok=True)
-
-
-def remove_finished(folder, runs):
-    """Removes from `folder` what a run left there that was killed after its texts had come into the
-    output, which holds these `runs`."""
-    if is_regular(folder / MANIFEST):
-        run = read_json(folder / MANIFEST, 2**26).get("run")
-        if run in runs:
-            with locked(folder):
-                remove_run(folder, run)
