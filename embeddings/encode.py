@@ -141,8 +141,9 @@ def encode(arguments, progress_bar=True, encoder=None):
         process.
     Returns:
         dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in
-        the first rank "cut": how many texts of the corpus were longer than the limit, how many of
-        their tokens were not read, the tokens of the longest text.
+        the first rank "vectors": their number, and "cut": how many texts of the corpus were longer
+        than the limit, how many of their tokens were not read, the tokens of the longest text. Of
+        texts that were added, "before": the number of those that were there.
     Raises:
         UserError: bad input, before any work; or the output holds something else.
     """

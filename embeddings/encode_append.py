@@ -127,7 +127,7 @@ class Base:
         Args:
             folder: of the parts that are to be added.
         Raises:
-            UserError: another run is at work, or the output changed since it was read.
+            UserError: another run is at work.
         """
         with contextlib.nullcontext() if self.is_file else locked(self.output):
             with locked(folder):
@@ -136,15 +136,19 @@ class Base:
                     remove_left_overs(self.output.parent, self.output.name)
                 else:
                     remove_left_overs(self.output)
-                if Base.of(self.output, self.is_file) != self:
-                    raise UserError(f"{self.output} was changed meanwhile; give the command again")
                 left = read_json(folder / MANIFEST) if is_regular(folder / MANIFEST) else {}
                 if left.get("run") in self.runs:  # killed after its texts had come into the output
                     remove_run(folder, left["run"])
             yield
 
+    def check_unchanged(self):
+        """Raises UserError if the output is no longer as it was read."""
+        if Base.of(self.output, self.is_file) != self:
+            raise UserError(f"{self.output} was changed meanwhile; give the command again")
+
     def check_same(self, mark, run):
         """Raises UserError if the output is no longer what a run that adds to it began with."""
+        self.check_unchanged()
         if self.mark != mark:
             raise UserError(
                 f"{self.output} changed since texts were begun to be added to it; remove "
@@ -158,6 +162,7 @@ class Base:
             run, job: of the texts that are added.
             cut: `Cut` of these texts.
         """
+        self.check_unchanged()
         parts = [job.path(number) for number in range(len(job.plan.windows))]
         (self._add_to_file if self.is_file else self._add_to_folder)(run, job, cut, parts)
 

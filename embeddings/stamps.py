@@ -27,7 +27,7 @@ class Stamp:
         max_length: tokens that the model reads at a time.
         long_texts: "cut", or of windows {"window", "overlap", "late"}.
         dtype: of the model.
-        stored: dtype of the numbers.
+        output_dtype: of the numbers in the file.
         width: numbers of a vector.
         version: of neobert.
     """
@@ -41,7 +41,7 @@ class Stamp:
     max_length: int | None
     long_texts: str | dict
     dtype: str
-    stored: str
+    output_dtype: str
     width: int
     version: str = __version__
 
@@ -67,7 +67,7 @@ class Stamp:
             max_length=encoder.max_length,
             long_texts="cut" if windows is None else asdict(windows),
             dtype=arguments.dtype,
-            stored=arguments.output_dtype,
+            output_dtype=arguments.output_dtype,
             width=encoder.width,
         )
 

@@ -79,7 +79,7 @@ def test_every_output_says_what_made_it(corpus, model_folder, tmp_path):
         "max_length": 20,
         "long_texts": "cut",
         "dtype": "bfloat16",
-        "stored": "float16",
+        "output_dtype": "float16",
         "width": 64,
         "version": __version__,
     }
@@ -200,7 +200,7 @@ def test_the_same_texts_come_in_once(corpus, more, model_folder, loaded, tmp_pat
         ({"normalize": True}, "of normalized False, but True was given"),
         ({"max_length": 9}, "of max length 64, but 9 was given"),
         ({"dtype": "bfloat16"}, "of dtype 'float32', but 'bfloat16' was given"),
-        ({"output_dtype": "float16"}, "of stored 'float32', but 'float16' was given"),
+        ({"output_dtype": "float16"}, "of output dtype 'float32', but 'float16' was given"),
         (WINDOWS, r"of long texts 'cut', but \{'window': 12"),
         ({"keep": ["id", "text"]}, r"columns id \(string\) .* gives id \(string\), text"),
     ],
