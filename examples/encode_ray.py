@@ -2,8 +2,9 @@
 group of cores, any of which may die.
 
     pip install '.[eval,ray]'
-    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL --actors 64
-    --gpus 1 python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
+    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL \\
+        --actors 64 --gpus 1
+    python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
 
 Each row group of SOURCE becomes one file of OUTPUT, with all columns and "embedding"; with
 --long-texts windows a row is a window of a text, with its "start" and "end" in it. A file
@@ -65,10 +66,8 @@ class Encoder:
                 self.encoder, self.prompt, options.window, options.overlap, options.late
             )
         self.stamp = Stamp.of(self.encoder, self.prompt, options, self.windows).text()
-        (self.system, _, _), (self.target, self.root, _) = (
-            files_of(options.source),
-            files_of(options.output),
-        )
+        (self.system, _, _) = files_of(options.source)
+        (self.target, self.root, _) = files_of(options.output)
 
     def embedded(self, rows):
         """The rows of a table, or of the windows of their texts, with "embedding"."""
