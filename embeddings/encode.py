@@ -387,8 +387,9 @@ def main(argv=None):
     (arguments,) = OPTIONS["encode"].read(argv or [])
     summary = encode(arguments)
     if summary.get("finished"):
+        again = "finished already with these settings; --overwrite makes it anew"
         print(
-            f"{arguments.output}: finished already with these settings; --overwrite makes it anew"
+            f"{arguments.output}: {'these texts are in it already' if arguments.append else again}"
         )
         return 0
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)

@@ -161,6 +161,8 @@ def test_the_totals_of_both(corpus, more, model_folder, loaded, tmp_path, capsys
         argv = [str(more), str(tmp_path / name), "--append", "--model", str(model_folder)]
         assert main([*argv, "--dtype", "float32"]) == 0
         told = capsys.readouterr().out
+        assert main([*argv, "--dtype", "float32"]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / name}: these texts are in it already\n"
         assert "30 texts added to 70; this run 30 texts of" in told
         assert f"{cut['texts']} texts cut by {cut['tokens']:,} tokens" in told
     metadata = pyarrow.parquet.read_metadata(tmp_path / "out.parquet").metadata
