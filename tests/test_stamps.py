@@ -277,6 +277,27 @@ def test_two_at_once_are_refused(corpus, more, model_folder, loaded, tmp_path, n
     assert len(content(tmp_path / name)[0]) == 70
 
 
+def test_ranks_add_together(corpus, more, model_folder, loaded, tmp_path, monkeypatch):
+    settings = {"shard_rows": 8, **WINDOWS}
+    for name in ("out", "alone"):
+        embed(corpus, tmp_path / name, model_folder, encoder=loaded, **settings)
+    settings["append"] = True
+    embed(more, tmp_path / "alone", model_folder, encoder=loaded, **settings)
+    interrupt_once(monkeypatch, 0)
+    for rank in (0, 1, 0, 1):  # the first rank plans, and comes back; the second is late once
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(value))
+        try:
+            found = embed(more, tmp_path / "out", model_folder, encoder=loaded, **settings)
+        except KeyboardInterrupt:
+            assert rank == 0
+    assert found["finished"]
+    assert np.array_equal(content(tmp_path / "out")[1], content(tmp_path / "alone")[1])
+    for part in (tmp_path / "alone").glob("part-*"):
+        other = pyarrow.parquet.read_table(tmp_path / "out" / part.name)
+        assert pyarrow.parquet.read_table(part).equals(other)
+
+
 # ------------------------------------------------------------------------------------------------
 # interrupted
 
