@@ -1,4 +1,4 @@
-"""Options of `neobert pretrain`, `ablations` and `pseudo-perplexity`, with the paper's values as
+"""Options of `neobert pretrain`, `tokenizer`, `ablations` and `pseudo-perplexity`, with the paper's values as
 defaults. Imports neither torch nor transformers."""
 
 import dataclasses
@@ -12,6 +12,7 @@ from ..common.errors import UserError
 from ..common.outputs import check_folder
 from ..common.rows import read_rows
 from .ablation_recipes import PUBLISHED, RUNGS, SCALES
+from .vocabulary_options import TOKENIZER_OPTIONS
 
 
 @dataclass
@@ -30,6 +31,12 @@ class ModelArguments(Arguments):
         "name",
         free=True,
     )
+    init_embeddings: str | None = option(
+        None,
+        "with init_from and another tokenizer: rows of its vocabulary out of the old ones "
+        "(transplant), or drawn anew (random)",
+        choices=("transplant", "random"),
+    )
     init_optimizer: bool = option(
         False,
         "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)",
@@ -40,6 +47,16 @@ class ModelArguments(Arguments):
         if self.init_optimizer and self.init_from is None:
             raise UserError(
                 "init_optimizer needs init_from: a checkpoint, whose optimizer is continued with"
+            )
+        if self.init_embeddings and (self.init_from is None or self.tokenizer is None):
+            raise UserError(
+                f"init_embeddings {self.init_embeddings} needs init_from, the weights to start "
+                "from, and tokenizer, with the new vocabulary"
+            )
+        if self.init_embeddings and self.init_optimizer:
+            raise UserError(
+                "init_optimizer continues with the moments of the old vocabulary, which "
+                "init_embeddings replaces; leave one of them out"
             )
 
 
@@ -392,6 +409,7 @@ def _factor(text):
 
 
 OPTIONS = {
+    "tokenizer": TOKENIZER_OPTIONS,
     "pretrain": Options(
         "neobert pretrain",
         "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "

@@ -29,7 +29,7 @@ from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
 from .batches import MicroBatches, SpecialTokens, Windows
 from .masking import TokenMasking
-from .model import choose_tokenizer, make_model, weights_folder
+from .model import choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
     GROUPS,
     OPTIONS,
@@ -315,6 +315,24 @@ def _finished(owner, heldout):
     return result if heldout == result.get("heldout") else None
 
 
+def _new_rows(run, tokenizer):
+    """`Rows` that replace the vocabulary of the weights, told once; None where theirs stays."""
+    training = run.training
+    if (
+        run.model.init_embeddings
+        and training.deepspeed_plugin is not None
+        and training.deepspeed_plugin.zero_stage == 3
+    ):
+        raise UserError(
+            "init_embeddings needs all of the embedding in one process; ZeRO-3 cuts it: use "
+            "recipes/accelerate/zero2.yaml"
+        )
+    rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
+    if rows is not None and training.process_index == 0:
+        print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
+    return rows
+
+
 def _moments(run):
     """The file of the optimizer's state that the run begins with, or None."""
     if not run.model.init_optimizer:
@@ -335,7 +353,7 @@ def execute(run):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without
     held-out text)."""
     batch, training = run.batch, run.training
-    tokenizer = choose_tokenizer(run.model.tokenizer, run.start)
+    tokenizer = choose_tokenizer(run.model.tokenizer, run.start, run.model.init_embeddings)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
     inputs = _inputs(run)
@@ -346,7 +364,8 @@ def execute(run):
             prepared_tokens(run, name, sources, tokenizer)
         return {}
     check_text(run)
-    model = make_model(run.model.model_config, run.start, tokenizer, training.seed)
+    rows = _new_rows(run, tokenizer)
+    model = make_model(run.model.model_config, run.start, tokenizer, training.seed, rows)
     if run.run.attn_implementation:
         set_attention(model, run.run.attn_implementation)
     if run.run.compile:
@@ -406,7 +425,11 @@ def execute(run):
             trainer,
             tokens,
             tokenizer,
-            {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text},
+            {
+                "cpu_seconds": spent["cpu_seconds"],
+                "heldout": heldout_text,
+                **({} if rows is None else {"init_rows": rows.counts}),
+            },
         )
 
 
