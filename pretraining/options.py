@@ -1,5 +1,5 @@
-"""Options of `neobert pretrain`, `tokenizer`, `ablations` and `pseudo-perplexity`, with the paper's values as
-defaults. Imports neither torch nor transformers."""
+"""Options of `neobert pretrain`, `tokenizer`, `ablations` and `pseudo-perplexity`, with the paper's
+values as defaults. Imports neither torch nor transformers."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""`neobert tokenizer TEXTS... --output DIR --vocab-size N`: a WordPiece tokenizer learnt from texts.
+"""`neobert tokenizer TEXTS... --output DIR --vocab-size N`: a WordPiece tokenizer from texts.
 
 Its folder has the form of `tokenizer/`, with BERT's special tokens and ids, so that every engine
 reads it that reads BERT's. `--extend BASE` keeps the pieces of BASE under their ids and adds those
