@@ -1,9 +1,9 @@
 """`neobert encode` against what it replaces, on English texts of mixed length: speed, vectors, and
 memory against the size of the corpus.
 
-    python -m neobert.benchmarks.encode                      # NeoBERT base, ModernBERT base, BERT
-    of NeoBERT's size, float32 and bfloat16 python -m neobert.benchmarks.encode --layers 6 --texts
-    64
+    # NeoBERT base, ModernBERT base, BERT of NeoBERT's size, float32 and bfloat16
+    python -m neobert.benchmarks.encode
+    python -m neobert.benchmarks.encode --layers 6 --texts 64
 
 Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors;
 all else is SentenceTransformer.encode, which sorts its texts by length, pads them, and has them in
@@ -304,10 +304,8 @@ def plot(result, path):
     ]
     rates = [rate for found in speed.values() for rate in found["tokens_per_second"].values()]
     colours = [figures.OWN if OURS in label else figures.GREY for label in labels]
-    medians, spreads = (
-        [rate["median"] for rate in rates],
-        [tuple(rate["quartiles"]) for rate in rates],
-    )
+    medians = [rate["median"] for rate in rates]
+    spreads = [tuple(rate["quartiles"]) for rate in rates]
     figures.bars(left, labels, medians, spreads, digits=0, colours=colours, horizontal=True)
     left.set_xlabel("real tokens a second, median and quartiles")
     for number, (name, points) in enumerate(memory.items()):

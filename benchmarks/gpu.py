@@ -61,11 +61,9 @@ class Record:
         if file.is_file():
             try:
                 data = json.loads(file.read_text(encoding="utf-8"))
-                self.steps, before, self.environment = (
-                    data["steps"],
-                    data["rehearsal"],
-                    data["environment"],
-                )
+                self.steps = data["steps"]
+                before = data["rehearsal"]
+                self.environment = data["environment"]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{file} is not a result of this command; give another --output"

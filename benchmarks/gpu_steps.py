@@ -58,10 +58,11 @@ class Step:
 def run_tests(before, save, folder, rehearse):
     """`pytest -m gpu`, a process for each file, so that a broken CUDA context ends one file alone;
     the log is in gpu_tests.log."""
+    # 5: all are skipped without a GPU
     found, passed = (
         dict(before or {}),
         (0, 5) if rehearse else (0,),
-    )  # 5: all are skipped without a GPU
+    )
     with open(folder / "gpu_tests.log", "a", encoding="utf-8") as log:
         for name in GPU_TESTS:
             if found.get(name, {}).get("code") in passed:

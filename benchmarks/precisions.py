@@ -173,9 +173,8 @@ def measure(name, folder, texts, threads, repeats):
     with PeakMemory("cpu") as memory:
         extra = 0
         for count in threads:
-            torch.set_num_threads(
-                count
-            )  # also of the matrix product beside engines that do not use torch
+            # also of the matrix product beside engines that do not use torch
+            torch.set_num_threads(count)
             session = engine.open(files, count)
             for set_name, given in texts.items():
                 if set_name not in sizes:
@@ -279,10 +278,8 @@ def summarise(found, texts):
                 for run in one["runs"]
                 if (run["set"], run["threads"]) == where
             ]
-            seconds, paces = (
-                [s for run in runs for s in run["seconds"]],
-                [rate / usual for run in runs for rate in run["rates"]],
-            )
+            seconds = [s for run in runs for s in run["seconds"]]
+            paces = [rate / usual for run in runs for rate in run["rates"]]
             each = [tokens[where[0]] / second for second in seconds]
             corrected = statistics.median(speed / pace for speed, pace in zip(each, paces))
             speeds.append(

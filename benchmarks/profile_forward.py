@@ -2,8 +2,8 @@
 against the matrix-product rate.
 
     python -m neobert.benchmarks.profile_forward --output results/profile_short_texts
-    python -m neobert.benchmarks.profile_forward --device cuda --set 2048 --texts 16 --layers 28
-    --output results/profile_gpu
+    python -m neobert.benchmarks.profile_forward --device cuda --set 2048 --texts 16 --layers 28 \\
+        --output results/profile_gpu
 
 Parts are sums of the profiler's own times of their operations, of their kernels on CUDA; "between
 operations" is what is left of the profiled

@@ -101,10 +101,8 @@ def build(folder, title, beside):
     pages, index, parts = collect(folder), [], []
     for path in pages:
         name = path.relative_to(folder).with_suffix("").as_posix()
-        text, environment = (
-            path.read_text(encoding="utf-8", errors="replace"),
-            read_environment(path.with_suffix(".json")),
-        )
+        text = path.read_text(encoding="utf-8", errors="replace")
+        environment = read_environment(path.with_suffix(".json"))
         link = Path(os.path.relpath(path, beside)).as_posix()
         index.append(
             [f"[{name}]({link})", *(environment.get(key) for key in ("date", "commit", "command"))]

@@ -170,11 +170,9 @@ def plot(training, path, env):
 
 def page(given, data):
     """The result in markdown."""
-    scores, millions, megabytes = (
-        data["scores"],
-        {name: count / 1e6 for name, count in data["parameters"].items()},
-        data["megabytes"],
-    )
+    scores = data["scores"]
+    millions = {name: count / 1e6 for name, count in data["parameters"].items()}
+    megabytes = data["megabytes"]
     cells = []
     for task in LOCAL_TASKS:
         share = scores["student"][task] / scores["teacher"][task]

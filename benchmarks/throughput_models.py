@@ -128,13 +128,11 @@ class Run:
     """
 
     def __init__(self, name, implementation, model, longest, backend):
-        self.name, self.implementation, self.model, self.longest, self.backend = (
-            name,
-            implementation,
-            model,
-            longest,
-            backend,
-        )
+        self.name = name
+        self.implementation = implementation
+        self.model = model
+        self.longest = longest
+        self.backend = backend
         self.layout = IMPLEMENTATIONS[implementation][1]
 
     def __call__(self, batch):
@@ -214,10 +212,8 @@ def build(name, implementation, device, dtype, small=None, shared=None):
         else f"{attention}, {layout} layout"
     )
     if layout == "published":
-        model, backend = (
-            PublishedConstruction(model),
-            "scaled_dot_product_attention with an expanded additive mask",
-        )
+        model = PublishedConstruction(model)
+        backend = "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
         model = compile_blocks(model, **COMPILE_OPTIONS)
         backend = f"compiled; {backend}"

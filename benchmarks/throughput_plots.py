@@ -112,10 +112,8 @@ def _fill(rows):
                 places = [
                     x * 1.025**shift if names is full else x + 0.01 * shift for x, _ in points
                 ]
-                values, spreads = (
-                    [value["ratio"] for _, value in points],
-                    [value["quartiles"] for _, value in points],
-                )
+                values = [value["ratio"] for _, value in points]
+                spreads = [value["quartiles"] for _, value in points]
                 line(panel, places, values, _label(other), **_look(other), spread=spreads)
         panel.axhline(1, color=GREY, linewidth=0.8)
         if names is full:

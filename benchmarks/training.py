@@ -1,11 +1,12 @@
 """Masked-LM training steps (forward, backward, clipping, AdamW): packed with logits of the masked
 tokens, against padded with all logits.
 
-    python -m neobert.benchmarks.training --output results/training_cpu                    # CPU,
-    short texts, both ways in turns python -m neobert.benchmarks.training --sets 128 --dtypes
-    float32 bfloat16             # bf16 autocast against float32 python -m
-    neobert.benchmarks.training --device cuda --hidden 768 --layers 28 --sets 1024 4096 --tokens
-    32768
+    # CPU, short texts, both ways in turns
+    python -m neobert.benchmarks.training --output results/training_cpu
+    # bf16 autocast against float32
+    python -m neobert.benchmarks.training --sets 128 --dtypes float32 bfloat16
+    python -m neobert.benchmarks.training --device cuda --hidden 768 --layers 28 \\
+        --sets 1024 4096 --tokens 32768
 
 Both ways see the same texts with the same tokens masked, so their losses must agree. Each runs in a
 process of its own, which makes its peak memory its own; the ways take turns. The share is of the
@@ -72,10 +73,8 @@ class Steps:
             torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
         )
         chosen &= batch.attention_mask.bool()
-        ids, labels = (
-            torch.where(chosen, MASK, batch.input_ids),
-            torch.where(chosen, batch.input_ids, -100),
-        )
+        ids = torch.where(chosen, MASK, batch.input_ids)
+        labels = torch.where(chosen, batch.input_ids, -100)
         return batch.lengths, {
             "input_ids": ids,
             "attention_mask": batch.attention_mask,

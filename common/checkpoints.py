@@ -11,13 +11,10 @@ import contextlib
 import functools
 import math
 import os
-import re
 import shutil
 import signal
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,21 +22,21 @@ from torch import distributed
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from .errors import Stopped, UserError, is_disk_full, one_line, printable
-from .files import TEXT_LIMIT, read_json, settle, sha256, write_json
+from .checkpoint_files import (
+    CHECKPOINT,
+    MANIFEST,
+    complete,
+    forget,
+    newest_complete,
+    read_manifest,
+    remove_checkpoint,
+    remove_checkpoints,
+    set_aside,
+    write_manifest,
+)
+from .errors import Stopped, UserError, is_disk_full, one_line
+from .files import write_json
 from .memory import keep_freed_memory
-from .runs import remove_empty
-
-
-# of a checkpoint: begun before everything else, and completed last with the size and digest of
-# every file
-MANIFEST = "complete.json"
-_REMOVING = "removing.json"  # what the manifest is called while the checkpoint is removed
-# Whole names: `checkpoint-best` or `damaged-checkpoint-8-copy` is a user's own.
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DAMAGED = re.compile(r"damaged-checkpoint-(\d+)(?:\.\d+)?")
-# One of these holds the optimizer's state: of Trainer, DeepSpeed, FSDP.
-_OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+/.+|global_step\d+/.*optim_states\.pt")
 
 
 # --------------------------------------------------------------------------------------------
@@ -102,193 +99,11 @@ def claim(run, overwrite=False, folder=None):
     with lock_run(run.claim(overwrite, begin=False)):
         if is_main() and run.state == "new":
             if folder is not None:
-                remove(folder)
+                remove_checkpoints(folder)
             run.begin()
         if highest(int(run.state == "finished")):
             run.state = "finished"
         yield
-
-
-# ------------------------------------------------------------------------------------------------
-# which are complete
-
-
-def _numbered(folder, name):
-    """(step, folder) of the folders in `folder` that are called so."""
-    found = [
-        (name.fullmatch(path.name), path)
-        for path in Path(folder).glob("*checkpoint-*")
-        if path.is_dir()
-    ]
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def checkpoints(folder):
-    """{step: folder} of a run's checkpoints in order, complete or not."""
-    return dict(_numbered(folder, _CHECKPOINT))
-
-
-def complete(folder):
-    """Those of `checkpoints` that were written to their end."""
-    return {
-        step: path for step, path in checkpoints(folder).items() if _read_manifest(path) is not None
-    }
-
-
-def _digest(path):
-    """Size and SHA-256 of a file that is on the disk by then, not in memory alone."""
-    settle(path)
-    return {"size": path.stat().st_size, "sha256": sha256(path)}
-
-
-def write_manifest(checkpoint, step, spent=None):
-    """Marks a checkpoint as complete.
-
-    Args:
-        spent: {"seconds", "cpu_seconds"} of the training so far, to go on counting from.
-    """
-    files = sorted(
-        path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST
-    )
-    with ThreadPoolExecutor(4) as pool:
-        digests = dict(
-            zip(
-                (path.relative_to(checkpoint).as_posix() for path in files),
-                pool.map(_digest, files),
-            )
-        )
-    write_json(checkpoint / MANIFEST, {"step": step, **(spent or {}), "files": digests})
-
-
-def damage(checkpoint):
-    """What keeps a checkpoint from being continued from, in a few words, or None for a complete
-    one."""
-    manifest = _read_manifest(checkpoint)
-    if manifest is None:
-        whole = (checkpoint / MANIFEST).exists() and _read_manifest(
-            checkpoint, complete=False
-        ) is None
-        return f"{MANIFEST} is damaged" if whole else "it was not written to its end"
-    files = manifest["files"]
-    if not any(_OPTIMIZER.fullmatch(name) for name in files):
-        return "it has no state of the optimizer"
-    for name, file in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{printable(name)} is missing"
-        if path.stat().st_size != file["size"]:
-            return (
-                f"{printable(name)} has {path.stat().st_size:,} bytes in place of {file['size']:,}"
-            )
-    with ThreadPoolExecutor(4) as pool:
-        for name, digest in zip(files, pool.map(sha256, (checkpoint / name for name in files))):
-            if digest != files[name]["sha256"]:
-                return f"{printable(name)} has changed since it was written"
-    return None
-
-
-def _read_manifest(checkpoint, complete=True, name=MANIFEST):
-    """The manifest of a checkpoint; with `complete` None for one that is not written to its end."""
-    try:
-        manifest = read_json(checkpoint / name, 16 * TEXT_LIMIT)
-        files = manifest["files"] if complete else manifest.get("files", {})
-        good = all(
-            isinstance(file["size"], int) and isinstance(file["sha256"], str)
-            for file in files.values()
-        )
-    except (UserError, KeyError, TypeError, AttributeError):
-        return None
-    return manifest if good else None
-
-
-def _remove(checkpoint):
-    """Removes what the run wrote of a checkpoint, as its manifest says, and the folder where
-    nothing else is in it."""
-    begun, going = _read_manifest(checkpoint, complete=False), checkpoint / _REMOVING
-    if checkpoint.is_symlink():
-        return
-    if (
-        begun is not None and "files" not in begun
-    ):  # it was being written when the run was killed, or the disk was full
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        return
-    if begun is not None:
-        os.replace(
-            checkpoint / MANIFEST, going
-        )  # first, so that what is half removed is never taken
-    if (manifest := _read_manifest(checkpoint, name=_REMOVING)) is not None:
-        place = Path(os.path.realpath(checkpoint))
-        for path in (
-            Path(os.path.normpath(place / name)) for name in (*manifest["files"], _REMOVING)
-        ):
-            if place in path.parents and Path(os.path.realpath(path.parent)).is_relative_to(place):
-                path.unlink(missing_ok=True)
-                remove_empty(path.parent, place)
-
-
-def newest_complete(folder):
-    """The newest checkpoint of a run that can be continued from, or None. Changes nothing.
-
-    Each one is verified, from the newest down; one line on stderr names what is damaged and what is
-    taken in its place.
-    """
-    damaged = []
-    chosen = None
-    for path in reversed(checkpoints(folder).values()):
-        problem = damage(path)
-        if problem is None:
-            chosen = path
-            break
-        damaged.append(f"{path.name} ({problem})")
-    if damaged:
-        place = (
-            f"going on from {chosen.name}"
-            if chosen
-            else "there is no complete checkpoint, beginning anew"
-        )
-        print(f"{folder}: damaged: {', '.join(damaged)}; {place}", file=sys.stderr, flush=True)
-    return chosen
-
-
-def _set_aside(folder, step):
-    """Renames the checkpoints after `step`, which are damaged, so that new ones may take their
-    names; half ones go. `_forget` removes them."""
-    for number, path in checkpoints(folder).items():
-        if number > step:
-            if _read_manifest(path) is None:
-                _remove(path)
-            if path.exists():
-                names = (
-                    Path(folder) / f"damaged-{path.name}{suffix}"
-                    for suffix in ("", *(f".{i}" for i in range(1, 1000)))
-                )
-                path.rename(next(name for name in names if not name.exists()))
-
-
-def _forget(folder, limit, keep_every, best=None):
-    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's and
-    the best; removes the others.
-
-    What `_set_aside` kept goes as soon as the run has come as far again.
-    """
-    finished = complete(folder)
-    newest = max(finished, default=-1)
-    for step, path in (*_numbered(folder, _DAMAGED), *checkpoints(folder).items()):
-        if step <= newest and path not in finished.values():  # the latter: half removed
-            _remove(path)
-    for step in list(finished)[:-limit] if limit else []:
-        path = finished[step]
-        if not (keep_every and step % keep_every == 0) and path.name != Path(best or "").name:
-            _remove(path)
-
-
-def remove(folder):
-    """Removes the checkpoints of a finished run, and their folder where nothing else is in it."""
-    for _, path in (*_numbered(folder, _CHECKPOINT), *_numbered(folder, _DAMAGED)):
-        _remove(path)
-    for path in (*Path(folder).glob("*/"), Path(folder)):  # evaluators make an empty folder
-        with contextlib.suppress(OSError):
-            path.rmdir()
 
 
 def _begin(trainer):
@@ -300,7 +115,7 @@ def _begin(trainer):
     path = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
     if is_main():
         if os.path.lexists(path) and (
-            path.is_symlink() or _read_manifest(path, complete=False) is None
+            path.is_symlink() or read_manifest(path, complete=False) is None
         ):
             raise UserError(
                 f"{path} was not made by this run; move it, and give the same command again"
@@ -335,7 +150,7 @@ class Checkpoints(TrainerCallback):
 
     def __init__(self, keep_every=0, checkpoint=None):
         self.keep_every = keep_every
-        before = _read_manifest(checkpoint) if checkpoint else {}
+        before = read_manifest(checkpoint) if checkpoint else {}
         self._begun = (
             time.perf_counter() - before.get("seconds", 0),
             time.process_time() - before.get("cpu_seconds", 0),
@@ -347,10 +162,8 @@ class Checkpoints(TrainerCallback):
     def spent(self):
         """Seconds and CPU seconds of the training, in this process and in those that it goes on
         from."""
-        seconds, cpu_seconds = (
-            time.perf_counter() - self._begun[0],
-            time.process_time() - self._begun[1],
-        )
+        seconds = time.perf_counter() - self._begun[0]
+        cpu_seconds = time.process_time() - self._begun[1]
         return {"seconds": round(seconds, 1), "cpu_seconds": round(cpu_seconds, 1)}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -392,7 +205,7 @@ class Checkpoints(TrainerCallback):
             path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file()
         )
         if shutil.disk_usage(args.output_dir).free < need * 1.02:
-            _forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint)
+            forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint)
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
@@ -402,7 +215,7 @@ class Checkpoints(TrainerCallback):
                 state.global_step,
                 self.spent(),
             )
-            _forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
+            forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
         args.distributed_state.wait_for_everyone()
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -431,8 +244,8 @@ def resume_point(folder):
     step = -1
     if is_main():
         chosen = newest_complete(folder)
-        step = int(_CHECKPOINT.fullmatch(chosen.name)[1]) if chosen else -1
-        _set_aside(folder, step)
+        step = int(CHECKPOINT.fullmatch(chosen.name)[1]) if chosen else -1
+        set_aside(folder, step)
     step = highest(step)
     if step < 0:
         return None
@@ -476,8 +289,8 @@ def train(trainer, keep_every=0, before=None):
         output = _end(trainer)
     except Exception as error:
         half = folder / f"checkpoint-{trainer.state.global_step}"
-        if trainer.args.should_save and _read_manifest(half) is None:
-            _remove(half)
+        if trainer.args.should_save and read_manifest(half) is None:
+            remove_checkpoint(half)
         if not is_disk_full(error):
             raise
         kept = max(complete(folder), default=None)

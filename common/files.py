@@ -190,9 +190,8 @@ def new_path(path, check=None):
     temporary = path.with_name(
         f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     )
-    os.close(
-        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    )  # less what the umask takes
+    # less what the umask takes
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         yield temporary
         settle(temporary)

@@ -113,9 +113,8 @@ def matrix_rates(width=768, rows=128, repeats=5):
 
     weights = {name: torch.ones(width, width, dtype=x.dtype) for name, x in inputs.items()}
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # the ratios are those of all cores, and other work on them disturbs less
+    # the ratios are those of all cores, and other work on them disturbs less
+    torch.set_num_threads(1)
     try:
         with torch.inference_mode():
             small = best_times(names, 16, 3)
@@ -197,9 +196,8 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
             f"no tokenizer was found in {name}: give its folder with --tokenizer "
             f"({one_line(error)})"
         ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # transformers 5 makes an empty one where there are no files
+    # transformers 5 makes an empty one where there are no files
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
     if padding and tokenizer.pad_token_id is None:
         raise UserError(

@@ -1,14 +1,12 @@
 """English text that comes in packages, for training and measuring without a network, as rows {"id",
 "text", ...}.
 
-| function | what | from | licence |
-|---|---|---|---|
-| `wordnet_entries` | a row a synset: words, kind, definition, examples | Debian package
-wordnet-base | WordNet 3.0 (free to use, change and pass on with its notice) |
-| `wordnet_sentences` | the example sentences alone | the same | the same |
-| `gcide_entries` | a row a headword of Webster 1913 and its additions | Debian package dict-gcide |
-GPL-2+ |
-| `sentiment_sentences` | rated sentences | source archive of vaderSentiment 3.3.2 | MIT |
+- `wordnet_entries`: a row a synset: words, kind, definition, examples. Debian package wordnet-base;
+  WordNet 3.0 licence (free to use, change and pass on with its notice).
+- `wordnet_sentences`: the example sentences of WordNet alone.
+- `gcide_entries`: a row a headword of Webster 1913 and its additions. Debian package dict-gcide;
+  GPL-2+.
+- `sentiment_sentences`: rated sentences. Source archive of vaderSentiment 3.3.2; MIT.
 
 `python -m neobert.common.local_text wordnet --out data/wordnet` writes train.jsonl and
 heldout.jsonl.
@@ -179,9 +177,8 @@ def _gcide_definition(block):
     for _ in range(2):  # brackets within brackets
         block = re.sub(r"\[[^\[\]]*\]", " ", block)
     block = _GCIDE_HEAD.sub("", re.sub(r"\s+", " ", block), count=1)
-    block = re.sub(
-        r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", "")
-    )  # fields of knowledge, letters of senses
+    # fields of knowledge, letters of senses
+    block = re.sub(r"\([^()]{0,40}\)", " ", block.replace("{", "").replace("}", ""))
     block = re.sub(r"\s--\s?[A-Z][\w. ]*?\.(?=\s|$)", " ", block)  # who is quoted
     block = re.sub(r"\b[Ss]yn:|--", "; ", block)
     return re.sub(r"\s+([.,;])", r"\1", re.sub(r"\s+", " ", block)).strip(" ;,")

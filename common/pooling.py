@@ -109,9 +109,8 @@ def save_for_all_versions(model, folder):
         folder: an existing folder.
     """
     folder = Path(folder)
-    model.save_pretrained(
-        str(folder), create_model_card=False
-    )  # it would hold rows of the training data
+    # it would hold rows of the training data
+    model.save_pretrained(str(folder), create_model_card=False)
     name_tokenizer_class(folder)
     modules = read_json(folder / "modules.json")
     for module in modules:

@@ -3,8 +3,7 @@ place on, each row with its place for messages.
 
     for place, row in read_rows("pairs.jsonl", ["anchor", "positive"], texts=["anchor"]):
         if not row["positive"]:
-            raise UserError(f"{place}: 'positive' is empty")      # pairs.jsonl, line 3: 'positive'
-            is empty
+            raise UserError(f"{place}: 'positive' is empty")  # "pairs.jsonl, line 3: ..."
 
 A jsonl file has one JSON object a line, a csv or tsv file the names of its columns in the first
 line, a txt file one text a line, in the column "text". Blank lines do not count as rows. All but

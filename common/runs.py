@@ -56,9 +56,8 @@ def locked(folder):
     try:
         yield
     finally:
-        path.unlink(
-            missing_ok=True
-        )  # while it is held: whoever waits for it sees that the file is gone
+        # while it is held: whoever waits for it sees that the file is gone
+        path.unlink(missing_ok=True)
         lock.release()
         with contextlib.suppress(OSError):
             folder.rmdir()  # nothing was written
@@ -164,12 +163,10 @@ class Run:
     def __init__(
         self, folder, command, settings, name=None, key="settings", takes=lambda name: True
     ):
-        self.folder, self.command, self.key, self.takes = (
-            Path(os.path.realpath(folder)),
-            command,
-            key,
-            takes,
-        )
+        self.folder = Path(os.path.realpath(folder))
+        self.command = command
+        self.key = key
+        self.takes = takes
         self.path = self.folder / (name or f"{command}.json")
         self.settings = json.loads(json.dumps(redacted(settings), default=str))
         self.state, self.marker, self.before = None, None, {}
@@ -298,9 +295,8 @@ class Run:
                 shutil.rmtree(left)
             return
         aside = self.folder / _ASIDE
-        if (
-            self._read(aside / self.path.name) != self.before
-        ):  # else it was killed while it moved them
+        # else it was killed while it moved them
+        if self._read(aside / self.path.name) != self.before:
             self._remove_aside()
             if aside.is_symlink() or (aside.exists() and any(aside.iterdir())):
                 raise UserError(

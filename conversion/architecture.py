@@ -141,10 +141,8 @@ def derived_fields(tensors):
         # without rounding.
         fields["intermediate_size"] = 3 * (rows // 2) // 2
     elif f"{block}0.weight" in tensors:
-        fields["hidden_act"], fields["intermediate_size"] = (
-            "gelu",
-            _matrix(tensors, f"{block}0.weight")[0],
-        )
+        fields["hidden_act"] = "gelu"
+        fields["intermediate_size"] = _matrix(tensors, f"{block}0.weight")[0]
     else:
         raise UserError(
             f"the checkpoint holds no feed-forward of a NeoBERT ({block}w12.weight, or "
@@ -316,10 +314,8 @@ def check_tensors(tensors, expected):
     Raises:
         UserError: missing, unexpected, of a wrong shape or of a dtype that is not converted.
     """
-    missing, unexpected = (
-        [n for n in expected if n not in tensors],
-        [n for n in tensors if n not in expected],
-    )
+    missing = [n for n in expected if n not in tensors]
+    unexpected = [n for n in tensors if n not in expected]
     if missing or unexpected:
         parts = [
             f"{kind} tensors: {listed(names)}"

@@ -276,10 +276,8 @@ def _stages_1_and_2(folder, model, groups, shards):
     tensors = {}
     paddings = shards[0].get("param_alignment_paddings")
     for number, shapes in enumerate(groups):
-        flat, offset = (
-            _Flat([shard["single_partition_of_fp32_groups"][number] for shard in shards]),
-            0,
-        )
+        flat = _Flat([shard["single_partition_of_fp32_groups"][number] for shard in shards])
+        offset = 0
         padding = (
             checked_shape(list(paddings[number]), "the padding of a group")
             if paddings

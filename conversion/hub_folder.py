@@ -77,9 +77,8 @@ def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_tra
     tags, library = ["neobert", "custom_code", "safetensors", task], "transformers"
     if sentence_transformers:
         tags += ["sentence-transformers", "feature-extraction"]
-    if (
-        sentence_transformers and conversion.head.option == "base"
-    ):  # a masked LM with mean pooling is not trained for it
+    # a masked LM with mean pooling is not trained for it
+    if sentence_transformers and conversion.head.option == "base":
         task, library = "sentence-similarity", "sentence-transformers"
     metadata = front_matter(
         **known, library_name=library, pipeline_tag=task, tags=list(dict.fromkeys(tags))

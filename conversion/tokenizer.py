@@ -110,9 +110,8 @@ def _write(tokenizer, target, max_length):
     words = sorted(
         (number, word) for word, number in backend.get_vocab(with_added_tokens=False).items()
     )
-    in_lines = [number for number, _ in words] == list(
-        range(len(words))
-    )  # vocab.txt has a token's id as the number of its line
+    # vocab.txt has a token's id as the number of its line
+    in_lines = [number for number, _ in words] == list(range(len(words)))
     is_bert = (
         isinstance(tokenizer, BertTokenizerFast)
         and type(backend.pre_tokenizer).__name__ == "BertPreTokenizer"

@@ -169,11 +169,9 @@ def verify(folder, conversion, expected, scratch):
     Raises:
         UserError: it does not load, or its outputs are not those of the source weights.
     """
-    inputs, given, answered = (
-        random_inputs(conversion),
-        scratch / "inputs.safetensors",
-        scratch / "outputs.safetensors",
-    )
+    inputs = random_inputs(conversion)
+    given = scratch / "inputs.safetensors"
+    answered = scratch / "outputs.safetensors"
     save_file(inputs, given)
     _reload(folder, conversion.head.auto_class, given, answered, scratch)
     outputs = _compared(load_file(answered), conversion, inputs)

@@ -20,6 +20,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers import set_seed
 
 from ..common import checkpoints
+from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError, one_line
 from ..common.identity import files_digest, model_digest
 from ..common.lora import lora_config, trainable_parameters
@@ -262,7 +263,7 @@ def train(arguments, training):
     sources = check(arguments, training)
     run = Run(arguments.output, "contrastive", _recipe(arguments, training, sources), key="recipe")
     if run.inspect(arguments.overwrite) == "finished":
-        checkpoints.remove(training.output_dir)
+        remove_checkpoints(training.output_dir)
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())
@@ -299,7 +300,7 @@ def train(arguments, training):
                 "environment": environment(dtype=dtype, processes=training.world_size),
             }
             save_encoder(trained, run, scratch, sources, arguments, extra)
-            checkpoints.remove(training.output_dir)
+            remove_checkpoints(training.output_dir)
     return summary
 
 

@@ -38,15 +38,12 @@ class PairSource:
     revision: str | None = None
     anchor: str = "anchor"
     positive: str = "positive"
-    negatives: list[str] = field(
-        default_factory=list
-    )  # paths; empty: the columns called negative, negative_1, ... of a local file
-    max_negatives: int = option(
-        8, least=1
-    )  # of each row; a shorter list is repeated, a row without any is left out
-    above: dict[str, float] = field(
-        default_factory=dict
-    )  # {column: value}: only rows whose column is greater
+    # paths; empty: the columns called negative, negative_1, ... of a local file
+    negatives: list[str] = field(default_factory=list)
+    # of each row; a shorter list is repeated, a row without any is left out
+    max_negatives: int = option(8, least=1)
+    # {column: value}: only rows whose column is greater
+    above: dict[str, float] = field(default_factory=dict)
     # the split lists query-id and corpus-id; the texts are in the subsets queries and corpus
     # (MTEB's layout)
     qrels: bool = False
@@ -246,9 +243,8 @@ def _load_from_hub(source, seed):
             input_columns=column,
             batched=True,
         )
-    if (
-        source.max_rows is not None and len(data) > source.max_rows
-    ):  # before the work of the conversion
+    # before the work of the conversion
+    if source.max_rows is not None and len(data) > source.max_rows:
         data = data.shuffle(seed=seed).select(range(source.max_rows))
     count = 0
     if source.negatives:

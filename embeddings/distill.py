@@ -18,6 +18,7 @@ from transformers import set_seed
 
 from ..common import checkpoints
 from ..common.blocks import compile_blocks, uncompile_blocks
+from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError
 from ..common.files import read_json, write_json
 from ..common.identity import files_digest, model_digest
@@ -110,9 +111,8 @@ def settings_of(arguments, trainer_options, sources, others):
         for name, value in number_options(trainer_options).items()
         if not name.startswith("eval_")
     }
-    settings["teacher"] = shown(
-        arguments.teacher
-    )  # the weights are known by their digest, wherever they are
+    # the weights are known by their digest, wherever they are
+    settings["teacher"] = shown(arguments.teacher)
     settings["teacher_digest"] = model_digest(arguments.teacher)
     settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
     settings["text_digests"] = {
@@ -309,7 +309,7 @@ def write_student(arguments, student, sets, figures):
         figures["precision"] = precision_check(folder, sets)
         write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
-    checkpoints.remove(Path(arguments.work) / "checkpoints")
+    remove_checkpoints(Path(arguments.work) / "checkpoints")
 
 
 def main(argv=None):

@@ -262,12 +262,10 @@ class SimilarLengths(DefaultBatchSampler):
         **kwargs,
     ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
-        self.lengths, self.group, self.seed, self.epoch = (
-            torch.from_numpy(np.asarray(lengths)),
-            group,
-            seed,
-            0,
-        )
+        self.lengths = torch.from_numpy(np.asarray(lengths))
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch

@@ -161,10 +161,8 @@ class WindowReader:
     def read(self, number):
         """[(Place, row), ...] of one window."""
         if self._rows is None or not 0 <= number - self._next <= _AHEAD:
-            self._rows, self._next = (
-                read_rows(self.source, self.columns, start=self.windows[number].start),
-                number,
-            )
+            self._rows = read_rows(self.source, self.columns, start=self.windows[number].start)
+            self._next = number
         passed = sum(window.rows for window in self.windows[self._next : number])
         self._next = number + 1
         rows = list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))

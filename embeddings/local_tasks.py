@@ -1,13 +1,11 @@
 """Three MTEB tasks from real data in packages, for measuring sentence encoders without a network.
 
-| task | what | score |
-|---|---|---|
-| WordNetRetrieval | a definition finds the words it defines, among the words of all held-out
-synsets | nDCG@10 |
-| MovieSentimentClassification | rated sentences of movie reviews; logistic regression on 64
-sentences a class, 5 draws | accuracy |
-| WordNetSimilarity | two noun definitions against the path similarity of their synsets, 1 / (1 +
-edges) (Rada et al. 1989) | Spearman |
+- WordNetRetrieval (nDCG@10): a definition finds the words it defines, among the words of all
+  held-out synsets.
+- MovieSentimentClassification (accuracy): rated sentences of movie reviews; logistic regression on
+  64 sentences a class, 5 draws.
+- WordNetSimilarity (Spearman): two noun definitions against the path similarity of their synsets,
+  1 / (1 + edges) (Rada et al. 1989).
 
 They are made by MTEB's own task classes, so they run wherever its tasks do. The choice of rows is a
 function of their ids (SHA-1). Queries come from the synsets that `common.local_text` keeps out of

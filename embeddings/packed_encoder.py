@@ -156,9 +156,8 @@ class PackedEncoder:
             raise UserError(
                 f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given"
             )
-        self.prompts = {
-            name: text for name, text in (model.prompts or {}).items() if text
-        }  # those that change a vector
+        # those that change a vector
+        self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
         self._tokenizer = model.tokenizer
         modules = list(model.children())
         self._packed_pooling = _packed_pooling(modules)

@@ -1,5 +1,6 @@
-"""A CSV file to a classifier, with plain Trainer: python examples/classify_csv.py reviews.csv
---text review --label stars
+"""A CSV file to a classifier, with plain Trainer.
+
+    python examples/classify_csv.py reviews.csv --text review --label stars
 
 The two columns may have any name, and the labels may be words or numbers. A tenth of the rows
 chooses the best epoch, another tenth is the test.

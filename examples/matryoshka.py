@@ -1,5 +1,6 @@
-"""Vectors that may be cut (Kusupati et al. 2022) with sentence-transformers: python
-examples/matryoshka.py --model MODEL --data FOLDER
+"""Vectors that may be cut (Kusupati et al. 2022) with sentence-transformers.
+
+    python examples/matryoshka.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
 "negative": "another text"}.

@@ -1,5 +1,6 @@
-"""Named-entity recognition with plain Trainer, entity F1 by seqeval: python
-examples/named_entities.py --model MODEL --data FOLDER
+"""Named-entity recognition with plain Trainer, entity F1 by seqeval.
+
+    python examples/named_entities.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"tokens": ["Ada", "Byron", "wrote"], "tags":
 ["B-PER", "I-PER", "O"]}. A word's first piece carries its tag. `python examples/make_names.py`

@@ -1,5 +1,6 @@
-"""Extractive question answering with plain Trainer: python examples/question_answering.py --model
-MODEL --data FOLDER
+"""Extractive question answering with plain Trainer.
+
+    python examples/question_answering.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl in SQuAD's schema: {"question", "context", "answers":
 {"text": ["red"], "answer_start": [17]}}.

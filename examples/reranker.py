@@ -1,5 +1,6 @@
-"""A reranker with sentence-transformers' CrossEncoder: python examples/reranker.py --model MODEL
---data FOLDER
+"""A reranker with sentence-transformers' CrossEncoder.
+
+    python examples/reranker.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
 "negative": "another text"}.

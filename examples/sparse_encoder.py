@@ -1,5 +1,6 @@
-"""Sparse vectors over the vocabulary, SPLADE on the masked-LM head: python
-examples/sparse_encoder.py --model MODEL --data FOLDER
+"""Sparse vectors over the vocabulary, SPLADE on the masked-LM head.
+
+    python examples/sparse_encoder.py --model MODEL --data FOLDER
 
 MODEL has a masked-LM head. FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a
 question", "positive": "its answer"}.

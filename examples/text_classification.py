@@ -1,5 +1,6 @@
-"""Text classification with plain Trainer: python examples/text_classification.py --model MODEL
---data FOLDER
+"""Text classification with plain Trainer.
+
+    python examples/text_classification.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"text": "a dull film", "label": "negative"}.
 """

@@ -1,5 +1,6 @@
-"""Token classification (names, parts of speech) with plain Trainer: python
-examples/token_classification.py --model MODEL --data FOLDER
+"""Token classification (names, parts of speech) with plain Trainer.
+
+    python examples/token_classification.py --model MODEL --data FOLDER
 
 FOLDER holds train.jsonl and test.jsonl with rows {"tokens": ["Ada", "lives", "here"], "tags":
 ["PERSON", "O", "O"]}.

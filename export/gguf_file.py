@@ -245,10 +245,8 @@ def describe_tokenizer(writer, tokenizer, rows):
     for word, i in tokenizer.get_vocab().items():
         words[i], kinds[i] = _marked(word), gguf.TokenType.NORMAL
         if i in special or i in added:
-            words[i], kinds[i] = (
-                word,
-                gguf.TokenType.CONTROL if i in special else gguf.TokenType.USER_DEFINED,
-            )
+            words[i] = word
+            kinds[i] = gguf.TokenType.CONTROL if i in special else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
@@ -267,9 +265,8 @@ def describe_tokenizer(writer, tokenizer, rows):
     writer.add_uint32("tokenizer.ggml.cls_token_id", tokenizer.cls_token_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(True)
-    writer.add_add_sep_token(
-        False
-    )  # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
+    # of pairs: [CLS] query [SEP] document [SEP], with one [SEP] between
+    writer.add_add_sep_token(False)
     writer.add_bool("tokenizer.ggml.normalizer.lowercase", lowercase)
     writer.add_bool("tokenizer.ggml.normalizer.strip_accents", strip_accents)
 
@@ -347,10 +344,8 @@ def write(path, model, tokenizer, pooling, dtype, name, mark):
     tensors = list(tensors_of(model))
     for tensor in tensors:
         kind = tensor.type_in(dtype)
-        shape, number = (
-            tensor.shape,
-            np.dtype(np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32),
-        )
+        shape = tensor.shape
+        number = np.dtype(np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
         if kind == gguf.GGMLQuantizationType.Q8_0:
             shape, number = gguf.quant_shape_to_byte_shape(shape, kind), np.dtype(np.uint8)
         writer.add_tensor_info(tensor.name, shape, number, math.prod(shape) * number.itemsize, kind)

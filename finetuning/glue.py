@@ -156,7 +156,8 @@ def check(arguments, trainer, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision
     and {task: splits}."""
     from ..common.lora import head_modules, lora_config
-    from .glue_run import check_sizes, load_classifier, trainer_arguments
+    from .glue_model import load_classifier
+    from .glue_run import check_sizes, trainer_arguments
 
     check_folder(arguments.output, "output")
     for task in tasks:

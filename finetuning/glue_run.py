@@ -1,17 +1,12 @@
-"""One fine-tuning run of the GLUE protocol (paper, section 4.2): model, rows, Trainer, best
-weights, result."""
+"""One fine-tuning run of the GLUE protocol (paper, section 4.2): Trainer, best weights, result."""
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EarlyStoppingCallback,
@@ -21,16 +16,20 @@ from transformers import (
 )
 
 from ..common import checkpoints
-from ..common.errors import UserError, one_line
+from ..common.checkpoint_files import checkpoints as saved_checkpoints
+from ..common.checkpoint_files import remove_checkpoints
+from ..common.errors import UserError
 from ..common.files import write_json
-from ..common.loading import check_model, check_vocabulary, save_tokenizer, text_limit
+from ..common.loading import check_vocabulary, save_tokenizer, text_limit
 from ..common.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..common.memory import PeakMemory, mebibytes
 from ..common.optimisation import decay_parameter_names
 from ..common.results import environment
 from ..common.runs import Run
 from ..common.trainer_options import check_trainer_options, training_arguments
-from .glue_tasks import TASKS, scores
+from .glue_model import load_classifier
+from .glue_rows import evaluation_metrics, prepare, split_heldout
+from .glue_tasks import TASKS
 
 
 def process_state():
@@ -43,126 +42,6 @@ def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
     """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (the paper's
     appendix on GLUE)."""
     return max(1, min(at_most, batches_per_epoch // per_epoch))
-
-
-def split_heldout(rows, fraction, at_most):
-    """Indices (kept, held out) of `rows` training rows; the same for every seed, so that seeds
-    differ in training alone."""
-    count = min(at_most, int(rows * fraction))
-    order = np.random.default_rng(0).permutation(rows)
-    return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
-
-
-# ------------------------------------------------------------------------------------------------
-# model
-
-
-def load_config(name, trust_remote_code=False):
-    """Raises UserError when there is no model, or it brings its own code that was not trusted."""
-    path = Path(name)
-    if (path / "modules.json").is_file() and not (path / "config.json").is_file():
-        inner = [
-            entry["path"]
-            for entry in json.loads((path / "modules.json").read_text())
-            if (path / entry["path"] / "config.json").is_file()
-        ]
-        raise UserError(
-            f"{name} is a sentence encoder whose model is in a folder of its own; give "
-            f"{path / (inner or ['?'])[0]}"
-        )
-    check_model(name)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{name} brings its own Python code; add --trust-remote-code if you trust it"
-            ) from error
-        raise UserError(f"the model {name} was not loaded: {one_line(error)}") from error
-    except OSError as error:
-        raise UserError(
-            f"{name!r} is neither a model folder nor a model that can be reached on the Hub: "
-            f"{one_line(error)}"
-        ) from error
-
-
-def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
-    """A sequence classifier for `task`, in float32.
-
-    Args:
-        pooling: "cls" or "mean" for models that can choose; None for what the configuration says.
-
-    Returns:
-        model, names of the head's parameters that the checkpoint did not have (random), as a sorted
-        list.
-    Raises:
-        UserError: the checkpoint lacks backbone weights, or is not an encoder that can classify.
-    """
-    config = load_config(name, trust_remote_code)
-    config.num_labels = task.num_labels
-    config.problem_type = "regression" if task.regression else "single_label_classification"
-    if not task.regression:
-        config.id2label = dict(enumerate(task.labels))
-        config.label2id = {label: i for i, label in enumerate(task.labels)}
-    for field in ("classifier_dropout", "cls_dropout", "seq_classif_dropout"):
-        if hasattr(config, field):
-            setattr(config, field, head_dropout)
-    if pooling is not None:
-        if not hasattr(config, "classifier_pooling") or pooling not in ("cls", "mean"):
-            raise UserError(
-                "classifier_pooling must be cls or mean, for a model that can choose, but "
-                f"{pooling!r} was given for {name}"
-            )
-        config.classifier_pooling = pooling
-    try:
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{name} cannot be loaded as a sequence classifier: {one_line(error)}"
-        ) from error
-    new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
-    backbone = [
-        key
-        for key in new
-        if key.startswith(f"{model.base_model_prefix}.") and ".pooler." not in f".{key}"
-    ]
-    if backbone:
-        raise UserError(
-            f"{name} lacks {len(backbone)} weights of the encoder, {sorted(backbone)[0]} for "
-            "example; is it this architecture?"
-        )
-    return model, sorted(new)
-
-
-# ------------------------------------------------------------------------------------------------
-# data
-
-
-class Rows(torch.utils.data.Dataset):
-    """Tokenised rows of one task: {"input_ids", ..., "labels"} without padding."""
-
-    def __init__(self, tokenizer, task, columns, max_length):
-        texts = [columns[name] for name in task.texts]
-        self.labels = columns["label"]
-        self.encoded = (
-            tokenizer(*texts, truncation=True, max_length=max_length) if self.labels else {}
-        )
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, i):
-        return {
-            **{name: values[i] for name, values in self.encoded.items()},
-            "labels": self.labels[i],
-        }
 
 
 def check_sizes(task, rows, batch_sizes, arguments):
@@ -184,82 +63,6 @@ def check_sizes(task, rows, batch_sizes, arguments):
             f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use "
             "--selection dev"
         )
-
-
-def _take(columns, indices):
-    return {name: [values[i] for i in indices] for name, values in columns.items()}
-
-
-def prepare(task, splits, tokenizer, settings, model_limit):
-    """Training rows and one evaluation set, with the slice of every part of it.
-
-    Args:
-        splits: from `glue_tasks.load_task`.
-        model_limit: longest text in tokens that the model takes, or None.
-    Returns:
-        train Rows, evaluation Rows, {part: slice}; the parts are "heldout" (unless selection is
-        "dev") and the dev splits.
-    """
-    max_length = min(settings.max_length, model_limit or settings.max_length)
-    train = splits["train"]
-    if settings.max_train_samples:
-        order = np.random.default_rng(0).permutation(len(train["label"]))
-        train = _take(train, order[: settings.max_train_samples].tolist())
-    parts = {}
-    if settings.selection == "heldout":
-        kept, held_out = split_heldout(
-            len(train["label"]), settings.heldout_fraction, settings.heldout_rows
-        )
-        parts["heldout"] = _take(train, held_out)
-        train = _take(train, kept)
-    for split in task.validation:
-        parts[split] = _take(
-            splits[split], range(len(splits[split]["label"]))[: settings.max_eval_samples]
-        )
-    joined = {name: [x for part in parts.values() for x in part[name]] for name in train}
-    slices, start = {}, 0
-    for name, part in parts.items():
-        slices[name] = slice(start, start + len(part["label"]))
-        start += len(part["label"])
-    return (
-        Rows(tokenizer, task, train, max_length),
-        Rows(tokenizer, task, joined, max_length),
-        slices,
-    )
-
-
-def evaluation_metrics(task, logits, labels, slices, metric="mean"):
-    """Metrics of every part.
-
-    Args:
-        metric: what stops and selects, "mean" of the task's metrics or one of them.
-    Returns:
-        "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there
-        are several dev splits, and "score":
-        what stops and selects, of the held-out rows if there are some, else of dev.
-    """
-    dev = {
-        split: scores(task, logits[slices[split]], labels[slices[split]])
-        for split in task.validation
-    }
-    metrics = {
-        f"dev_{name}": float(np.mean([part[name] for part in dev.values()]))
-        for name in (*task.metrics, "score")
-    }
-    if len(dev) > 1:
-        metrics |= {
-            f"{split}_{name}": part[name] for split, part in dev.items() for name in task.metrics
-        }
-    part = slices.get("heldout")
-    key = "score" if metric == "mean" else metric
-    metrics["score"] = (
-        metrics[f"dev_{key}"] if part is None else scores(task, logits[part], labels[part])[key]
-    )
-    return metrics
-
-
-# ------------------------------------------------------------------------------------------------
-# trainer
 
 
 class GlueTrainer(Trainer):
@@ -389,7 +192,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             compute_metrics=compute_metrics,
             callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
         )
-        resumed = bool(checkpoints.checkpoints(folder / "checkpoints"))
+        resumed = bool(saved_checkpoints(folder / "checkpoints"))
         memory = PeakMemory()
         spent = checkpoints.train(trainer).metrics
         peak = mebibytes(memory.peak)
@@ -423,7 +226,7 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             )
             write_json(scratch / "result.json", result)
             run.finish(run.move_in(scratch, "result.json"))
-            checkpoints.remove(folder / "checkpoints")
+            remove_checkpoints(folder / "checkpoints")
         trainer.accelerator.wait_for_everyone()
     return result
 

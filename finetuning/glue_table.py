@@ -162,6 +162,7 @@ def _departures(settings, task):
     )
     hyper = arguments.combinations(task)[0]
     protocol = flat(vars(RunSettings.of(arguments, trainer, task, hyper, None, revision=None)))
+    # of every run, or said elsewhere
     own = (
         "task",
         "revision",
@@ -171,7 +172,7 @@ def _departures(settings, task):
         "start",
         "seed",
         "trainer",
-    )  # of every run, or said elsewhere
+    )
     known = {
         name: value
         for name, value in flat(settings).items()

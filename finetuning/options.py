@@ -155,10 +155,8 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
         }
         if self.grid:
             axes |= (self.lora_grid_values if self.lora else self.grid_values) or {}
-        hints, where = (
-            {key: list[kind] for key, kind in HYPER_PARAMETERS.items()},
-            f"of {task.name} in presets or grid_values",
-        )
+        hints = {key: list[kind] for key, kind in HYPER_PARAMETERS.items()}
+        where = f"of {task.name} in presets or grid_values"
         axes = typed(axes, hints, where, f"allowed are {', '.join(hints)}")
         check_ranges(self, f" {where}", axes)
         for key in HYPER_PARAMETERS:

@@ -29,19 +29,15 @@ def train_tokenizer(texts, kind, vocabulary, folder):
     if kind == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer()
-        tokenizer.pre_tokenizer, tokenizer.decoder = (
-            pre_tokenizers.BertPreTokenizer(),
-            decoders.WordPiece(),
-        )
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocabulary, special_tokens=_SPECIAL, show_progress=False
         )
     else:
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer, tokenizer.decoder = (
-            pre_tokenizers.ByteLevel(),
-            decoders.ByteLevel(),
-        )
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         size = max(vocabulary * 32064 // 30522, len(alphabet) + 100)
         trainer = trainers.BpeTrainer(

@@ -99,9 +99,8 @@ def _parts(mixture):
             f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: "
             f"0.4}}, but {mixture!r} was given"
         ) from None
-    if not (
-        min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6
-    ):  # NaN is neither
+    # NaN is neither
+    if not (min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6):
         raise UserError(
             f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given"
         )
@@ -145,12 +144,10 @@ class Windows:
     """
 
     def __init__(self, texts, special, spec):
-        self.texts, self.special, self.length, self.body = (
-            texts,
-            special,
-            spec.length,
-            spec.length - 2,
-        )
+        self.texts = texts
+        self.special = special
+        self.length = spec.length
+        self.body = spec.length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends = None  # with "split": windows up to each text's end
         if spec.long_texts == "split":

@@ -6,7 +6,7 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from ..common.checkpoints import newest_complete
+from ..common.checkpoint_files import newest_complete
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.files import read_json

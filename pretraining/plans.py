@@ -77,6 +77,9 @@ class ByTokens(Plan):
         self.tokens = tokens
 
     def plan(self, number):
+        # Texts of 3, 4, 2, 5 tokens and batches of 8: totals are 3, 7, 9, 14. The first batch ends
+        # before the first total above 8, at text 2; the next before the first above 7 + 8, at 4.
+        # Bounds: 0, 2, 4.
         order, bounds = self.order(number), array("q", [0])
         size = max(CHUNK, self.tokens)  # a chunk holds the texts of at least one batch
         while bounds[-1] < len(order):
@@ -132,6 +135,8 @@ class ByRows(Plan):
         self.length, self.size, self.remainder = length, length * rows, remainder
 
     def plan(self, number):
+        # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of them,
+        # and 2 tokens are left out, or with `remainder` a last batch of a row of 2.
         order = self.order(number)
         blocks = (
             self.windows.lengths(order[start : start + BLOCK]).sum(dtype=np.int64)

@@ -189,9 +189,8 @@ def _prepare_shard(shard, folder, tokenise, features, workers):
     for left in folder.parent.glob(f".{folder.name}.*"):  # of a run that was killed here
         shutil.rmtree(left, ignore_errors=True)
     workers = min(workers, len(shard))
-    scratch = (
-        folder.parent / f".{folder.name}.map"
-    )  # the library's cache of the result, which the saved shard replaces
+    # the library's cache of the result, which the saved shard replaces
+    scratch = folder.parent / f".{folder.name}.map"
     scratch.mkdir()
     tokens = shard.map(
         tokenise,

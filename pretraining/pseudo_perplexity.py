@@ -1,9 +1,10 @@
 """`neobert pseudo-perplexity`: pseudo-perplexity of masked language models against text length
 (Figure 2 of the paper).
 
-    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia --subset
-    20231101.en --texts 100 neobert pseudo-perplexity --model my_model --text articles.jsonl
-    --lengths 128 512 2048 --positions exact --yarn off 2
+    neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia \\
+        --subset 20231101.en --texts 100
+    neobert pseudo-perplexity --model my_model --text articles.jsonl \\
+        --lengths 128 512 2048 --positions exact --yarn off 2
 
 For a text of n tokens (special tokens not counted), each position is masked on its own, -log
 p(token | rest) is its cross-entropy, and the pseudo-perplexity is exp of their mean. That is n
@@ -22,30 +23,29 @@ import logging
 import math
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..common.errors import UserError, listed, one_line
+from ..common.errors import UserError
 from ..common.files import TEXT_LIMIT, read_text, write_text
 from ..common.identity import model_digest
 from ..common.loading import (
     check_model,
     check_there,
     check_vocabulary,
-    choose_device,
     load_tokenizer,
     position_limit,
     text_limit,
 )
 from ..common.outputs import check_folder, check_result_files
 from ..common.runs import locked
-from .options import LENGTHS, OPTIONS
+from .options import OPTIONS
+from .pseudo_perplexity_model import is_rotary, load_config, load_model
 from .pseudo_perplexity_report import write_summary
+from .pseudo_perplexity_texts import make_units, usual_lengths
 from .sources import load_rows, parse_sources
 
 
@@ -122,178 +122,6 @@ def masked_cross_entropy(model, token_ids, positions, mask_token_id):
     if logits.dim() == 3:
         logits = logits[rows, positions]
     return F.cross_entropy(logits.float(), targets, reduction="none").double().cpu().numpy()
-
-
-# ------------------------------------------------------------------------------------------------
-# model
-
-
-def load_config(given, factor):
-    """The model's configuration, with YaRN of `factor` if it is not None. UserError: no model, or
-    no rotary positions to extend."""
-    try:
-        config = AutoConfig.from_pretrained(given.model, trust_remote_code=given.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the model {given.model!r} was not loaded: {one_line(error)}") from error
-    if factor is None:
-        return config
-    parameters = getattr(config, "rope_parameters", None)
-    nested = isinstance(parameters, dict) and any(
-        isinstance(value, dict) for value in parameters.values()
-    )
-    if not _is_rotary(config) or nested or hasattr(config, "global_rope_theta"):
-        raise UserError(
-            f"YaRN needs one set of rotary parameters, which {given.model} ({config.model_type}) "
-            "does not have; use --yarn off"
-        )
-    original = given.yarn_from or config.max_position_embeddings
-    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    if isinstance(parameters, dict):  # transformers 5
-        config.rope_parameters = {"rope_theta": parameters.get("rope_theta", 10000.0), **scaling}
-    else:
-        config.rope_scaling = scaling
-    config.max_position_embeddings = max(
-        config.max_position_embeddings, math.ceil(original * factor)
-    )
-    return config
-
-
-def _is_rotary(config):
-    """Whether positions are rotary, so that texts may be longer than in training."""
-    if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
-        return False
-    return any(
-        getattr(config, name, None) is not None
-        for name in ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta")
-    )
-
-
-def load_model(given, factor):
-    """The masked language model in evaluation mode. UserError: no model, or no masked-LM head in
-    its checkpoint."""
-    options = {
-        "config": load_config(given, factor),
-        "trust_remote_code": given.trust_remote_code,
-        "dtype": getattr(torch, given.dtype),
-    }
-    if given.attn_implementation:
-        options["attn_implementation"] = given.attn_implementation
-    try:
-        model, info = AutoModelForMaskedLM.from_pretrained(
-            given.model, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(
-            f"{given.model} is not a masked language model here: {one_line(error)}"
-        ) from error
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise UserError(
-            f"{given.model} has no trained masked-LM head: {missing} are not in its checkpoint, "
-            "and would be random"
-        )
-    model.config.unpad_inputs = (
-        False  # no batch here has padding, and the warning about our own hook would be false
-    )
-    return model.eval().to(choose_device(given.device))
-
-
-def usual_lengths(context):
-    """`LENGTHS` up to the context of a model, which is among them."""
-    longest = min(context, LENGTHS[-1])
-    return [*(length for length in LENGTHS if length < longest), longest]
-
-
-# ------------------------------------------------------------------------------------------------
-# texts
-
-
-class Unit(NamedTuple):
-    """One text at one length: `text` is its digest, `length` its bucket, `ids` its tokens between
-    the special ones."""
-
-    text: str
-    length: int
-    ids: tuple
-
-
-def read_texts(given, rows):
-    """Yields the texts of at most `max_documents` rows in their order; those without text are
-    counted, and named at the end."""
-    texts = broken = 0
-    for row in rows.take(given.max_documents):
-        if row["text"] and row["text"].strip():
-            texts += 1
-            yield row["text"]
-        else:
-            broken += 1
-    if not texts:
-        raise UserError(f"{given.text} has no row with text in the column {given.column!r}")
-    if broken:
-        logger.warning(
-            "%s: %d of %d rows are broken or empty and were skipped",
-            given.text,
-            broken,
-            texts + broken,
-        )
-
-
-def make_units(given, rows, tokenizer, limit):
-    """Texts at the lengths where they are evaluated, shortest first: a list of `Unit`.
-
-    Lengths count the special tokens. "cut": the first tokens of every text, at each length that it
-    reaches. "own": every text in full (cut at the largest length), in the smallest bucket that
-    holds it, as in Figure 2.
-
-    Args:
-        rows: with a column "text".
-        limit: longest input that the model takes, or None.
-    Raises:
-        UserError: no text is long enough.
-    """
-    special = tokenizer.num_special_tokens_to_add()
-    if limit is not None and limit < given.lengths[-1]:
-        logger.warning("%s takes at most %d tokens; longer buckets are left out", given.name, limit)
-    lengths = [length for length in given.lengths if special < length <= (limit or length)]
-    if not lengths:
-        raise UserError(
-            f"none of the lengths {listed(given.lengths)} fits {given.name}, which takes at most "
-            f"{limit} tokens, {special} of them special"
-        )
-    longest = lengths[-1] - special
-    tokenised = {}
-    for text in read_texts(given, rows):
-        ids = tokenizer(text, add_special_tokens=False, truncation=True, max_length=longest)[
-            "input_ids"
-        ]
-        tokenised[hashlib.sha256(text.encode()).hexdigest()[:12]] = tuple(ids)
-    # The same texts at every length, as far as they reach: lengths then differ in length alone.
-    chosen = sorted(tokenised.items(), key=lambda item: len(item[1]), reverse=True)[: given.texts]
-    units, short = [], 0
-    for name, ids in chosen:
-        size = len(ids) + special
-        if given.bucketing == "cut":
-            units += [
-                Unit(name, length, ids[: length - special]) for length in lengths if length <= size
-            ]
-            short += size < lengths[0]
-        elif ids:
-            units.append(Unit(name, next(length for length in lengths if size <= length), ids))
-    if not units:
-        reach = (
-            f"the longest has {len(chosen[0][1]) + special} tokens"
-            if chosen
-            else "there is no text"
-        )
-        raise UserError(f"no text of {given.text} reaches {lengths[0]} tokens: {reach}")
-    if short:
-        logger.warning(
-            "%s: %d texts are shorter than %d tokens, the shortest length, and are left out",
-            given.text,
-            short,
-            lengths[0],
-        )
-    return sorted(units, key=lambda unit: (len(unit.ids), unit.text))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -386,11 +214,9 @@ def settings(given):
 def rows_to_show(given, units, rows):
     """Those of `rows` that have the settings of this run, a text and a length of it; models that
     have none are named in a warning."""
-    asked, texts, lengths = (
-        settings(given).items(),
-        {unit.text for unit in units},
-        set(map(str, given.lengths)),
-    )
+    asked = settings(given).items()
+    texts = {unit.text for unit in units}
+    lengths = set(map(str, given.lengths))
     shown = [
         row
         for row in rows
@@ -434,7 +260,7 @@ def main(argv=None):
         set(given.lengths or usual_lengths(max([position_limit(model.base_model), *contexts])))
     )
     units = make_units(
-        given, texts, tokenizer, None if _is_rotary(model.config) else text_limit(model, tokenizer)
+        given, texts, tokenizer, None if is_rotary(model.config) else text_limit(model, tokenizer)
     )
     revision = model_digest(given.model) + (
         f" {given.tokenizer}".replace(",", ";") if given.tokenizer else ""

@@ -74,10 +74,8 @@ def plot(rows, buckets, path, title, env):
             [shift * x for x in tokens], values, s=6, alpha=0.2, color=colour, linewidths=0
         )
         line = [bucket for bucket in buckets if (bucket["name"], bucket["yarn"]) == (name, yarn)]
-        places, middles = (
-            [shift * b["length"] for b in line],
-            [b["pseudo_perplexity"] for b in line],
-        )
+        places = [shift * b["length"] for b in line]
+        middles = [b["pseudo_perplexity"] for b in line]
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
         figures.line(axes, places, middles, label, i, [(b["low"], b["high"]) for b in line])
     figures.length_axis(axes, [bucket["length"] for bucket in buckets])

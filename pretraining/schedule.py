@@ -46,13 +46,10 @@ def make_training_arguments(run, batch, given):
     check_trainer_options(given)
     if given["max_steps"] < 1:
         raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
-    warmup, steps = (
-        given.get("warmup_steps", min(2000, given["max_steps"] // 20)),
-        given["max_steps"],
-    )
-    given["warmup_steps"] = (
-        min(math.ceil(warmup * steps), steps - 1) if 0 < warmup < 1 else warmup
-    )  # below 1 a share of the steps
+    warmup = given.get("warmup_steps", min(2000, given["max_steps"] // 20))
+    steps = given["max_steps"]
+    # below 1 a share of the steps
+    given["warmup_steps"] = min(math.ceil(warmup * steps), steps - 1) if 0 < warmup < 1 else warmup
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
         given |= paper_schedule(given["max_steps"], given["warmup_steps"])
     accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))

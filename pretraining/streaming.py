@@ -56,12 +56,10 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     def __init__(self, source, masking, spec, count, rank=0, world_size=1, workers=0):
         self.source, self.masking, self.spec, self.count = source, masking, spec, count
-        self.rank, self.world_size, self.workers, self.in_workers = (
-            rank,
-            world_size,
-            max(1, workers),
-            workers > 0,
-        )
+        self.rank = rank
+        self.world_size = world_size
+        self.workers = max(1, workers)
+        self.in_workers = workers > 0
         self.shares = np.cumsum([share for _, share in spec.mixture])[:-1]
         self.start, self.saved = 0, {}
 
@@ -100,14 +98,12 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         while True:
             state = None
             if i >= self.start and (since is None or since == SNAPSHOT_EVERY):
-                state, since = (
-                    {
-                        "worker": worker,
-                        "batch": i,
-                        "readers": [reader.state() for reader in readers],
-                    },
-                    0,
-                )
+                state = {
+                    "worker": worker,
+                    "batch": i,
+                    "readers": [reader.state() for reader in readers],
+                }
+                since = 0
             number = i * self.world_size + self.rank
             texts = self._texts(readers[self._part(number)])
             if i >= self.start:
@@ -170,7 +166,8 @@ class Reader:
         self.source, self.least, self.seed = source, least, seed
         self.body, self.split = spec.length - 2, spec.long_texts == "split"
         # Groups of readers share the shards evenly; the readers of one group deal out the rows of
-        # each of its shards.
+        # each of its shards. 6 readers of 3 shards are 3 groups of 2: reader 4 has shard 1 (4 % 3)
+        # of a pass's order, and of its rows every second one, from row 1 (4 // 3) on.
         shards = source.rows.num_shards
         groups = readers if shards >= readers else shards if readers % shards == 0 else 1
         self.first, self.step = reader % groups, groups
@@ -270,12 +267,10 @@ class Reader:
 
     def load_state(self, saved):
         """Goes on from a `state`."""
-        self.number, self.shard, self.barren, self.skipped = (
-            saved["number"],
-            saved["shard"],
-            saved["barren"],
-            dict(saved["skipped"]),
-        )
+        self.number = saved["number"]
+        self.shard = saved["shard"]
+        self.barren = saved["barren"]
+        self.skipped = dict(saved["skipped"])
         self.pending = [np.array(text, dtype=np.int64) for text in saved["pending"]]
         self._open(saved["stream"])
         self.row = saved["row"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from ..common import optimisation
-from ..common.checkpoints import complete
+from ..common.checkpoint_files import complete
 from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
@@ -349,11 +349,9 @@ def evaluate_batches(model, batches, device=None, accelerator=None):
             outputs = model(**batch)
         if i < len(batches):
             right, count = masked_correct(outputs.logits, batch["labels"])
-            total, correct, masked = (
-                total + float(outputs.loss) * int(count),
-                correct + int(right),
-                masked + int(count),
-            )
+            total = total + float(outputs.loss) * int(count)
+            correct = correct + int(right)
+            masked = masked + int(count)
     model.train(training)
     sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
     if world > 1:

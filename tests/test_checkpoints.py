@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from neobert import __main__ as cli
-from neobert.common import checkpoints
+from neobert.common import checkpoint_files, checkpoints
 from neobert.common.errors import Stopped, UserError, is_disk_full
 from neobert.common.runs import LOCK, locked
 
@@ -120,10 +120,12 @@ def whole(tmp_path_factory):
 
 def test_a_manifest_has_size_and_digest_of_every_file_and_is_written_last(whole):
     folder, _ = whole
-    assert list(checkpoints.checkpoints(folder)) == [2, 4, 6, 8, 10, 12]
-    for step, path in checkpoints.checkpoints(folder).items():
-        manifest = json.loads((path / checkpoints.MANIFEST).read_text())
-        files = {file.name: file for file in path.iterdir() if file.name != checkpoints.MANIFEST}
+    assert list(checkpoint_files.checkpoints(folder)) == [2, 4, 6, 8, 10, 12]
+    for step, path in checkpoint_files.checkpoints(folder).items():
+        manifest = json.loads((path / checkpoint_files.MANIFEST).read_text())
+        files = {
+            file.name: file for file in path.iterdir() if file.name != checkpoint_files.MANIFEST
+        }
         assert manifest["step"] == step and set(manifest["files"]) == set(files) >= {
             "optimizer.pt",
             "model.safetensors",
@@ -135,16 +137,16 @@ def test_a_manifest_has_size_and_digest_of_every_file_and_is_written_last(whole)
                 "size": len(content),
                 "sha256": hashlib.sha256(content).hexdigest(),
             }, name
-        assert (path / checkpoints.MANIFEST).stat().st_mtime_ns >= max(
+        assert (path / checkpoint_files.MANIFEST).stat().st_mtime_ns >= max(
             file.stat().st_mtime_ns for file in files.values()
         )
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeypatch):
-    seen, write = [], checkpoints.write_manifest
+    seen, write = [], checkpoint_files.write_manifest
 
     def watched(checkpoint, *given):
-        seen.append(list(checkpoints.complete(tmp_path)))
+        seen.append(list(checkpoint_files.complete(tmp_path)))
         write(checkpoint, *given)
 
     monkeypatch.setattr(checkpoints, "write_manifest", watched)
@@ -153,7 +155,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path, monkeyp
     assert seen == [[], [2], [2, 4], [4, 6], [4, 6, 8], [4, 8, 10]], (
         "before each manifest all earlier ones must still be there"
     )
-    assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12], (
+    assert list(checkpoint_files.checkpoints(tmp_path)) == [4, 8, 10, 12], (
         "the newest two and every fourth step's stay"
     )
     assert made.args.save_total_limit == 2, "Trainer's option must be given back"
@@ -184,18 +186,18 @@ def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(
                 else bytes([content[0] ^ 1]) + content[1:]
             )
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        assert checkpoints.newest_complete(folder).name == "checkpoint-6", name
+        assert checkpoint_files.newest_complete(folder).name == "checkpoint-6", name
         line = capsys.readouterr().err
         assert (
             line.count("\n") == 1
             and "checkpoint-8 (" in line
             and "going on from checkpoint-6" in line
         ), line
-        assert name in line or name == checkpoints.MANIFEST, line
+        assert name in line or name == checkpoint_files.MANIFEST, line
         assert before == {
             path: path.read_bytes() for path in folder.rglob("*") if path.is_file()
         }, "looking must change nothing"
-        if name in ("optimizer.pt", "model.safetensors", checkpoints.MANIFEST):
+        if name in ("optimizer.pt", "model.safetensors", checkpoint_files.MANIFEST):
             seen = []
             damaged = folder / "damaged-checkpoint-8"
             made = trainer(folder, At(7, lambda: seen.append(damaged.is_dir())))  # noqa: B023
@@ -203,9 +205,8 @@ def test_damage_of_any_file_is_found_and_the_run_goes_on_from_the_one_before(
             capsys.readouterr()
             assert seen == [True], "until the run has come as far again the damaged one must stay"
             assert same(weights(made), end), "the continued run must end as the uninterrupted one"
-            kept = ["damaged-checkpoint-8"] * (
-                name == checkpoints.MANIFEST
-            )  # without it nothing says that the run made it
+            # without it nothing says that the run made it
+            kept = ["damaged-checkpoint-8"] * (name == checkpoint_files.MANIFEST)
             assert sorted(path.name for path in folder.glob("*checkpoint-*")) == sorted(
                 [f"checkpoint-{s}" for s in range(2, 13, 2)] + kept
             )
@@ -223,12 +224,15 @@ def test_nothing_complete_begins_anew_and_deletes_nothing(tmp_path, capsys):
     assert (
         tmp_path / "damaged-checkpoint-4" / "model.safetensors"
     ).read_bytes() == b"years of work"
-    assert checkpoints.newest_complete(tmp_path / "absent") is None and not capsys.readouterr().err
+    assert (
+        checkpoint_files.newest_complete(tmp_path / "absent") is None
+        and not capsys.readouterr().err
+    )
 
 
 def test_a_checkpoint_without_the_optimizer_is_not_continued_from(tmp_path, capsys):
     checkpoints.train(trainer(tmp_path, save_only_model=True, max_steps=2))
-    assert checkpoints.newest_complete(tmp_path) is None
+    assert checkpoint_files.newest_complete(tmp_path) is None
     assert "checkpoint-2 (it has no state of the optimizer)" in capsys.readouterr().err
 
 
@@ -242,8 +246,8 @@ def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path):
         checkpoints.train(trainer(tmp_path, At(5, sigterm)))
     assert signal.getsignal(signal.SIGTERM) is before
     assert (
-        list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5]
-        and checkpoints.damage(tmp_path / "checkpoint-5") is None
+        list(checkpoint_files.checkpoints(tmp_path)) == [2, 4, 5]
+        and checkpoint_files.damage(tmp_path / "checkpoint-5") is None
     )
     made = trainer(tmp_path)
     checkpoints.train(made)
@@ -312,7 +316,7 @@ def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps, stops):
     with pytest.raises(Stopped, match=f"after step {stops} of 12"):
         checkpoints.train(trainer(tmp_path, At(6, sigterm), **options))
     best = {3: 3, 1: 4}[eval_steps]
-    assert list(checkpoints.checkpoints(tmp_path)) == [best, stops], (
+    assert list(checkpoint_files.checkpoints(tmp_path)) == [best, stops], (
         "the best one so far must stay beside the newest"
     )
     made = trainer(tmp_path, **options)
@@ -342,7 +346,7 @@ def made_by_hand(folder, *names, complete=True):
         (folder / name).mkdir()
         (folder / name / "optimizer.pt").write_text(name)
         if complete:
-            checkpoints.write_manifest(folder / name, 0)
+            checkpoint_files.write_manifest(folder / name, 0)
 
 
 STRANGERS = (
@@ -360,7 +364,7 @@ def test_a_checkpoint_has_the_rights_that_the_umask_leaves(tmp_path):
     try:
         made_by_hand(tmp_path, "checkpoint-2", complete=False)
         (tmp_path / "checkpoint-2" / "optimizer.pt").chmod(0o644)
-        checkpoints.write_manifest(tmp_path / "checkpoint-2", 2)
+        checkpoint_files.write_manifest(tmp_path / "checkpoint-2", 2)
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "checkpoint-2").iterdir()} == {0}
@@ -374,7 +378,7 @@ def test_what_is_forgotten(tmp_path):
     )
     made_by_hand(tmp_path, "checkpoint-12", "damaged-checkpoint-3", complete=False)
     before = set(os.listdir(tmp_path))
-    checkpoints._forget(tmp_path, 1, 4, str(tmp_path / "checkpoint-2"))
+    checkpoint_files.forget(tmp_path, 1, 4, str(tmp_path / "checkpoint-2"))
     assert before - set(os.listdir(tmp_path)) == {
         "checkpoint-6",
         "damaged-checkpoint-10",
@@ -404,8 +408,8 @@ def test_a_manifest_cannot_name_what_is_outside_of_its_checkpoint(tmp_path):
     files = {
         name: {"size": 4, "sha256": "0"} for name in ("../../mine.txt", str(tmp_path / "mine.txt"))
     }
-    (checkpoint / checkpoints.MANIFEST).write_text(json.dumps({"step": 1, "files": files}))
-    checkpoints._remove(checkpoint)
+    (checkpoint / checkpoint_files.MANIFEST).write_text(json.dumps({"step": 1, "files": files}))
+    checkpoint_files.remove_checkpoint(checkpoint)
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
@@ -421,10 +425,10 @@ def test_a_checkpoint_that_is_half_removed_is_never_taken_and_goes_later(tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints._remove(tmp_path / "checkpoint-4")
+            checkpoint_files.remove_checkpoint(tmp_path / "checkpoint-4")
     shutil.copytree(tmp_path / "checkpoint-4", tmp_path / "checkpoint-1")
     assert checkpoints.resume_point(tmp_path) == tmp_path / "checkpoint-2"
-    checkpoints._forget(tmp_path, None, 0)
+    checkpoint_files.forget(tmp_path, None, 0)
     assert os.listdir(tmp_path) == ["checkpoint-2"]
 
 
@@ -462,13 +466,13 @@ def test_a_finished_run_loses_its_checkpoints_and_nothing_else(tmp_path):
     )
     (tmp_path / "eval").mkdir()
     (tmp_path / "checkpoint-6" / "notes.txt").write_text("mine")
-    checkpoints.remove(tmp_path)
+    checkpoint_files.remove_checkpoints(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted([*STRANGERS, "checkpoint-6"]) and os.listdir(
         tmp_path / "checkpoint-6"
     ) == ["notes.txt"]
     for name in (*STRANGERS, "checkpoint-6"):
         shutil.rmtree(tmp_path / name)
-    checkpoints.remove(tmp_path)
+    checkpoint_files.remove_checkpoints(tmp_path)
     assert not tmp_path.exists()
 
 
@@ -503,8 +507,8 @@ def test_the_optimizer_of_every_engine_counts_and_is_on_the_disk_before_the_mani
 
     monkeypatch.setattr(os, "fsync", noted)
     for _ in range(2):  # a step that is saved once more
-        checkpoints.write_manifest(tmp_path, 8)
-        assert file.stat().st_ino in synced and checkpoints.damage(tmp_path) is None
+        checkpoint_files.write_manifest(tmp_path, 8)
+        assert file.stat().st_ino in synced and checkpoint_files.damage(tmp_path) is None
         synced.clear()
 
 
@@ -524,7 +528,7 @@ def test_no_room_costs_neither_the_best_checkpoint_nor_those_that_are_kept_for_g
             checkpoints.shutil, "disk_usage", lambda folder, free=free: usage._replace(free=free)
         )
         checkpoints.Checkpoints(keep_every=4)._make_room(arguments, state)
-        assert list(checkpoints.checkpoints(tmp_path)) == left
+        assert list(checkpoint_files.checkpoints(tmp_path)) == left
 
 
 def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_path, monkeypatch):
@@ -536,22 +540,22 @@ def test_a_small_disk_loses_older_checkpoints_before_the_next_is_written(tmp_pat
         one = max(
             (
                 sum(file.stat().st_size for file in path.iterdir())
-                for path in checkpoints.checkpoints(folder).values()
+                for path in checkpoint_files.checkpoints(folder).values()
             ),
             default=1,
         )
         return usage._replace(free=int(2.5 * one) - size)
 
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", almost_full)
-    most, write = [], checkpoints.write_manifest
+    most, write = [], checkpoint_files.write_manifest
     monkeypatch.setattr(
         checkpoints,
         "write_manifest",
-        lambda *given: (most.append(len(checkpoints.checkpoints(tmp_path))), write(*given)),
+        lambda *given: (most.append(len(checkpoint_files.checkpoints(tmp_path))), write(*given)),
     )
     checkpoints.train(trainer(tmp_path, save_total_limit=3))
     assert max(most) == 2, "a third checkpoint has no room beside two others"
-    assert 12 in checkpoints.checkpoints(tmp_path)
+    assert 12 in checkpoint_files.checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -586,7 +590,7 @@ def test_a_full_disk_is_one_sentence_and_costs_no_checkpoint(tmp_path, monkeypat
             ),
         ):
             checkpoints.train(trainer(tmp_path, save_total_limit=1))
-    assert list(checkpoints.checkpoints(tmp_path)) == [4], (
+    assert list(checkpoint_files.checkpoints(tmp_path)) == [4], (
         "what was half written must not take room"
     )
     checkpoints.train(trainer(tmp_path))
@@ -611,7 +615,7 @@ def test_a_disk_that_is_full_after_a_checkpoint_costs_it_nothing(tmp_path):
 
     with pytest.raises(UserError, match="goes on from checkpoint-6"):
         checkpoints.train(trainer(tmp_path, After(6, full)))
-    assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 6]
+    assert list(checkpoint_files.checkpoints(tmp_path)) == [2, 4, 6]
     seen = []
     checkpoints.train(trainer(tmp_path), before=seen.append)
     assert seen == [tmp_path / "checkpoint-6"]
@@ -643,7 +647,7 @@ def package(tmp_path):
 _TWO = r"""
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
-from neobert.common import checkpoints
+from neobert.common import checkpoint_files, checkpoints
 from neobert.common.runs import locked
 from neobert.common.errors import Stopped, UserError
 import test_checkpoints as tests
@@ -724,9 +728,9 @@ def test_two_processes_agree_on_the_step_and_write_the_manifest_after_both(tmp_p
     )
     assert done.stderr.count("is in use by another run") == 1
     assert (
-        list(checkpoints.checkpoints(out)) == [12]
-        and checkpoints.damage(out / "checkpoint-12") is None
+        list(checkpoint_files.checkpoints(out)) == [12]
+        and checkpoint_files.damage(out / "checkpoint-12") is None
     )
-    manifest = json.loads((out / "checkpoint-12" / checkpoints.MANIFEST).read_text())
+    manifest = json.loads((out / "checkpoint-12" / checkpoint_files.MANIFEST).read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(manifest["files"])
     assert (out / "model.safetensors").exists() and not (out / LOCK).exists()

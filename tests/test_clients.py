@@ -121,9 +121,8 @@ def test_peft_defaults_keep_the_head(base, tmp_path, method):
 
     model = get_peft_model(fresh(1), peft_configs()[method])
     expected = train_and_save(model, tmp_path, batch)
-    del batch[
-        "labels"
-    ]  # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+    # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+    del batch["labels"]
     with torch.no_grad():
         actual = PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
         untrained = fresh(2).eval()(**batch).logits
@@ -211,9 +210,8 @@ def test_a_trained_dense_is_loaded(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(again.dense.weight, model.dense.weight)
-    if (
-        int(transformers.__version__.partition(".")[0]) >= 5
-    ):  # before, a layer of which a part is missing is drawn anew as a whole
+    # before, a layer of which a part is missing is drawn anew as a whole
+    if int(transformers.__version__.partition(".")[0]) >= 5:
         weights = load_file(tmp_path / "model.safetensors")
         del weights["dense.bias"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -498,9 +496,8 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
         disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
-    seen = count_rows(
-        model.get_input_embeddings(), model.model.layer_norm
-    )  # as torch's own hooks, which leave a model packed
+    # as torch's own hooks, which leave a model packed
+    seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)
     trainer.train()
     assert seen == [44, 44], (
         f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neobert.common.checkpoints import MANIFEST
+from neobert.common.checkpoint_files import MANIFEST
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 
 

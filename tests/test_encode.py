@@ -313,9 +313,8 @@ def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_fol
         and len(kept[0]) == 64 < found[0]
     )
     fast, found = encoder._tokenizer, []
-    encoder._tokenizer = lambda *given, **options: BatchEncoding(
-        fast(*given, **options).data
-    )  # as a tokenizer in Python answers
+    # as a tokenizer in Python answers
+    encoder._tokenizer = lambda *given, **options: BatchEncoding(fast(*given, **options).data)
     encoder.tokenize(texts, "find: ", found)
     assert found == [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
 

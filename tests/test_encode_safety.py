@@ -145,9 +145,8 @@ def test_what_a_user_has_beside_the_output_stays(corpus, model_folder, tmp_path)
     """A folder with the name that a replaced output would have, and a hidden file whose name begins
     as a left-over's does."""
     embed(corpus, tmp_path / "old", model_folder)
-    (tmp_path / "old").rename(
-        tmp_path / "out.replaced"
-    )  # an output that the user keeps under this name
+    # an output that the user keeps under this name
+    (tmp_path / "old").rename(tmp_path / "out.replaced")
     (tmp_path / ".out.parquet.2024").write_text("mine")
     before = files_of(tmp_path / "out.replaced")
     embed(corpus, tmp_path / "out", model_folder)

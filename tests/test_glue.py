@@ -10,7 +10,7 @@ from glue_runs import make_world, run  # noqa: F401
 from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.trainer_options import training_arguments
-from neobert.finetuning import glue_run, glue_tasks
+from neobert.finetuning import glue_model, glue_rows, glue_run, glue_tasks
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS, RunSettings
 
@@ -21,9 +21,8 @@ from neobert.finetuning.options import OPTIONS, RunSettings
 
 def test_metrics_by_hand():
     labels = np.array([1, 1, 1, 0, 0, 1])
-    logits = np.eye(2)[
-        [1, 0, 1, 0, 1, 1]
-    ]  # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]
     values = glue_tasks.scores(TASKS["mrpc"], logits, labels)
     assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(
         2 * 3 / (2 * 3 + 1 + 1)
@@ -56,7 +55,7 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
         "validation_matched": slice(1, 3),
         "validation_mismatched": slice(3, 6),
     }
-    values = glue_run.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
     assert values["validation_matched_accuracy"] == pytest.approx(1 / 2)
     assert values["validation_mismatched_accuracy"] == pytest.approx(1 / 3)
     assert values["dev_score"] == pytest.approx((1 / 2 + 1 / 3) / 2), (
@@ -64,7 +63,7 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
     )
     assert values["score"] == 1.0, "Held-out rows select, not the dev set."
     assert (
-        glue_run.evaluation_metrics(TASKS["mnli"], logits, labels, {**slices, "heldout": None})[
+        glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, {**slices, "heldout": None})[
             "score"
         ]
         == values["dev_score"]
@@ -78,7 +77,7 @@ def test_one_metric_can_select_in_place_of_the_mean():
         {"heldout": slice(0, 6), "validation": slice(0, 2)},
     ):
         chosen = {
-            name: glue_run.evaluation_metrics(TASKS["mrpc"], logits, labels, slices, name)["score"]
+            name: glue_rows.evaluation_metrics(TASKS["mrpc"], logits, labels, slices, name)["score"]
             for name in ("mean", "accuracy", "f1")
         }
         assert chosen == pytest.approx(
@@ -148,7 +147,7 @@ def test_hyper_parameters_are_the_papers():
 
 @pytest.mark.parametrize("name", ["model", "bert"])
 def test_norms_and_biases_have_no_decay(world, name):
-    model, _ = glue_run.load_classifier(str(world / name), TASKS["rte"])
+    model, _ = glue_model.load_classifier(str(world / name), TASKS["rte"])
     arguments = training_arguments(world / "unused", {"weight_decay": 0.1, "report_to": "none"}, {})
     trainer = glue_run.GlueTrainer(model, arguments)
     groups = trainer.create_optimizer().param_groups
@@ -168,7 +167,7 @@ def test_norms_and_biases_have_no_decay(world, name):
 
 
 def test_head_dropout_and_new_head(world):
-    model, new = glue_run.load_classifier(str(world / "model"), TASKS["mnli"], head_dropout=0.25)
+    model, new = glue_model.load_classifier(str(world / "model"), TASKS["mnli"], head_dropout=0.25)
     assert (
         model.dropout.p == 0.25
         and model.config.num_labels == 3
@@ -178,12 +177,12 @@ def test_head_dropout_and_new_head(world):
         "A masked-LM checkpoint brings no head."
     )
     assert (
-        glue_run.load_classifier(str(world / "model"), TASKS["mnli"], pooling="cls")[
+        glue_model.load_classifier(str(world / "model"), TASKS["mnli"], pooling="cls")[
             0
         ].config.classifier_pooling
         == "cls"
     )
-    model, new = glue_run.load_classifier(str(world / "bert"), TASKS["mnli"], head_dropout=0.25)
+    model, new = glue_model.load_classifier(str(world / "bert"), TASKS["mnli"], head_dropout=0.25)
     assert model.dropout.p == 0.25, "The baseline has another head dropout."
     assert new == ["classifier.bias", "classifier.weight"], (
         "A head of two labels cannot serve three."
@@ -231,15 +230,15 @@ def test_held_out_rows_are_not_trained_on(world):
         1,
         revision="",
     )
-    train, evaluation, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    train, evaluation, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)}), (
         "160 rows: 144 and a tenth, then 40 of dev."
     )
-    kept, held_out = glue_run.split_heldout(160, 0.1, 2000)
+    kept, held_out = glue_rows.split_heldout(160, 0.1, 2000)
     assert not set(kept) & set(held_out) and sorted(kept + held_out) == list(range(160)), (
         "The parts overlap or lose rows."
     )
-    assert len(glue_run.split_heldout(100_000, 0.1, 2000)[1]) == 2000, (
+    assert len(glue_rows.split_heldout(100_000, 0.1, 2000)[1]) == 2000, (
         "At most 2,000 rows are held out."
     )
     texts = [splits["train"]["sentence"][i] for i in held_out]
@@ -267,7 +266,7 @@ def test_a_quick_look_trains_on_random_rows(world):
     )
     settings = RunSettings.of(*given, TASKS["sst2"], hyper, 1, revision="")
     tokenizer = loading.load_tokenizer(str(world / "model"))
-    train, _, slices = glue_run.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    train, _, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
     rows = [
         (tokenizer.decode(row["input_ids"], skip_special_tokens=True), row["labels"])
         for row in train

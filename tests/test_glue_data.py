@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSeque
 
 from neobert.common import loading
 from neobert.common.errors import UserError
-from neobert.finetuning import glue_run, glue_tasks
+from neobert.finetuning import glue_model, glue_run, glue_tasks
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS
 
@@ -176,12 +176,12 @@ def test_roberta_takes_texts_to_its_last_position_only(world, tmp_path):
     tokenizer = loading.load_tokenizer(str(world / "bert"))
     tokenizer.model_max_length = int(1e30)
     tokenizer.save_pretrained(tmp_path)
-    model, _ = glue_run.load_classifier(str(tmp_path), TASKS["sst2"])
+    model, _ = glue_model.load_classifier(str(tmp_path), TASKS["sst2"])
     limit = glue_run.text_limit(model, loading.load_tokenizer(str(tmp_path)))
     assert limit == 32
     ids = torch.full((1, limit), 9)
     assert model(input_ids=ids).logits.isfinite().all()
-    bert, _ = glue_run.load_classifier(str(world / "bert"), TASKS["sst2"])
+    bert, _ = glue_model.load_classifier(str(world / "bert"), TASKS["sst2"])
     assert glue_run.text_limit(bert, tokenizer) == 64, "BERT's positions start at 0."
 
 

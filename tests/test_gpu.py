@@ -229,9 +229,8 @@ def test_a_step_in_its_own_process(tmp_path):
     assert record_of(tmp_path)["steps"]["memory"]["state"] == "partial"
     assert not gpu.run_guarded("memory", tmp_path / "real", False, limit=60), "there is no GPU here"
     entry = record_of(tmp_path / "real")["steps"]["memory"]
-    said = [
-        word for word in ("CUDA", "NVIDIA driver") if word in entry["error"]
-    ]  # of torch without CUDA, of torch with it
+    # of torch without CUDA, of torch with it
+    said = [word for word in ("CUDA", "NVIDIA driver") if word in entry["error"]]
     assert entry["state"] == "failed" and said and entry["seconds"] > 0
 
 

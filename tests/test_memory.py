@@ -30,11 +30,12 @@ def _malloc_as_a_process_starts_with_it():
     memory beside freed large ones."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
+        # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         for parameter, value in (
             (-4, 65536),
             (-3, 2**17),
             (-1, 2**17),
-        ):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        ):
             mallopt(parameter, value)
 
 

@@ -398,9 +398,8 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
 
     dtype = torch.float32
     if kernel == "flash_attention_2":
-        dtype = (
-            torch.bfloat16
-        )  # transformers warns about float32, which alone would break the graph
+        # transformers warns about float32, which alone would break the graph
+        dtype = torch.bfloat16
         install_flash(monkeypatch).varlen = (
             lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **others: (  # noqa: E501
                 varlen_operation(

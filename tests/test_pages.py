@@ -117,6 +117,7 @@ def test_every_file_and_option_in_the_text_exists(page):
         | TRAINER
     )
     for name in re.findall(r"`--([a-z_-]+)", text):
+        # of other programs
         others = (
             "help",
             "nproc-per-node",
@@ -126,7 +127,7 @@ def test_every_file_and_option_in_the_text_exists(page):
             "pooling",
             "override-pooler-config",
             "task",
-        )  # of other programs
+        )
         assert name in others or "_" not in name and name.replace("-", "_") in known, (
             f"{page}.md names the option --{name}"
         )

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from neobert import __main__ as cli
 from neobert import modeling_neobert
-from neobert.common.checkpoints import MANIFEST, checkpoints, newest_complete
+from neobert.common.checkpoint_files import MANIFEST, checkpoints, newest_complete
 from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer

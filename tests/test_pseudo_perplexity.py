@@ -24,6 +24,7 @@ from neobert.common.errors import UserError
 from neobert.common.runs import locked
 from neobert.pretraining import pseudo_perplexity as module
 from neobert.pretraining import pseudo_perplexity_report as report
+from neobert.pretraining import pseudo_perplexity_texts
 from neobert.pretraining.options import PseudoPerplexityArguments
 
 
@@ -377,7 +378,9 @@ def test_the_committed_results_continue():
     given = PseudoPerplexityArguments(
         model="m", text="t", lengths=[32, 64, 128, 256, 512, 1024], positions="48"
     )
-    found = module.rows_to_show(given, [module.Unit(row["text"], 0, ()) for row in rows], rows)
+    found = module.rows_to_show(
+        given, [pseudo_perplexity_texts.Unit(row["text"], 0, ()) for row in rows], rows
+    )
     assert (
         report.summarise(found)
         == json.loads((committed / "pseudo_perplexity.json").read_text())["buckets"]
@@ -434,8 +437,8 @@ def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
 def test_usual_lengths_end_at_the_context(folder, tmp_path):
     """48 positions, with YaRN by 1.2 then 58."""
     assert (
-        module.usual_lengths(1024) == [128, 256, 512, 1024]
-        and module.usual_lengths(100_000)[-1] == 8192
+        pseudo_perplexity_texts.usual_lengths(1024) == [128, 256, 512, 1024]
+        and pseudo_perplexity_texts.usual_lengths(100_000)[-1] == 8192
     )
     (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
     for yarn, length in (("off", "48"), ("off,1.2", "58")):

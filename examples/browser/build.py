@@ -1,9 +1,10 @@
 """Builds the page of examples/browser: the page's own files, the exported model, and what it needs
 of two npm packages, in one folder.
 
-python examples/browser/build.py --modules FOLDER/node_modules [--model examples/sentence-encoder]
-[--output examples/browser/site] Then serve that folder: python -m http.server --directory
-examples/browser/site
+    python examples/browser/build.py --modules FOLDER/node_modules \\
+        [--model examples/sentence-encoder] [--output examples/browser/site]
+
+Then serve that folder: python -m http.server --directory examples/browser/site
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Puts a finished run of recipes/example_small*.yaml into examples/checkpoint: raw weights, log,
 and the card with what it reached.
 
-    python tests/tools/example_card.py runs/example_small_stage2 --after
-    runs/example_small/checkpoint-2300
+    python tests/tools/example_card.py runs/example_small_stage2 --after \\
+        runs/example_small/checkpoint-2300
 
 `--after` names the first stage's checkpoint (or finished run), whose steps and log count too.
 
