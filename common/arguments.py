@@ -6,7 +6,6 @@ transformers' Trainer go through as they are: under
 `trainer:` in a recipe, by their names on the command line.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -127,8 +126,12 @@ def _convert(hint, value):
         raise ValueError
     for kind, mark in ((dict, "{"), (list, "[")):
         if kind in plain and isinstance(value, str) and value.lstrip().startswith(mark):
-            with contextlib.suppress(ValueError):  # else it is text, a pattern such as [ab]*.txt
+            try:
                 value = read_collection(value, kind)
+            except UserError:
+                raise
+            except ValueError:
+                pass  # it is text, a pattern such as [ab]*.txt
     if plain == [list] and not isinstance(value, (list, dict)):
         value = [value]
     if isinstance(value, (list, dict)):
@@ -357,6 +360,8 @@ def typed(section, hints, where, otherwise="--help lists the options"):
             )
         try:
             values[name] = _convert(hints[name], value)
+        except UserError:
+            raise
         except (ValueError, TypeError, OverflowError):
             raise UserError(
                 f"{name} {where} must be {_words(hints[name])}, but {value!r} was given"

@@ -67,15 +67,19 @@ class DataArguments(Arguments):
     dataset: str | list = option(
         help=(
             "Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, "
-            "parquet, a saved set; several as a list"
+            "parquet, a saved set; several as a list, also with weights: [{name: mine.jsonl, "
+            "weight: 0.9}, {name: general.jsonl, weight: 0.1}]"
         ),
         free=True,  # known by its digest
     )
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     column: str = option("text", "column with the text")
-    heldout: str | list | None = option(
-        None, "held-out text, as dataset; evaluated every eval_steps and at the end", free=True
+    heldout: str | list | dict | None = option(
+        None,
+        "held-out text, as dataset, or several sets: {domain: a.jsonl, general: b.jsonl}; measured "
+        "before the first step, every eval_steps and at the end",
+        free=True,
     )
     streaming: bool | None = option(
         None,
@@ -86,6 +90,9 @@ class DataArguments(Arguments):
         None, "where the tokenised set is kept; default OUTPUT/prepared", free=True
     )
     prepare: bool = option(False, "tokenise the data and stop", free=True)
+    measure: bool = option(
+        False, "measure the held-out text with the weights of init_from and stop", free=True
+    )
     num_proc: int = option(1, "processes that tokenise a set which is prepared", free=True, least=1)
 
     def __post_init__(self):
@@ -94,13 +101,15 @@ class DataArguments(Arguments):
             raise UserError(
                 "a run with streaming true would not read what prepare makes; leave streaming out"
             )
+        if self.measure and self.heldout is None:
+            raise UserError("measure needs held-out text: give heldout")
+        from .heldout import parse_heldout
         from .sources import parse_sources
 
-        self.sources = parse_sources(self.dataset, self.subset, self.split, self.column)
+        named = (self.subset, self.split, self.column)
+        self.sources = parse_sources(self.dataset, *named)
         self.heldout_sources = (
-            parse_sources(self.heldout, self.subset, self.split, self.column)
-            if self.heldout is not None
-            else None
+            parse_heldout(self.heldout, *named) if self.heldout is not None else {}
         )
 
 
