@@ -73,7 +73,7 @@ class LanguageArguments(Arguments):
     model: str = option(help="folder of the bundled masked LM, as neobert convert writes it")
     output: str = option("results/adaptation_language", "path of the result without its ending")
     work: str = option("runs/adaptation_language", "texts, tokenizers and runs, kept")
-    steps: int = option(120, "optimizer steps of a run", least=1)
+    steps: int = option(80, "optimizer steps of a run", least=1)
     seeds: int = option(3, "runs of each kind", least=1)
     vocab_size: int = option(8192, "pieces of a German vocabulary", least=256)
 
@@ -340,7 +340,8 @@ def main(argv=None):
     with tqdm(total=given.seeds * len(ARMS), desc="runs") as bar:
         for seed in range(1, given.seeds + 1):
             for arm in ARMS:
-                found[arm].append(run(given, arm, seed, work, texts))
+                if seed == 1 or ARMS[arm][0] != "cased":  # compares with no other row: once
+                    found[arm].append(run(given, arm, seed, work, texts))
                 bar.update()
     made = environment(dtype="float32")
     data = {

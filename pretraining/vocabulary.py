@@ -40,33 +40,35 @@ HELD_OUT_CHARACTERS = 5_000_000
 # reading
 
 
-def read_texts(rows, limit, keep_back):
-    """What is between spaces in the texts, counted, and the texts that are kept back.
+def read_texts(rows, limit, held_out):
+    """What is between spaces in the texts, counted, and the texts that are held out.
 
     Args:
         rows: {"text"} each, None for a broken row.
         limit: characters that are read.
-        keep_back: whether 2 % of the rows are kept back, by a fixed function of their text; None:
-        all are.
+        held_out: whether a text is, as long as they have fewer than `HELD_OUT_CHARACTERS`.
     Returns:
         (Counter, list of texts, characters read).
     """
-    chunks, held_out, kept, read = Counter(), [], 0, 0
+    chunks, kept, kept_characters, read = Counter(), [], 0, 0
     with tqdm(desc="reading", unit=" characters", unit_scale=True) as bar:
         for row in rows:
             text = (row["text"] or "")[: limit - read]
-            if keep_back is None or (
-                keep_back and kept < HELD_OUT_CHARACTERS and is_held_out(text)
-            ):
-                held_out.append(text)
-                kept += len(text)
+            if kept_characters < HELD_OUT_CHARACTERS and held_out(text):
+                kept.append(text)
+                kept_characters += len(text)
             else:
                 chunks.update(text.split())
             read += len(text)
             bar.update(len(text))
             if read >= limit:
                 break
-    return chunks, held_out, read
+    return chunks, kept, read
+
+
+def _is_kept_back(text):
+    # A key of its own: the texts may be a training part that was split by their own keys.
+    return is_held_out(f"tokenizer {text}")
 
 
 def count_words(chunks, backend):
@@ -258,7 +260,8 @@ class _Form:
         """Puts the tokenizer with these pieces into a folder."""
         save_tokenizer(self.tokenizer, folder)
         path = folder / "tokenizer_config.json"
-        write_text(path, json_text({**read_json(path), **self.settings}))
+        found = {name: value for name, value in read_json(path).items() if "local" not in name}
+        write_text(path, json_text({**found, **self.settings}))
         vocabulary = {piece: number for number, piece in enumerate(pieces)}
         model = {**self.content["model"], "vocab": vocabulary}
         write_text(folder / "tokenizer.json", json_text({**self.content, "model": model}))
@@ -289,9 +292,9 @@ def make_tokenizer(text, wanted):
     form = _Form.of(wanted)
     base_name = wanted.base or wanted.extend or str(TOKENIZER)
     base = load_tokenizer(base_name, padding=False)
-    chunks, held_out, read = read_texts(
-        load_rows(sources, streaming=True), text.limit, text.heldout is None
-    )
+    rows = load_rows(sources, streaming=True)
+    kept_back = (lambda _: False) if others else _is_kept_back
+    chunks, held_out, read = read_texts(rows, text.limit, kept_back)
     words, alphabet = usable(count_words(chunks, form.backend), wanted.min_frequency)
     if not words:
         raise UserError(
@@ -300,12 +303,14 @@ def make_tokenizer(text, wanted):
         )
     if others:
         rows = load_rows(others, streaming=True)
-        held_out = read_texts(rows, HELD_OUT_CHARACTERS, None)[1]
+        held_out = read_texts(rows, HELD_OUT_CHARACTERS, lambda _: True)[1]
     pieces = (
         new_vocabulary(words, alphabet, wanted)
         if wanted.extend is None
         else extended_vocabulary(words, alphabet, wanted, form.tokenizer)
     )
+    if read >= text.limit:
+        print(f"learnt from the first {read:,} characters (limit)", file=sys.stderr)
     told = f"Held-out text: {sum(map(len, held_out)):,} characters in {len(held_out):,} texts."
     if not held_out:
         held_out = list(itertools.islice(chunks, 100_000))
@@ -317,8 +322,6 @@ def make_tokenizer(text, wanted):
         content |= {"new": measure(new, held_out), "base": measure(base, held_out)}
         report = page(content["new"], content["base"], Path(base_name).name, told)
         write_text(folder / f"{REPORT}.md", report)
-    if read >= text.limit:
-        print(f"read the first {read:,} characters (limit)", file=sys.stderr)
     return report
 
 
