@@ -55,6 +55,7 @@ ARMS = {
     "German cased, transplanted": ("cased", "transplant", True),
 }
 HELD_OUT_TEXTS = 400
+TOKENS = 1536  # of an optimizer step
 CHARACTERS = 200  # of a held-out text: short enough for every vocabulary
 MASKED = [
     "Die Datei wurde nicht [MASK].",
@@ -209,8 +210,8 @@ def recipe(given, arm, seed, work):
         "heldout": str(work / "heldout.jsonl"),
         "output": str(work / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"),
         "max_length": 128,
-        "tokens_per_batch": 3072,
-        "tokens_per_step": 3072,
+        "tokens_per_batch": TOKENS,
+        "tokens_per_step": TOKENS,
         "peak_tflops": 0.1,
         **({} if vocabulary is None else {"tokenizer": str(work / vocabulary)}),
         **({} if init_embeddings is None else {"init_embeddings": init_embeddings}),
@@ -294,7 +295,7 @@ def page(before, found, given, characters):
         lines.append("")
     return "\n".join(
         [
-            f"Bundled masked LM (4 layers of 192), {given.steps} steps of at most 3,072 tokens; "
+            f"Bundled masked LM (4 layers of 192), {given.steps} steps of at most {TOKENS:,} tokens; "
             f"mean and range of {given.seeds} seeds. German text for training: "
             f"{characters['train']:,} characters; held out: {characters['heldout']:,}. German "
             f"vocabularies of {given.vocab_size:,} pieces.",
