@@ -295,8 +295,8 @@ def page(before, found, given, characters):
         lines.append("")
     return "\n".join(
         [
-            f"Bundled masked LM (4 layers of 192), {given.steps} steps of at most {TOKENS:,} tokens; "
-            f"mean and range of {given.seeds} seeds. German text for training: "
+            f"Bundled masked LM (4 layers of 192), {given.steps} steps of at most {TOKENS:,} "
+            f"tokens; mean and range of {given.seeds} seeds. German text for training: "
             f"{characters['train']:,} characters; held out: {characters['heldout']:,}. German "
             f"vocabularies of {given.vocab_size:,} pieces.",
             "",

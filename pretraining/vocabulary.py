@@ -295,15 +295,18 @@ def make_tokenizer(text, wanted):
     rows = load_rows(sources, streaming=True)
     kept_back = (lambda _: False) if others else _is_kept_back
     chunks, held_out, read = read_texts(rows, text.limit, kept_back)
-    words, alphabet = usable(count_words(chunks, form.backend), wanted.min_frequency)
-    if not words:
-        raise UserError(
-            f"{listed(text.texts)} has no words to learn from: {read:,} characters were read; no "
-            f"word has only characters that occur {wanted.min_frequency} times (min_frequency)"
-        )
     if others:
         rows = load_rows(others, streaming=True)
         held_out = read_texts(rows, HELD_OUT_CHARACTERS, lambda _: True)[1]
+    for given, there in ((text.texts, chunks), (text.heldout, not others or any(held_out))):
+        if not there:
+            raise UserError(f"{listed([given] if isinstance(given, str) else given)} has no text")
+    words, alphabet = usable(count_words(chunks, form.backend), wanted.min_frequency)
+    if not words:
+        raise UserError(
+            f"{listed(text.texts)} has no word of which every character occurs "
+            f"{wanted.min_frequency} times; give more text, or a smaller min_frequency"
+        )
     pieces = (
         new_vocabulary(words, alphabet, wanted)
         if wanted.extend is None
