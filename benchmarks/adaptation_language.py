@@ -25,7 +25,6 @@ import random
 import re
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from transformers import AutoModelForMaskedLM
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.errors import UserError
-from ..common.files import read_json, write_text
+from ..common.files import read_json, write_json, write_text
 from ..common.loading import load_tokenizer
 from ..common.local_text import is_held_out
 from ..common.results import environment, markdown_table, write_result
@@ -246,19 +245,17 @@ def measured(folder, texts):
 
 
 def run(given, arm, seed, work, texts):
-    """Trains one arm, or takes the run that is there; returns its figures."""
-    options, started = recipe(given, arm, seed, work), time.process_time()
-    metrics = pretrain.execute(pretrain.run_of(options))
-    spent = time.process_time() - started
-    result = read_json(Path(options["output"]) / "result.json")
-    return {
-        **metrics,
-        **measured(options["output"], texts),
-        "cpu_seconds": result.get("cpu_seconds", spent),
-        "tokens_seen": result["tokens_seen"],
-        "parameters": result["parameters"],
-        "init_rows": result.get("init_rows"),
-    }
+    """Trains one arm, or takes the run that is there; returns its figures, kept beside it."""
+    options = recipe(given, arm, seed, work)
+    output = Path(options["output"])
+    kept = output.with_name(f"{output.name}.json")
+    if not kept.is_file():
+        metrics = pretrain.execute(pretrain.run_of(options))
+        result = read_json(output / "result.json")
+        told = ("cpu_seconds", "tokens_seen", "parameters", "init_rows")
+        told = {name: result.get(name) for name in told}
+        write_json(kept, {**metrics, **measured(output, texts), **told})
+    return read_json(kept)
 
 
 def spread(values, form):
