@@ -80,6 +80,12 @@ COMMANDS = {
     "convert": Command(
         "pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"
     ),
+    "tokenizer": Command(
+        "pre-training",
+        "a WordPiece tokenizer from texts",
+        "pretraining.vocabulary",
+        ("train", "datasets"),
+    ),
     "pretrain": Command(
         "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN
     ),

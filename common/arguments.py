@@ -6,7 +6,6 @@ transformers' Trainer go through as they are: under
 `trainer:` in a recipe, by their names on the command line.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -109,21 +108,30 @@ def _kinds(hint):
     return [kind for kind in alternatives if kind is not types.NoneType]
 
 
+def _plain(hint):
+    """As `_kinds`, `list` for `list[str]`."""
+    return [typing.get_origin(kind) or kind for kind in _kinds(hint)]
+
+
 def _convert(hint, value):
     """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError
     if it cannot be."""
     if hint is typing.Any:
         return value
     kinds = _kinds(hint)
-    plain = [typing.get_origin(kind) or kind for kind in kinds]
+    plain = _plain(hint)
     if types.NoneType in typing.get_args(hint) and (value is None or value in ("None", "null")):
         return None
     if value is None:
         raise ValueError
     for kind, mark in ((dict, "{"), (list, "[")):
         if kind in plain and isinstance(value, str) and value.lstrip().startswith(mark):
-            with contextlib.suppress(ValueError):  # else it is text, a pattern such as [ab]*.txt
+            try:
                 value = read_collection(value, kind)
+            except UserError:
+                raise
+            except ValueError:
+                pass  # it is text, a pattern such as [ab]*.txt
     if plain == [list] and not isinstance(value, (list, dict)):
         value = [value]
     if isinstance(value, (list, dict)):
@@ -197,9 +205,8 @@ def read_arguments(dataclass_types, argv, trainer=None):
         if name in fields
     }
     trainer_hints = _trainer_hints() if trainer is not None else {}
-    values, recipes, rest = _positional(
-        argv, [name for name, f in fields.items() if f.metadata.get("positional")]
-    )
+    names = [name for name, f in fields.items() if f.metadata.get("positional")]
+    values, recipes, rest = _positional(argv, names, {n for n in names if list in _plain(hints[n])})
     for_trainer = dict(trainer or {})
     for path in recipes:
         recipe = read_yaml(_shipped(path))
@@ -274,8 +281,9 @@ def _spelled(name, fields):
     )
 
 
-def _positional(argv, names):
-    """({positional name: value}, recipes, the rest) of a command line."""
+def _positional(argv, names, several):
+    """({positional name: value}, recipes, the rest) of a command line. A name among `several` takes
+    all values that follow, as a list."""
     argv, values, recipes = list(argv), {}, []
     names = list(names)
     while argv and not argv[0].startswith("-"):
@@ -283,7 +291,10 @@ def _positional(argv, names):
         if not value:
             raise UserError("an argument is empty; --help lists what is expected")
         if names and Path(value).suffix not in (".yaml", ".yml"):
-            values[names.pop(0)] = value
+            if names[0] in several:
+                values.setdefault(names[0], []).append(value)
+            else:
+                values[names.pop(0)] = value
         else:
             recipes.append(value)
     return values, recipes, argv
@@ -307,7 +318,7 @@ def _options(argv, hints):
         else:
             values[name].append(argument)
     for name, given in values.items():
-        kinds = [typing.get_origin(kind) or kind for kind in _kinds(hints[name])]
+        kinds = _plain(hints[name])
         if not given and bool not in kinds:
             raise UserError(f"--{name.replace('_', '-')} needs a value, {_words(hints[name])}")
         if len(given) > 1 and list not in kinds:
@@ -349,6 +360,8 @@ def typed(section, hints, where, otherwise="--help lists the options"):
             )
         try:
             values[name] = _convert(hints[name], value)
+        except UserError:
+            raise
         except (ValueError, TypeError, OverflowError):
             raise UserError(
                 f"{name} {where} must be {_words(hints[name])}, but {value!r} was given"
@@ -386,8 +399,13 @@ class Options:
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
         fields = {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
+        hints = {
+            n: hint for group in self.groups for n, hint in typing.get_type_hints(group).items()
+        }
         positional = [
-            _spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")
+            _spelled(name, fields) + ("..." if list in _plain(hints[name]) else "")
+            for name, f in fields.items()
+            if f.metadata.get("positional")
         ]
         lines = [
             " ".join(

@@ -16,6 +16,7 @@ from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
 from .batches import batch_counts
+from .heldout import evaluate_batches, masked_correct, metric_name, piece_characters
 from .streaming import COUNTS, STATE
 
 
@@ -63,7 +64,18 @@ def matrix_product_rate(device, dtype, seconds=0.3):
 
 class _Records(TrainerCallback):
     """The last step and every step that is saved are logged, so that the log and tokens_seen of a
-    continued run miss nothing."""
+    continued run miss nothing; and what the held-out text says before the first step.
+
+    Args:
+        measure: `PretrainingTrainer.evaluate`.
+    """
+
+    def __init__(self, measure):
+        self.measure = measure
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.measure()
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
@@ -86,11 +98,12 @@ class PretrainingTrainer(Trainer):
 
     def __init__(self, *others, run, moments=None, **more):
         super().__init__(*others, data_collator=_only_item, **more)
-        self.add_callback(_Records())
+        self.add_callback(_Records(self.evaluate))
         self.run, self.moments = run, moments
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
         self._window_start = None
         self._peak = None
+        self._characters = None  # of every piece
         self._stream = {"states": {}, "counts": {}}  # by loader worker
 
     # ------------------------------------------------------------------------------------------
@@ -288,20 +301,25 @@ class PretrainingTrainer(Trainer):
     # evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Masked loss and accuracy over every batch of `eval_dataset`, shared between the
-        processes."""
-        batches = self.eval_dataset if eval_dataset is None else eval_dataset
-        metrics = evaluate_batches(
-            self.model_wrapped if self.is_fsdp_enabled else self.model,
-            batches,
-            self.args.device,
-            self.accelerator,
-        )
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}, in one record: the
+        batches are shared between the processes."""
+        if self._characters is None:
+            self._characters = piece_characters(self.processing_class)
+        metrics = {}
+        for name, batches in (self.eval_dataset or {}).items():
+            measured = evaluate_batches(
+                self.model_wrapped if self.is_fsdp_enabled else self.model,
+                batches,
+                self.args.device,
+                self.accelerator,
+                self._characters,
+            )
+            metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
+        if metrics:
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
         self._window_start = time.perf_counter()
         return metrics
 
@@ -309,56 +327,3 @@ class PretrainingTrainer(Trainer):
 def _only_item(items):
     """An item is a complete micro-batch already."""
     return items[0]
-
-
-def masked_correct(logits, labels):
-    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits
-    (B, L, V) or (labelled, V)."""
-    chosen = labels != -100
-    with torch.no_grad():
-        best = logits.argmax(dim=-1)
-        best = best if best.dim() == 1 else best[chosen]
-        return (best == labels[chosen]).sum(), chosen.sum()
-
-
-@torch.no_grad()
-def evaluate_batches(model, batches, device=None, accelerator=None):
-    """Masked-LM quality over all of `batches` (`MicroBatches`).
-
-    Returns:
-        dict: loss (mean cross-entropy over masked tokens), masked_accuracy, masked_tokens.
-    """
-    rank, world = (
-        (accelerator.process_index, accelerator.num_processes)
-        if accelerator is not None
-        else (0, 1)
-    )
-    device = device if device is not None else next(model.parameters()).device
-    total, correct, masked = 0.0, 0, 0
-    training = model.training
-    model.eval()
-    # Every process computes the same number of batches, as sharded models need; repeated ones do
-    # not count.
-    for i in range(rank, math.ceil(len(batches) / world) * world, world):
-        batch = {
-            name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in batches[min(i, len(batches) - 1)].items()
-        }
-        context = accelerator.autocast() if accelerator is not None else torch.no_grad()
-        with context:
-            outputs = model(**batch)
-        if i < len(batches):
-            right, count = masked_correct(outputs.logits, batch["labels"])
-            total = total + float(outputs.loss) * int(count)
-            correct = correct + int(right)
-            masked = masked + int(count)
-    model.train(training)
-    sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
-    if world > 1:
-        sums = accelerator.reduce(sums, reduction="sum")
-    total, correct, masked = sums.tolist()
-    return {
-        "loss": total / masked,
-        "masked_accuracy": correct / masked,
-        "masked_tokens": int(masked),
-    }

@@ -21,6 +21,8 @@ import torch
 
 from neobert.common.checkpoint_files import MANIFEST
 from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.vocabulary import make_tokenizer
+from neobert.pretraining.vocabulary_options import TextOptions, VocabularyOptions
 
 
 pytestmark = pytest.mark.slow
@@ -34,6 +36,10 @@ MODEL = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+SINGLE = (
+    *("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml")),
+    *("--mixed_precision", "no", "--cpu"),
+)
 WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
@@ -128,18 +134,7 @@ def _train(folder, name, launcher, **more):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    return _train(
-        folder,
-        "single",
-        (
-            "accelerate.commands.launch",
-            "--config_file",
-            str(CONFIGS / "single.yaml"),
-            "--mixed_precision",
-            "no",
-            "--cpu",
-        ),
-    )
+    return _train(folder, "single", SINGLE)
 
 
 def _launcher(way):
@@ -203,6 +198,29 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
     )
     if way == "zero2":
         _check_conversion(folder)
+
+
+def test_zero_2_takes_another_vocabulary(folder, single):
+    """Rows that are put together in each process give the losses of one process."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    own = VocabularyOptions(vocab_size=192, output=str(folder / "own"))
+    make_tokenizer(TextOptions(texts=[str(folder / "texts.txt")]), own)
+    given = {
+        **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
+        **{"model_config": None, "prepared": "prepared-own"},
+    }
+    one = _train(folder, "one", SINGLE, **given)
+    both = _train(folder, "both", _launcher("zero2"), **given)
+    for name in ("one", "both"):
+        result = json.loads((folder / name / "result.json").read_text())
+        assert result["init_rows"]["copied"] > 20
+    assert result["distributed"] == "DEEPSPEED"
+    assert [record["loss"] for record in both] == pytest.approx(
+        [record["loss"] for record in one], abs=1e-4
+    )
+    final = NeoBERTForMaskedLM.from_pretrained(folder / "both", dtype=torch.float32)
+    assert final.config.vocab_size == 192 == len(final.decoder.bias)
 
 
 def test_zero_3_without_gathered_weights_is_refused(folder):

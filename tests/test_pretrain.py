@@ -34,10 +34,11 @@ from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.batches import pad
+from neobert.pretraining.heldout import evaluate_batches, masked_correct
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
-from neobert.pretraining.trainer import evaluate_batches, flops_per_batch, masked_correct
+from neobert.pretraining.trainer import flops_per_batch
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):

@@ -24,10 +24,10 @@ from neobert.common.results import environment
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import pretrain
+from neobert.pretraining.heldout import evaluate_batches
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import load_prepared
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
-from neobert.pretraining.trainer import evaluate_batches
 
 
 ROOT = Path(__file__).resolve().parents[2]
