@@ -40,12 +40,20 @@ from .options import (
     ModelArguments,
     RunArguments,
 )
-from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
+from .prepared import (
+    Tokenise,
+    TokenisedTexts,
+    describe,
+    load_prepared,
+    prepare,
+    source_digest,
+)
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
 from .sources import load_rows
 from .streaming import StreamedBatches, TokenStream
 from .trainer import PretrainingTrainer
+from .weighted import shares_of
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,14 @@ def prepared_tokens(run, name, sources, tokenizer):
     return tokens
 
 
+def training_tokens(run, tokenizer):
+    """`TokenisedTexts` of the training text."""
+    sets = {name: sources for name, sources in run.sets.items() if name.startswith("train")}
+    tokens = [prepared_tokens(run, name, sources, tokenizer) for name, sources in sets.items()]
+    shares = shares_of(run.data.sources)
+    return TokenisedTexts.joined(tokens, shares) if shares else tokens[0]
+
+
 def check_text(run):
     """Opens the text that is not prepared yet, so that what is not there, a column or a row as
     well, is named before a model is loaded. UserError for held-out text that is trained on."""
@@ -188,9 +204,14 @@ def heldout_batches(run, tokenizer):
 
 def make_stream(run, tokenizer, masking):
     """`StreamedBatches` of this process."""
-    training, rows = run.training, load_rows(run.data.sources, streaming=True)
+    training, sources = run.training, run.data.sources
+    if shares := shares_of(sources):
+        each = (load_rows((source,), streaming=True) for source in sources)
+        rows = dict(zip(shares, each))
+    else:
+        rows = load_rows(sources, streaming=True)
     return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)),
+        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), shares),
         masking,
         run.spec,
         run.micro_batches,
@@ -390,7 +411,7 @@ def execute(run):
         batches = make_stream(run, tokenizer, masking)
         training.ignore_data_skip = True
     else:
-        tokens = prepared_tokens(run, "train", run.data.sources, tokenizer)
+        tokens = training_tokens(run, tokenizer)
         batches = make_batches(
             tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
         )
