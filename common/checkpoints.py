@@ -265,9 +265,9 @@ def _set_aside(folder, step):
                 path.rename(next(name for name in names if not name.exists()))
 
 
-def _forget(folder, limit, keep_every, best=None):
-    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's and
-    the best; removes the others.
+def _forget(folder, limit, keep_every, best=None, keep=()):
+    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's,
+    those of the steps `keep` and the best; removes the others.
 
     What `_set_aside` kept goes as soon as the run has come as far again.
     """
@@ -278,7 +278,8 @@ def _forget(folder, limit, keep_every, best=None):
             _remove(path)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]
-        if not (keep_every and step % keep_every == 0) and path.name != Path(best or "").name:
+        kept = step in keep or (keep_every and step % keep_every == 0)
+        if not kept and path.name != Path(best or "").name:
             _remove(path)
 
 
@@ -328,13 +329,14 @@ class Checkpoints(TrainerCallback):
 
     Args:
         keep_every: every so many steps a checkpoint is kept for good; 0: none.
+        keep: steps whose checkpoints are kept for good too.
         checkpoint: that the run goes on from, or None.
     Attributes:
         stopped: whether the training ended because of SIGTERM.
     """
 
-    def __init__(self, keep_every=0, checkpoint=None):
-        self.keep_every = keep_every
+    def __init__(self, keep_every=0, checkpoint=None, keep=()):
+        self.keep_every, self.keep = keep_every, keep
         before = _read_manifest(checkpoint) if checkpoint else {}
         self._begun = (
             time.perf_counter() - before.get("seconds", 0),
@@ -392,7 +394,7 @@ class Checkpoints(TrainerCallback):
             path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file()
         )
         if shutil.disk_usage(args.output_dir).free < need * 1.02:
-            _forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint)
+            _forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint, self.keep)
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
@@ -402,7 +404,8 @@ class Checkpoints(TrainerCallback):
                 state.global_step,
                 self.spent(),
             )
-            _forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
+            best = state.best_model_checkpoint
+            _forget(args.output_dir, self._limit, self.keep_every, best, self.keep)
         args.distributed_state.wait_for_everyone()
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -445,13 +448,13 @@ def resume_point(folder):
     return checkpoint
 
 
-def train(trainer, keep_every=0, before=None):
+def train(trainer, keep_every=0, before=None, keep=()):
     """`trainer.train()` from the newest complete checkpoint in its output folder on, with
     `Checkpoints`.
 
     Args:
         trainer: a transformers Trainer; all processes of the run must call this.
-        keep_every: of `Checkpoints`.
+        keep_every, keep: of `Checkpoints`.
         before: called with the checkpoint that is continued from, if there is one, before the
         training.
     Returns:
@@ -467,7 +470,7 @@ def train(trainer, keep_every=0, before=None):
         keep_freed_memory()
     if before is not None and checkpoint is not None:
         before(checkpoint)
-    callback, save = Checkpoints(keep_every, checkpoint), trainer._save_checkpoint
+    callback, save = Checkpoints(keep_every, checkpoint, keep), trainer._save_checkpoint
     trainer.add_callback(callback)
     trainer._save_checkpoint = lambda *given, **options: (_begin(trainer), save(*given, **options))
     try:

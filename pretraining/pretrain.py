@@ -27,6 +27,8 @@ from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
+from . import adaptation_report
+from .averaging import averaged_steps, check_average, keep_better
 from .batches import MicroBatches, SpecialTokens, Windows
 from .heldout import check_held_out, metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
@@ -135,7 +137,9 @@ def read_run(argv):
 
 def make_run(model, data, batch, run, given):
     """A `Given` from its options and Trainer's `given` ones."""
-    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    given = Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    check_average(given)
+    return given
 
 
 def run_of(recipe):
@@ -241,6 +245,7 @@ def make_batches(tokens, tokenizer, masking, spec, name, count=None):
 # Names of what a run writes into its output: a folder without a run has none of them.
 _WRITTEN = (
     *("recipe.json", "log.jsonl", "result.json", "checkpoint-*", "raw", "config.json"),
+    "adaptation.*",
     *("*.safetensors", "*.bin", "*token*", "vocab*", "*.py"),
 )
 
@@ -281,7 +286,11 @@ def _check(run, tokenizer, model):
     sharded = (
         training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     )
-    complete = {"init_optimizer": run.model.init_optimizer, "measure": run.data.measure}
+    complete = {
+        "init_optimizer": run.model.init_optimizer,
+        "measure": run.data.measure,
+        "average_last": run.run.average_last > 1,
+    }
     for name in filter(complete.get, complete) if sharded else ():
         raise UserError(
             f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
@@ -394,7 +403,7 @@ def execute(run):
             eval_dataset=heldout_batches(run, tokenizer),
             processing_class=tokenizer,
             run=run.run,
-        ).evaluate()
+        ).measure()
     owner = _owner(run, tokenizer)
     heldout_text = _heldout_text(run, tokenizer)
     if (result := _finished(owner, heldout_text)) is not None:
@@ -431,22 +440,25 @@ def execute(run):
             moments=moments,
         )
         spent = train(
-            trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None
-        ).metrics
-        return _finish(
-            run,
-            owner,
             trainer,
-            tokens,
-            tokenizer,
-            {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text},
-        )
+            run.run.keep_every,
+            before=trainer.load_stream if run.streams else None,
+            keep=averaged_steps(training, run.run.average_last) if run.run.average_last else (),
+        ).metrics
+        more = {
+            "seconds": spent["train_runtime"],
+            "cpu_seconds": spent["cpu_seconds"],
+            "heldout": heldout_text,
+        }
+        return _finish(run, owner, trainer, tokens, more)
 
 
-def _finish(run, owner, trainer, tokens, tokenizer, more):
+def _finish(run, owner, trainer, tokens, more):
     """Saves the final model and what it reached: the files come in one after another, config.json,
     which makes it a model, near the end."""
-    training, metrics = trainer.args, trainer.evaluate()
+    training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
+    if run.run.average_last > 1:
+        metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
     for name, heldout in (trainer.eval_dataset or {}).items():
         # A streamed run has no training tokens at hand to count: the held-out ones give the
         # baseline its best case.
@@ -479,6 +491,14 @@ def _finish(run, owner, trainer, tokens, tokenizer, more):
             else "float32",
         )
         write_json(folder / "result.json", {**result, **metrics})
+        if run.start is not None and metrics:
+            adaptation_report.write_report(
+                folder / "adaptation",
+                trainer.state.log_history,
+                metrics,
+                result,
+                shares_of(run.data.sources),
+            )
         names = owner.move_in(folder, "config.json", "result.json")
         _write_raw(run, trainer.state.global_step)
         owner.finish([*names, "log.jsonl"])

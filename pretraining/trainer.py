@@ -314,8 +314,19 @@ class PretrainingTrainer(Trainer):
     # evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}, in one record: the
-        batches are shared between the processes."""
+        """`measure`, logged as one record."""
+        metrics = self.measure()
+        if metrics:
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+        self._window_start = time.perf_counter()
+        return metrics
+
+    def measure(self):
+        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}; the batches are shared
+        between the processes."""
         if self._characters is None:
             self._characters = piece_characters(self.processing_class)
         metrics = {}
@@ -328,12 +339,6 @@ class PretrainingTrainer(Trainer):
                 self._characters,
             )
             metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
-        if metrics:
-            self.log(dict(metrics))
-            self.control = self.callback_handler.on_evaluate(
-                self.args, self.state, self.control, metrics
-            )
-        self._window_start = time.perf_counter()
         return metrics
 
 
