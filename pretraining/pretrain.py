@@ -29,8 +29,7 @@ from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
 from . import adaptation_report
 from .averaging import averaged_steps, check_average, keep_better
-from .batches import MicroBatches, SpecialTokens, Windows
-from .heldout import check_held_out, metric_name, unigram, unigram_accuracy
+from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
 from .model import choose_tokenizer, make_model, weights_folder
 from .options import (
@@ -42,18 +41,10 @@ from .options import (
     ModelArguments,
     RunArguments,
 )
-from .prepared import (
-    Tokenise,
-    TokenisedTexts,
-    describe,
-    load_prepared,
-    prepare,
-    source_digest,
-)
+from .prepared import source_digest
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
-from .sources import load_rows
-from .streaming import StreamedBatches, TokenStream
+from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
 from .trainer import PretrainingTrainer
 from .weighted import shares_of
 
@@ -92,7 +83,7 @@ class Given:
             sets = {"train": train}
         else:
             sets = {f"train-{i}": (source,) for i, source in enumerate(train, 1)}
-        return sets | {_folder_of(name): given for name, given in heldout.items()}
+        return sets | {folder_of(name): given for name, given in heldout.items()}
 
     @property
     def spec(self):
@@ -124,11 +115,6 @@ class Given:
         )
 
 
-def _folder_of(name):
-    """Folder in `prepared` of the held-out set `name`, "" for the only one."""
-    return f"heldout-{name}" if name else "heldout"
-
-
 def read_run(argv):
     """The `Given` of a command line; UserError for bad input."""
     *groups, given = OPTIONS["pretrain"].read(argv)
@@ -151,91 +137,6 @@ def run_of(recipe):
     ]
     assert not recipe.keys() - {"trainer"}.union(*names), "a recipe has options that are not known"
     return make_run(*groups, {**TRAINER, **recipe.get("trainer", {})})
-
-
-# ------------------------------------------------------------------------------------------------
-# data
-
-
-def prepared_tokens(run, name, sources, tokenizer):
-    """The tokenised form of `sources`, made first when it is not there, under `name` of
-    `Given.sets`."""
-    folder = run.prepared / name
-    local = sources[0].local
-    if len(sources) == 1 and local is not None and local[0] == "prepared":
-        folder = local[1][0]
-    else:
-        with run.training.main_process_first(desc="tokenising"):
-            prepare(sources, folder, tokenizer, run.data.num_proc)
-    tokens, summary = load_prepared(folder, tokenizer)
-    if run.training.process_index == 0:
-        print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
-    return tokens
-
-
-def training_tokens(run, tokenizer):
-    """`TokenisedTexts` of the training text."""
-    sets = {name: sources for name, sources in run.sets.items() if name.startswith("train")}
-    tokens = [prepared_tokens(run, name, sources, tokenizer) for name, sources in sets.items()]
-    shares = shares_of(run.data.sources)
-    return TokenisedTexts.joined(tokens, shares) if shares else tokens[0]
-
-
-def check_text(run):
-    """Opens the text that is not prepared yet, so that what is not there, a column or a row as
-    well, is named before a model is loaded. UserError for held-out text that is trained on."""
-    check_held_out(run.data.heldout_sources, run.data.sources)
-    for name, sources in run.sets.items():
-        local = sources[0].local
-        if (
-            not (local and local[0] == "prepared")
-            and not (run.prepared / name / "prepared.json").is_file()
-        ):
-            if next(iter(load_rows(sources, streaming=True)), None) is None:
-                raise UserError(f"dataset {sources[0].name} has no rows")
-
-
-def heldout_batches(run, tokenizer):
-    """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
-    spec, batch, found = run.spec.of_all_texts(run.spec.seed + 1), run.batch, {}
-    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
-    for name, sources in run.data.heldout_sources.items():
-        tokens = prepared_tokens(run, _folder_of(name), sources, tokenizer)
-        masking = TokenMasking(tokenizer, *shares)
-        found[name] = make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
-    return found
-
-
-def make_stream(run, tokenizer, masking):
-    """`StreamedBatches` of this process."""
-    training, sources = run.training, run.data.sources
-    if shares := shares_of(sources):
-        each = (load_rows((source,), streaming=True) for source in sources)
-        rows = dict(zip(shares, each))
-    else:
-        rows = load_rows(sources, streaming=True)
-    return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), shares),
-        masking,
-        run.spec,
-        run.micro_batches,
-        training.process_index,
-        training.world_size,
-        training.dataloader_num_workers,
-    )
-
-
-def make_batches(tokens, tokenizer, masking, spec, name, count=None):
-    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
-    to mask."""
-    batches = MicroBatches(Windows(tokens, SpecialTokens.of(tokenizer), spec), masking, spec, count)
-    looked = len(batches) if count is None else min(count, 100)
-    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
-        raise UserError(
-            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
-            "tokenizer made for it?"
-        )
-    return batches
 
 
 # ------------------------------------------------------------------------------------------------
@@ -415,15 +316,8 @@ def execute(run):
             _write_raw(run, result["steps"])
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
-    tokens = None
-    if run.streams:
-        batches = make_stream(run, tokenizer, masking)
-        training.ignore_data_skip = True
-    else:
-        tokens = training_tokens(run, tokenizer)
-        batches = make_batches(
-            tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
-        )
+    tokens, batches = training_batches(run, tokenizer, masking)
+    training.ignore_data_skip = training.ignore_data_skip or run.streams
     heldout = heldout_batches(run, tokenizer)
     with claim(owner, overwrite=None):
         if training.process_index == 0:
