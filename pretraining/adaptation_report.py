@@ -113,7 +113,7 @@ def write_report(output, history, metrics, result, sources):
         "Adaptation: before and after",
         {key: described.pop(key) for key in _ENVIRONMENT if key in described},
         {**described, "sources": sources, "sets": sets, "curve": curve},
-        "\n\n".join(part for part in parts if part),
+        "\n\n".join(part.strip() for part in parts if part),
     )
 
 
@@ -129,7 +129,7 @@ def _read(sources, history):
     if not sources:
         return ""
     rows = [
-        [name, f"{100 * share:.1f} %", f"{last.get(f'passes_{name}', 0):.2f}"]
+        [name, f"{100 * share:.1f} %", f"{last.get(f'passes_{name}', 0):.2g}"]
         for name, share in sources.items()
     ]
     return markdown_table(["source", "share of the texts", "passes"], rows)

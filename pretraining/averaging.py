@@ -24,7 +24,7 @@ def check_average(run):
     """Raises UserError where `average_last` has no text to decide by, or asks for more checkpoints
     than the run keeps."""
     count, training = run.run.average_last, run.training
-    if count < 2:
+    if count is None:
         return
     if run.data.heldout is None:
         raise UserError("average_last needs held-out text to decide by: give heldout")

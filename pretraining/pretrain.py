@@ -190,7 +190,7 @@ def _check(run, tokenizer, model):
     complete = {
         "init_optimizer": run.model.init_optimizer,
         "measure": run.data.measure,
-        "average_last": run.run.average_last > 1,
+        "average_last": run.run.average_last,
     }
     for name in filter(complete.get, complete) if sharded else ():
         raise UserError(
@@ -351,7 +351,7 @@ def _finish(run, owner, trainer, tokens, more):
     """Saves the final model and what it reached: the files come in one after another, config.json,
     which makes it a model, near the end."""
     training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
-    if run.run.average_last > 1:
+    if run.run.average_last:
         metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
     for name, heldout in (trainer.eval_dataset or {}).items():
         # A streamed run has no training tokens at hand to count: the held-out ones give the

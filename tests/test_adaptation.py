@@ -15,8 +15,11 @@ from pretrain_runs import arguments_of, make_corpus, run_of  # noqa: F401
 from safetensors.torch import load_file
 
 from neobert.__main__ import main
+from neobert.benchmarks import adaptation
 from neobert.benchmarks.report import main as report
 from neobert.common.checkpoints import checkpoints
+from neobert.common.errors import Stopped
+from neobert.common.yaml_files import read_yaml
 from neobert.pretraining import averaging, pretrain
 from neobert.pretraining import trainer as trainer_module
 
@@ -132,6 +135,7 @@ def test_the_better_one_is_kept(corpus, start, tmp_path, monkeypatch, better):
     assert same == (better == "last")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_sigterm_is_not_averaged(corpus, start, tmp_path, monkeypatch):
     """It takes no place among those that are kept for the mean, so that a stopped run ends as
     another."""
@@ -146,8 +150,6 @@ def test_a_checkpoint_of_sigterm_is_not_averaged(corpus, start, tmp_path, monkey
                 if hasattr(callback, "_on_signal"):
                     callback._on_signal()
         return step(self, *args, **kwargs)
-
-    from neobert.common.errors import Stopped
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module.PretrainingTrainer, "training_step", signalled)
@@ -167,7 +169,7 @@ BAD = [
     ({"average_last": 2, "save_steps": 8}, "is more than the 1 checkpoints of 8 steps"),
     ({"average_last": 2, "heldout": None, "eval_strategy": "no"}, "needs held-out text"),
     ({"average_last": 2, "save_strategy": "no"}, "needs save_strategy steps"),
-    ({"average_last": -1}, "average_last must be at least 0"),
+    ({"average_last": -1}, "average_last must be at least 2"),
 ]
 
 
@@ -193,3 +195,32 @@ def test_a_checkpoint_that_is_gone(corpus, start, tmp_path):
     shutil.rmtree(tmp_path / "checkpoint-4")
     with pytest.raises(ValueError, match="checkpoint-4 is not there"):
         averaging.mean_weights([tmp_path / "checkpoint-8", tmp_path / "checkpoint-4"])
+
+
+def test_the_benchmark_has_the_recipes_values_and_its_arithmetic(tmp_path, corpus, start):
+    """Its recipes are read; the table has means and deviations; replay is compared seed by seed."""
+    given = adaptation.AdaptationArguments(work=str(tmp_path), steps=40)
+    for name in ("manuals", "dictionary", "manuals-heldout", "dictionary-heldout"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a river"}\n')
+    shipped = read_yaml(adaptation.RECIPE)
+    for way in ("alone", "replay", "anew"):
+        run = pretrain.run_of(adaptation.recipe_of(way, 3, given, start))
+        assert run.batch.mlm_probability == shipped["mlm_probability"]
+        assert run.training.learning_rate == (2e-3 if way == "anew" else 1e-3)
+        assert (run.model.init_from is None) == (way == "anew")
+        weights = [source.weight for source in run.data.sources]
+        assert weights == ([0.9, 0.1] if way == "replay" else [None])
+    rows = [
+        {
+            "way": way,
+            "seed": seed,
+            "tokens_seen": 100,
+            **{f"eval_{name}_masked_accuracy": 0.25 for name in adaptation.SETS},
+            **{f"eval_{name}_bits_per_character": bits + seed for name in adaptation.SETS},
+        }
+        for way, bits in (("none", 3.0), ("alone", 2.0), ("replay", 2.5), ("anew", 4.0))
+        for seed in (0, 1)
+    ]
+    assert "| manual pages alone | 25.0 ± 0.0 | 2.500 ± 0.707 |" in adaptation.table(rows)
+    found = adaptation.differences(rows)
+    assert "manuals, manual pages and 10 % replay: -0.500 ± 0.000 bits" in found
