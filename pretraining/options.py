@@ -225,6 +225,12 @@ class RunArguments(Arguments):
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
+    average_last: int | None = option(
+        None,
+        "make the mean of the last N checkpoints the final model, where it has fewer bits a "
+        "character on the held-out text",
+        least=2,
+    )
     raw_checkpoint: str | None = option(
         None,
         "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",

@@ -27,8 +27,9 @@ from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
-from .batches import MicroBatches, SpecialTokens, Windows
-from .heldout import check_held_out, metric_name, unigram, unigram_accuracy
+from . import adaptation_report
+from .averaging import averaged_steps, check_average, keep_better
+from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
 from .model import choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
@@ -40,12 +41,12 @@ from .options import (
     ModelArguments,
     RunArguments,
 )
-from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
+from .prepared import source_digest
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
-from .sources import load_rows
-from .streaming import StreamedBatches, TokenStream
+from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
 from .trainer import PretrainingTrainer
+from .weighted import shares_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Given:
             sets = {"train": train}
         else:
             sets = {f"train-{i}": (source,) for i, source in enumerate(train, 1)}
-        return sets | {_folder_of(name): given for name, given in heldout.items()}
+        return sets | {folder_of(name): given for name, given in heldout.items()}
 
     @property
     def spec(self):
@@ -114,11 +115,6 @@ class Given:
         )
 
 
-def _folder_of(name):
-    """Folder in `prepared` of the held-out set `name`, "" for the only one."""
-    return f"heldout-{name}" if name else "heldout"
-
-
 def read_run(argv):
     """The `Given` of a command line; UserError for bad input."""
     *groups, given = OPTIONS["pretrain"].read(argv)
@@ -127,7 +123,9 @@ def read_run(argv):
 
 def make_run(model, data, batch, run, given):
     """A `Given` from its options and Trainer's `given` ones."""
-    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    given = Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    check_average(given)
+    return given
 
 
 def run_of(recipe):
@@ -142,84 +140,13 @@ def run_of(recipe):
 
 
 # ------------------------------------------------------------------------------------------------
-# data
-
-
-def prepared_tokens(run, name, sources, tokenizer):
-    """The tokenised form of `sources`, made first when it is not there, under `name` of
-    `Given.sets`."""
-    folder = run.prepared / name
-    local = sources[0].local
-    if len(sources) == 1 and local is not None and local[0] == "prepared":
-        folder = local[1][0]
-    else:
-        with run.training.main_process_first(desc="tokenising"):
-            prepare(sources, folder, tokenizer, run.data.num_proc)
-    tokens, summary = load_prepared(folder, tokenizer)
-    if run.training.process_index == 0:
-        print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
-    return tokens
-
-
-def check_text(run):
-    """Opens the text that is not prepared yet, so that what is not there, a column or a row as
-    well, is named before a model is loaded. UserError for held-out text that is trained on."""
-    check_held_out(run.data.heldout_sources, run.data.sources)
-    for name, sources in run.sets.items():
-        local = sources[0].local
-        if (
-            not (local and local[0] == "prepared")
-            and not (run.prepared / name / "prepared.json").is_file()
-        ):
-            if next(iter(load_rows(sources, streaming=True)), None) is None:
-                raise UserError(f"dataset {sources[0].name} has no rows")
-
-
-def heldout_batches(run, tokenizer):
-    """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
-    spec, batch, found = run.spec.of_all_texts(run.spec.seed + 1), run.batch, {}
-    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
-    for name, sources in run.data.heldout_sources.items():
-        tokens = prepared_tokens(run, _folder_of(name), sources, tokenizer)
-        masking = TokenMasking(tokenizer, *shares)
-        found[name] = make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
-    return found
-
-
-def make_stream(run, tokenizer, masking):
-    """`StreamedBatches` of this process."""
-    training, rows = run.training, load_rows(run.data.sources, streaming=True)
-    return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)),
-        masking,
-        run.spec,
-        run.micro_batches,
-        training.process_index,
-        training.world_size,
-        training.dataloader_num_workers,
-    )
-
-
-def make_batches(tokens, tokenizer, masking, spec, name, count=None):
-    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
-    to mask."""
-    batches = MicroBatches(Windows(tokens, SpecialTokens.of(tokenizer), spec), masking, spec, count)
-    looked = len(batches) if count is None else min(count, 100)
-    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
-        raise UserError(
-            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
-            "tokenizer made for it?"
-        )
-    return batches
-
-
-# ------------------------------------------------------------------------------------------------
 # checks
 
 
 # Names of what a run writes into its output: a folder without a run has none of them.
 _WRITTEN = (
     *("recipe.json", "log.jsonl", "result.json", "checkpoint-*", "raw", "config.json"),
+    "adaptation.*",
     *("*.safetensors", "*.bin", "*token*", "vocab*", "*.py"),
 )
 
@@ -260,7 +187,11 @@ def _check(run, tokenizer, model):
     sharded = (
         training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     )
-    complete = {"init_optimizer": run.model.init_optimizer, "measure": run.data.measure}
+    complete = {
+        "init_optimizer": run.model.init_optimizer,
+        "measure": run.data.measure,
+        "average_last": run.run.average_last,
+    }
     for name in filter(complete.get, complete) if sharded else ():
         raise UserError(
             f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
@@ -392,7 +323,7 @@ def execute(run):
             eval_dataset=heldout_batches(run, tokenizer),
             processing_class=tokenizer,
             run=run.run,
-        ).evaluate()
+        ).measure()
     owner = _owner(run, tokenizer)
     heldout_text = _heldout_text(run, tokenizer)
     if (result := _finished(owner, heldout_text)) is not None:
@@ -404,15 +335,8 @@ def execute(run):
             _write_raw(run, result["steps"])
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
-    tokens = None
-    if run.streams:
-        batches = make_stream(run, tokenizer, masking)
-        training.ignore_data_skip = True
-    else:
-        tokens = prepared_tokens(run, "train", run.data.sources, tokenizer)
-        batches = make_batches(
-            tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
-        )
+    tokens, batches = training_batches(run, tokenizer, masking)
+    training.ignore_data_skip = training.ignore_data_skip or run.streams
     heldout = heldout_batches(run, tokenizer)
     with claim(owner, overwrite=None):
         if training.process_index == 0:
@@ -429,26 +353,26 @@ def execute(run):
             moments=moments,
         )
         spent = train(
-            trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None
-        ).metrics
-        return _finish(
-            run,
-            owner,
             trainer,
-            tokens,
-            tokenizer,
-            {
-                "cpu_seconds": spent["cpu_seconds"],
-                "heldout": heldout_text,
-                **({} if rows is None else {"init_rows": rows.counts}),
-            },
-        )
+            run.run.keep_every,
+            before=trainer.load_stream if run.streams else None,
+            keep=averaged_steps(training, run.run.average_last) if run.run.average_last else (),
+        ).metrics
+        more = {
+            "seconds": spent["train_runtime"],
+            "cpu_seconds": spent["cpu_seconds"],
+            "heldout": heldout_text,
+            **({} if rows is None else {"init_rows": rows.counts}),
+        }
+        return _finish(run, owner, trainer, tokens, more)
 
 
-def _finish(run, owner, trainer, tokens, tokenizer, more):
+def _finish(run, owner, trainer, tokens, more):
     """Saves the final model and what it reached: the files come in one after another, config.json,
     which makes it a model, near the end."""
-    training, metrics = trainer.args, trainer.evaluate()
+    training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
+    if run.run.average_last:
+        metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
     for name, heldout in (trainer.eval_dataset or {}).items():
         # A streamed run has no training tokens at hand to count: the held-out ones give the
         # baseline its best case.
@@ -481,6 +405,14 @@ def _finish(run, owner, trainer, tokens, tokenizer, more):
             else "float32",
         )
         write_json(folder / "result.json", {**result, **metrics})
+        if run.start is not None and metrics:
+            adaptation_report.write_report(
+                folder / "adaptation",
+                trainer.state.log_history,
+                metrics,
+                result,
+                shares_of(run.data.sources),
+            )
         names = owner.move_in(folder, "config.json", "result.json")
         _write_raw(run, trainer.state.global_step)
         owner.finish([*names, "log.jsonl"])

@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import (
@@ -85,7 +85,7 @@ def parse_sources(dataset, subset=None, split="train", column="text"):
     if not found:
         raise UserError("dataset is empty; give a Hub name or a path")
     _check_weights(found)
-    return tuple(found)
+    return tuple(found if len(found) > 1 else [replace(found[0], weight=None)])
 
 
 _ENTRY = {"name": str, "weight": float, "subset": str, "split": str, "column": str}

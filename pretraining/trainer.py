@@ -3,6 +3,7 @@ complete micro-batches."""
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -87,8 +88,8 @@ class PretrainingTrainer(Trainer):
 
     Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
     over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, mfu,
-    tokens_seen, and as epoch the passes over the data. UserError for a loss, or weights to be
-    saved, that are not finite.
+    tokens_seen, as epoch the passes over the data, and passes_NAME of each weighted source.
+    UserError for a loss, or weights to be saved, that are not finite.
 
     Args:
         run: RunArguments.
@@ -105,6 +106,7 @@ class PretrainingTrainer(Trainer):
         self._peak = None
         self._characters = None  # of every piece
         self._stream = {"states": {}, "counts": {}}  # by loader worker
+        self._passes = {}  # of weighted sources, that were said
 
     # ------------------------------------------------------------------------------------------
     # data
@@ -198,13 +200,12 @@ class PretrainingTrainer(Trainer):
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
-            logs.update(
-                {
-                    name: int(value)
-                    for name, value in counts.items()
-                    if name.startswith("rows_skipped_")
-                }
-            )
+            for name, value in counts.items():
+                if name.startswith("rows_skipped_"):
+                    logs[name] = int(value)
+                elif name.startswith("passes_"):
+                    logs[name] = value
+                    self._tell_passes(name, int(value))
             if seconds > 0:
                 logs["tokens_per_second"] = counts["tokens"] / seconds
                 config = self.model.config
@@ -213,6 +214,13 @@ class PretrainingTrainer(Trainer):
                 logs["mfu"] = flops / seconds / (self._peak_rate() * self.args.world_size)
             self.state.epoch = counts["passes"]
         super().log(logs, *args, **kwargs)
+
+    def _tell_passes(self, name, passes):
+        """Says that a weighted source has ended and begins again."""
+        if passes > self._passes.get(name, 0) and self.is_world_process_zero():
+            source, times = name.removeprefix("passes_"), f"{passes:,} time{'s'[: passes - 1]}"
+            print(f"{source} has been read {times} and begins again", file=sys.stderr)
+        self._passes[name] = passes
 
     def _reduced_counts(self):
         """What was counted since the last call, and how far the data has been read, summed over
@@ -225,12 +233,17 @@ class PretrainingTrainer(Trainer):
                 f"rows_skipped_{name}": sum(worker[name] for worker in workers)
                 for name in ("empty", "broken")
             }
-            passes = sum(worker["passes"] for worker in workers) / max(1, len(workers))
+            for name in (
+                "passes",
+                *(f"passes_{name}" for name in self.train_dataset.source.shares),
+            ):
+                passes = sum(worker[name] for worker in workers) / max(1, len(workers))
+                counts[name] = passes / args.world_size
         else:
-            passes = self.train_dataset.passes(
-                self.state.global_step * args.gradient_accumulation_steps * args.world_size
-            )
-        counts["passes"] = passes / args.world_size
+            i = self.state.global_step * args.gradient_accumulation_steps * args.world_size
+            counts["passes"] = self.train_dataset.passes(i) / args.world_size
+            for name, passes in self.train_dataset.source_passes(i).items():
+                counts[f"passes_{name}"] = passes / args.world_size
         if args.world_size > 1:
             values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
             counts = dict(zip(counts, self.accelerator.reduce(values, reduction="sum").tolist()))
@@ -301,8 +314,19 @@ class PretrainingTrainer(Trainer):
     # evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}, in one record: the
-        batches are shared between the processes."""
+        """`measure`, logged as one record."""
+        metrics = self.measure()
+        if metrics:
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
+        self._window_start = time.perf_counter()
+        return metrics
+
+    def measure(self):
+        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}; the batches are shared
+        between the processes."""
         if self._characters is None:
             self._characters = piece_characters(self.processing_class)
         metrics = {}
@@ -315,12 +339,6 @@ class PretrainingTrainer(Trainer):
                 self._characters,
             )
             metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
-        if metrics:
-            self.log(dict(metrics))
-            self.control = self.callback_handler.on_evaluate(
-                self.args, self.state, self.control, metrics
-            )
-        self._window_start = time.perf_counter()
         return metrics
 
 

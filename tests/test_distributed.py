@@ -223,6 +223,50 @@ def test_zero_2_takes_another_vocabulary(folder, single):
     assert final.config.vocab_size == 192 == len(final.decoder.bias)
 
 
+@pytest.mark.parametrize("way", ["ddp", "zero2"])
+def test_two_processes_measure_and_weigh_as_one(folder, single, way):
+    """Weighted sources, held-out sets before and after, and with DDP the mean of checkpoints."""
+    if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    lines = (folder / "texts.txt").read_text().splitlines()
+    for name, texts in {"other.txt": lines[:40], "a.txt": lines[40:80], "b.txt": lines[:9]}.items():
+        changed = [" ".join(reversed(text.split())) for text in texts]
+        (folder / name).write_text("\n".join(changed) + "\n")
+    sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
+    given = {
+        "dataset": json.dumps(sources),
+        "heldout": json.dumps({"domain": "a.txt", "general": "b.txt"}),
+        "prepared": "weighted",
+        "init_from": "single",
+        "model_config": None,
+        **({"average_last": 2} if way == "ddp" else {}),
+    }
+    launcher = ("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml"))
+    launcher = (*launcher, "--mixed_precision", "no", "--cpu")
+    one = _train(folder, f"weighted-{way}-one", launcher, **given)
+    two = _train(
+        folder,
+        f"weighted-{way}-two",
+        _launcher(way),
+        **{**given, "use_cpu": None if way == "ddp" else "true"},
+    )
+    for first, second in zip(one, two, strict=True):
+        assert abs(first["loss"] - second["loss"]) < 1e-4
+        for name in ("passes_texts.txt", "passes_other.txt"):
+            assert first[name] == pytest.approx(second[name]) and first[name] > 0
+    first, second = (
+        json.loads((folder / f"weighted-{way}-{name}" / "adaptation.json").read_text())
+        for name in ("one", "two")
+    )
+    for name in ("domain", "general"):
+        for metric in ("before", "after"):
+            value = first["sets"][name]["bits_per_character"][metric]
+            assert second["sets"][name]["bits_per_character"][metric] == pytest.approx(value, 1e-4)
+    if way == "ddp":
+        found = [result["average_last"]["bits_per_character"] for result in (first, second)]
+        assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_zero_3_without_gathered_weights_is_refused(folder):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "conversion": ["conversion"],
     "pretraining": ["pretraining"],
-    "adaptation": ["pretraining"],
+    "adaptation": ["pretraining", "embeddings", "benchmarks"],
     "finetuning": ["finetuning", "pretraining"],
     "embeddings": ["embeddings"],
     "distillation": ["embeddings"],
