@@ -1,0 +1,363 @@
+"""Linear layers of 8 bits for inference on a CPU: integer products with a scale a token and a scale
+an output.
+
+    model = neobert.quantize_int8(model)
+
+A token's values x become bytes round(x / scale) + 128 with scale = max|x| / 127; an output's
+weights w become integers round(w / scale) of at most `Product.steps`. Their product is exact, and
+what a text gets does not depend on the other rows of a batch. Everything else, attention and
+residuals among it, stays in the model's dtype.
+
+A token's bytes are made in the pass that makes its values (norm, silu * up), and its scale is
+multiplied in a pass that exists anyway (rotation, silu). Eager passes work on slices that stay in
+the caches, as in the model; under torch.compile they are plain formulas, which the compiler fuses.
+
+Shape legend: T rows, of a (B, L, D) batch B * L, R those rows filled up, D hidden size, H heads,
+K head_dim, F inner size of the feed-forward.
+"""
+
+import functools
+import time
+from dataclasses import dataclass
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..modeling_neobert import (
+    NeoBERTBlock,
+    apply_rotary_pos_emb,
+    at_least_float32,
+    is_tracing,
+)
+from .errors import UserError
+
+
+ZERO, STEPS = 128, 127  # of a token's bytes
+# Weights up to 64 where the CPU adds two products in 16 bits: 2 * 255 * 64 < 2^15.
+WEIGHT_STEPS = (127, 64)
+_ROWS, _TOKENS = 128, 512  # of a slice of an elementwise pass, of a piece of a feed-forward
+_SMALLEST = 1e-30  # of a scale: rows of zeros have one too
+
+
+# ------------------------------------------------------------------------------------ the product
+
+
+def _pack(weight):
+    """(N, K) int8 weights in the layout of the CPU's product."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+def _product(codes, packed, scales, dtype=torch.float32):
+    """(codes - 128) @ weight.T * scales.
+
+    Args:
+        codes: (R, K) uint8. With int8 oneDNN would run its reference code, 10,000 times slower.
+        packed: from `_pack`.
+        scales: (N,) float32.
+    Returns:
+        (R, N) of `dtype`.
+    """
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    return torch.ops.onednn.qlinear_pointwise(
+        codes, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, dtype, "none", [], ""
+    )
+
+
+@dataclass(frozen=True)
+class Product:
+    """The integer product of this CPU.
+
+    Attributes:
+        steps: the largest weight with which it is exact.
+        speed: times as fast as in float32, one thread, 128 rows of 768.
+    """
+
+    steps: int
+    speed: float
+
+
+def is_exact(steps, rows, width=520):
+    """Whether the product is the integer product where its sums are largest.
+
+    Args:
+        steps: the weights are -steps or steps, the bytes 0 or 255.
+    """
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (24, width), generator=generator) * 2 - 1
+    signs[:3] = torch.tensor([1, -1, 1])[:, None]
+    signs[2, ::2] = -1
+    weight = (signs * steps).to(torch.int8)
+    codes = torch.randint(2, (rows, width), generator=generator) * 255
+    codes[0] = 255
+    found = _product(codes.to(torch.uint8), _pack(weight), torch.ones(len(weight)))
+    return torch.equal(found, ((codes - ZERO) @ weight.long().T).float())
+
+
+@functools.cache
+def int8_product():
+    """The `Product` of this CPU, by a check and a short measurement.
+
+    Raises:
+        UserError: there is none, or it is not exact.
+    """
+    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        raise UserError(f"torch {torch.__version__} has no int8 product here; give float32")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            # A reference kernel takes seconds for what is timed below.
+            slow = _seconds(16, 64, 1)
+            exact = [
+                steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
+            ]
+            times = slow if slow[1] > 50 * slow[0] else _seconds(128, 768, 5)
+    except RuntimeError as error:
+        raise UserError(f"this processor has no int8 product in torch ({error})") from None
+    finally:
+        torch.set_num_threads(threads)
+    if not exact:
+        raise UserError("the int8 product of this processor is not exact; give float32")
+    return Product(exact[0], times[0] / times[1])
+
+
+def _seconds(rows, width, repeats):
+    """Seconds of a linear layer in float32 and in int8, the best of some runs in turns."""
+    x, weight = torch.ones(rows, width), torch.ones(width, width)
+    codes, scales = x.to(torch.uint8), torch.ones(width)
+    packed = _pack(weight.to(torch.int8))
+    calls = (lambda: F.linear(x, weight), lambda: _product(codes, packed, scales))
+    times = ([], [])
+    for _ in range(repeats + 1):  # the first makes the kernel
+        for call, found in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+    return [min(found[1:]) for found in times]
+
+
+# ----------------------------------------------------------------------------------------- passes
+
+
+def _filled(rows):
+    """Rows of a product: oneDNN builds a kernel for every number of them."""
+    step = 16 if rows < 512 else 64
+    return -(-rows // step) * step
+
+
+def _slices(*tensors):
+    """Slices of `_ROWS` rows of tensors of T rows, together; all of them at once while tracing."""
+    return [tensors] if is_tracing() else zip(*(tensor.split(_ROWS) for tensor in tensors))
+
+
+def _codes(values, factor, codes, scales):
+    """Writes the bytes of rows of float32 values, which are lost, and their scales * `factor`."""
+    largest = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg())
+    largest = largest.clamp_(min=_SMALLEST)
+    codes.copy_(values.mul_(STEPS / largest).add_(ZERO + 0.5))  # rounds: the bytes are cut
+    scales.copy_(largest.mul_(factor / STEPS))
+
+
+class Codes:
+    """The rows of a batch as bytes.
+
+    Attributes:
+        codes: (R, K) uint8; the last R - T are anything.
+        scales: (T, 1) float32.
+        shape, dtype: of the hidden states that they stand for.
+    """
+
+    def __init__(self, shape, dtype):
+        rows = shape[:-1].numel()
+        self.codes = torch.empty(
+            rows if is_tracing() else _filled(rows), shape[-1], dtype=torch.uint8
+        )
+        self.scales = torch.empty(rows, 1)
+        self.shape, self.dtype = shape, dtype
+
+    @property
+    def rows(self):
+        return self.codes[: len(self.scales)]
+
+
+class Int8Norm(nn.Module):
+    """A norm and the bytes of its output: (B, L, D) -> `Codes`."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden):
+        if self.training or hidden.device.type != "cpu":
+            raise UserError(
+                "an int8 model is for inference on the CPU: call model.eval(), and load the model "
+                "anew for training or a GPU"
+            )
+        made = Codes(hidden.shape, hidden.dtype)
+        for x, codes, scales in _slices(hidden.flatten(0, -2), made.rows, made.scales):
+            _codes(*self.values(at_least_float32(x)), codes, scales)
+        return made
+
+    def values(self, x):
+        """Rows that are the norm's up to a factor a row, (T, D), and that factor, (T, 1)."""
+        norm = self.norm
+        if isinstance(norm, nn.LayerNorm):
+            weight, bias = (x if x is None else x.float() for x in (norm.weight, norm.bias))
+            return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), 1.0
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+        return x * norm.weight.float(), (squares / x.shape[-1] + norm.eps).rsqrt()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer without a bias: (B, L, K) -> (B, L, N).
+
+    Args:
+        weight: (N, K).
+        steps: the largest integer.
+    """
+
+    def __init__(self, weight, steps):
+        super().__init__()
+        weight = weight.detach().float()
+        largest = torch.maximum(weight.amax(1), weight.amin(1).neg()).clamp(min=_SMALLEST)
+        integers = (weight * (steps / largest)[:, None]).round_().to(torch.int8)
+        self.out_features, self.in_features = weight.shape
+        # No buffers: `.to(bfloat16)` would round the scales.
+        self.packed, self.weight_scales = _pack(integers), largest / steps
+
+    def product(self, codes, dtype):
+        """(R, K) bytes -> (R, N) of `dtype`, still without the scales of the rows."""
+        return _product(codes, self.packed, self.weight_scales, dtype)
+
+    def forward(self, x):
+        made = Codes(x.shape, x.dtype)
+        for values, codes, scales in _slices(x.flatten(0, -2), made.rows, made.scales):
+            _codes(values.to(torch.float32, copy=True), 1.0, codes, scales)
+        output = self.product(made.codes, x.dtype)[: len(made.scales)]
+        for values, scales in _slices(output, made.scales):
+            values.mul_(scales)
+        return output.unflatten(0, x.shape[:-1])
+
+    def _save_to_state_dict(self, *args, **kwargs):
+        raise UserError(
+            "an int8 model cannot be saved: its weights are laid out for this processor; save the "
+            "model that it was made of, and quantise where it runs"
+        )
+
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Int8FeedForward(nn.Module):
+    """down(silu(a) * b) with (a, b) the halves of up(x), or down(gelu(up(x))).
+
+    `Codes` -> (B, L, D).
+    """
+
+    def __init__(self, up, down, gated):
+        super().__init__()
+        self.up, self.down, self.gated = up, down, gated
+
+    def forward(self, given):
+        pieces = [(given.codes, given.scales)]
+        if not is_tracing():
+            pieces = zip(given.codes.split(_TOKENS), given.scales.split(_TOKENS))
+        outputs = [self.piece(*piece, given.dtype) for piece in pieces]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(given.shape)
+
+    def piece(self, codes, scales, dtype):
+        """(R, D) bytes and (T, 1) scales -> (T, D)."""
+        inner = self.up.product(codes, dtype)[: len(scales)]
+        made = Codes(torch.Size([len(scales), self.down.in_features]), dtype)
+        for x, factor, codes, row_scales in _slices(inner, scales, made.rows, made.scales):
+            _codes(self.activate(at_least_float32(x), factor), 1.0, codes, row_scales)
+        output = self.down.product(made.codes, dtype)[: len(scales)]
+        for x, row_scales in _slices(output, made.scales):
+            x.mul_(row_scales)
+        return output
+
+    def activate(self, x, factor):
+        """What `down` takes, over the memory of `x`, which are products without their factor."""
+        if not self.gated:
+            return F.gelu(x.mul_(factor))
+        gate, value = x.mul_(factor).chunk(2, dim=-1)
+        return F.silu(gate, inplace=True).mul_(value)
+
+
+def _project(block, hidden, position_embeddings):
+    """`NeoBERTBlock.project`; the rotation multiplies the scales of the rows."""
+    made = block.attention_norm(hidden)
+    qkv = block.qkv.product(made.codes, made.dtype)[: len(made.scales)]
+    qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
+    scales = made.scales.view(*hidden.shape[:2], 1, 1, 1)
+    query_key, value = qkv.split((2, 1), dim=-2)
+    if position_embeddings is None:
+        query_key.mul_(scales)
+    else:
+        turns = tuple(angles * scales for angles in position_embeddings)
+        query_key = apply_rotary_pos_emb(query_key, turns, in_place=not is_tracing())
+    query, key = query_key.unbind(-2)
+    value = value.mul_(scales).squeeze(-2)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+# -------------------------------------------------------------------------------------- the model
+
+
+def quantize_int8(model, even_if_slow=False):
+    """Gives the blocks of a NeoBERT linear layers of 8 bits, in place, for inference on a CPU.
+
+    Args:
+        model: `NeoBERTModel`, one of its heads, or what contains one, such as a
+            SentenceTransformer; in float32 or bfloat16, in which everything else stays.
+        even_if_slow: also where the products of this CPU are not faster than in float32.
+    Returns:
+        `model`, in evaluation, without gradients.
+    Raises:
+        UserError: another model; training, a GPU; a CPU whose products are slow or not exact.
+    """
+    blocks = [m for m in model.modules() if type(m).__name__ == NeoBERTBlock.__name__]
+    if not blocks:
+        raise UserError(f"int8 is for NeoBERT, but a {type(model).__name__} without one was given")
+    for block in blocks:
+        _check(block)
+    product = int8_product()
+    if product.speed < 1.1 and not even_if_slow:
+        raise UserError(
+            f"int8 does not pay on this processor: its products take {1 / product.speed:.1f} times "
+            "those of float32; give float32, or quantize_int8(model, even_if_slow=True)"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        for block in blocks:
+            _quantise(block, product.steps)
+    return model.eval().requires_grad_(False)
+
+
+def _check(block):
+    """Raises UserError unless the layers of this block can be quantised."""
+    for name, module in block.named_modules():
+        if isinstance(module, Int8Linear):
+            raise UserError("this model is in int8 already")
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            raise UserError(
+                f"{name} is a {type(module).__name__}; int8 takes plain linear layers (merge "
+                "adapters first: model.merge_and_unload())"
+            )
+    weight = block.qkv.weight
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            "int8 takes a model in float32 or bfloat16 on the CPU, but this one is in "
+            f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        )
+
+
+def _quantise(block, steps):
+    gated = block.config.hidden_act == "swiglu"
+    up, down = (block.ffn.w12, block.ffn.w3) if gated else (block.ffn[0], block.ffn[2])
+    block.attention_norm = Int8Norm(block.attention_norm)
+    block.ffn_norm = Int8Norm(block.ffn_norm)
+    block.qkv, block.wo = (Int8Linear(layer.weight, steps) for layer in (block.qkv, block.wo))
+    block.ffn = Int8FeedForward(Int8Linear(up.weight, steps), Int8Linear(down.weight, steps), gated)
+    block.project = MethodType(_project, block)
