@@ -17,10 +17,7 @@ K head_dim, F inner size of the feed-forward.
 """
 
 import copy
-import functools
-import time
 import warnings
-from dataclasses import dataclass
 from types import MethodType
 
 import torch
@@ -34,113 +31,14 @@ from ..modeling_neobert import (
     is_tracing,
 )
 from .errors import UserError
+from .int8_product import ZERO, pack_weight, product, usable_product
 
 
-ZERO, STEPS = 128, 127  # of a token's bytes
-# Weights up to 64 where the CPU adds two products in 16 bits: 2 * 255 * 64 < 2^15.
-WEIGHT_STEPS = (127, 64)
-LEAST_SPEED = 1.1  # times float32, below which int8 does not pay
+STEPS = 127  # of a token's largest value
 OUTLIER = 8  # times the median channel: what is smoothed
 SAMPLE, LEAST_COSINE = (4, 64), 0.99  # texts and tokens that are drawn, and what is told about
-_ROWS, _TOKENS = 128, 512  # of a slice of an elementwise pass, of a piece of a feed-forward
+_ELEMENTS, _TOKENS = 1 << 18, 512  # of a slice of an elementwise pass, a piece of a feed-forward
 _SMALLEST = 1e-30  # of a scale: rows of zeros have one too
-
-
-# ------------------------------------------------------------------------------------ the product
-
-
-def _pack(weight):
-    """(N, K) int8 weights in the layout of the CPU's product."""
-    return torch.ops.onednn.qlinear_prepack(weight, None)
-
-
-def _product(codes, packed, scales, dtype=torch.float32):
-    """(codes - 128) @ weight.T * scales.
-
-    Args:
-        codes: (R, K) uint8. With int8 oneDNN would run its reference code, 10,000 times slower.
-        packed: from `_pack`.
-        scales: (N,) float32.
-    Returns:
-        (R, N) of `dtype`.
-    """
-    zeros = torch.zeros(len(scales), dtype=torch.int64)
-    return torch.ops.onednn.qlinear_pointwise(
-        codes, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, dtype, "none", [], ""
-    )
-
-
-@dataclass(frozen=True)
-class Product:
-    """The integer product of this CPU.
-
-    Attributes:
-        steps: the largest weight with which it is exact.
-        speed: times as fast as in float32, one thread, 128 rows of 768.
-    """
-
-    steps: int
-    speed: float
-
-
-def is_exact(steps, rows, width=520):
-    """Whether the product is the integer product where its sums are largest.
-
-    Args:
-        steps: the weights are -steps or steps, the bytes 0 or 255.
-    """
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (24, width), generator=generator) * 2 - 1
-    signs[:3] = torch.tensor([1, -1, 1])[:, None]
-    signs[2, ::2] = -1
-    weight = (signs * steps).to(torch.int8)
-    codes = torch.randint(2, (rows, width), generator=generator) * 255
-    codes[0] = 255
-    found = _product(codes.to(torch.uint8), _pack(weight), torch.ones(len(weight)))
-    return torch.equal(found, ((codes - ZERO) @ weight.long().T).float())
-
-
-@functools.cache
-def int8_product():
-    """The `Product` of this CPU, by a check and a short measurement.
-
-    Raises:
-        UserError: there is none, or it is not exact.
-    """
-    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        raise UserError(f"torch {torch.__version__} has no int8 product here; give float32")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            # A reference kernel takes seconds for what is timed below.
-            slow = _seconds(16, 64, 1)
-            exact = [
-                steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
-            ]
-            times = slow if slow[1] > 50 * slow[0] else _seconds(128, 768, 5)
-    except RuntimeError as error:
-        raise UserError(f"this processor has no int8 product in torch ({error})") from None
-    finally:
-        torch.set_num_threads(threads)
-    if not exact:
-        raise UserError("the int8 product of this processor is not exact; give float32")
-    return Product(exact[0], times[0] / times[1])
-
-
-def _seconds(rows, width, repeats):
-    """Seconds of a linear layer in float32 and in int8, the best of some runs in turns."""
-    x, weight = torch.ones(rows, width), torch.ones(width, width)
-    codes, scales = x.to(torch.uint8), torch.ones(width)
-    packed = _pack(weight.to(torch.int8))
-    calls = (lambda: F.linear(x, weight), lambda: _product(codes, packed, scales))
-    times = ([], [])
-    for _ in range(repeats + 1):  # the first makes the kernel
-        for call, found in zip(calls, times):
-            start = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - start)
-    return [min(found[1:]) for found in times]
 
 
 # ----------------------------------------------------------------------------------------- passes
@@ -153,8 +51,11 @@ def _filled(rows):
 
 
 def _slices(*tensors):
-    """Slices of `_ROWS` rows of tensors of T rows, together; all of them at once while tracing."""
-    return [tensors] if is_tracing() else zip(*(tensor.split(_ROWS) for tensor in tensors))
+    """Slices of tensors of T rows, together, of `_ELEMENTS` of the first; one while tracing."""
+    if is_tracing():
+        return [tensors]
+    rows = max(1, _ELEMENTS // tensors[0].shape[-1])
+    return zip(*(tensor.split(rows) for tensor in tensors))
 
 
 def _codes(values, factor, codes, scales):
@@ -203,7 +104,7 @@ class Int8Norm(nn.Module):
                 "anew for training or a GPU"
             )
         made = Codes(hidden.shape, hidden.dtype)
-        for x, codes, scales in _slices(hidden.flatten(0, -2), made.rows, made.scales):
+        for codes, scales, x in _slices(made.rows, made.scales, hidden.flatten(0, -2)):
             _codes(*self.values(at_least_float32(x)), codes, scales)
         return made
 
@@ -232,26 +133,33 @@ class Int8Linear(nn.Module):
         integers = (weight * (steps / largest)[:, None]).round_().to(torch.int8)
         self.out_features, self.in_features = weight.shape
         # No buffers: `.to(bfloat16)` would round the scales.
-        self.packed, self.weight_scales = _pack(integers), largest / steps
+        self.packed, self.weight_scales = pack_weight(integers), largest / steps
 
     def product(self, codes, dtype):
         """(R, K) bytes -> (R, N) of `dtype`, still without the scales of the rows."""
-        return _product(codes, self.packed, self.weight_scales, dtype)
+        return product(codes, self.packed, self.weight_scales, dtype)
 
     def forward(self, x):
         made = Codes(x.shape, x.dtype)
-        for values, codes, scales in _slices(x.flatten(0, -2), made.rows, made.scales):
+        for codes, scales, values in _slices(made.rows, made.scales, x.flatten(0, -2)):
             _codes(values.to(torch.float32, copy=True), 1.0, codes, scales)
         output = self.product(made.codes, x.dtype)[: len(made.scales)]
         for values, scales in _slices(output, made.scales):
             values.mul_(scales)
         return output.unflatten(0, x.shape[:-1])
 
-    def _save_to_state_dict(self, *args, **kwargs):
+    def __deepcopy__(self, memo):
+        shared = self.__new__(type(self))  # nothing changes the weights
+        shared.__dict__ = dict(self.__dict__)
+        return shared
+
+    def _refuse(self, *args, **kwargs):
         raise UserError(
-            "an int8 model cannot be saved: its weights are laid out for this processor; save the "
-            "model that it was made of, and quantise where it runs"
+            "an int8 model cannot be saved or sent to another process: its weights are laid out "
+            "for this processor; save the model that it was made of, and quantise where it runs"
         )
+
+    _save_to_state_dict = __getstate__ = _refuse
 
     def extra_repr(self):
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -278,19 +186,19 @@ class Int8FeedForward(nn.Module):
         """(R, D) bytes and (T, 1) scales -> (T, D)."""
         inner = self.up.product(codes, dtype)[: len(scales)]
         made = Codes(torch.Size([len(scales), self.down.in_features]), dtype)
-        for x, factor, codes, row_scales in _slices(inner, scales, made.rows, made.scales):
-            _codes(self.activate(at_least_float32(x), factor), 1.0, codes, row_scales)
+        for codes, row_scales, x, factor in _slices(made.rows, made.scales, inner, scales):
+            _codes(*self.activate(at_least_float32(x), factor), codes, row_scales)
         output = self.down.product(made.codes, dtype)[: len(scales)]
         for x, row_scales in _slices(output, made.scales):
             x.mul_(row_scales)
         return output
 
     def activate(self, x, factor):
-        """What `down` takes, over the memory of `x`, which are products without their factor."""
+        """What `down` takes up to a factor a row, and that factor; `x` are products without it."""
         if not self.gated:
-            return F.gelu(x.mul_(factor))
-        gate, value = x.mul_(factor).chunk(2, dim=-1)
-        return F.silu(gate, inplace=True).mul_(value)
+            return F.gelu(x * factor), 1.0
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate * factor, inplace=True).mul_(value), factor
 
 
 def _project(block, hidden, position_embeddings):
@@ -349,18 +257,6 @@ def quantize_int8(model, even_if_slow=False):
                     stacklevel=2,
                 )
     return model
-
-
-def usable_product(even_if_slow=False):
-    """`int8_product()`; UserError where it is not faster than float32."""
-    product = int8_product()
-    if product.speed < LEAST_SPEED and not even_if_slow:
-        raise UserError(
-            f"int8 does not pay on this processor, whose product in int8 takes {1 / product.speed:.1f} "
-            "times that in float32; give float32, or neobert.quantize_int8(model, "
-            "even_if_slow=True)"
-        )
-    return product
 
 
 def is_int8(model):
