@@ -317,11 +317,8 @@ class PackedEncoder:
 
     def _embed_packed(self, batch):
         total = sum(map(len, batch))
-        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches
-        # get a sequence that nobody reads.
-        low = self.dtype in (torch.float16, torch.bfloat16)
-        rounds = self.device.type == "cpu" and low and total >= 1024
-        filler = [np.zeros(-total % 64, np.int32)] if rounds and total % 64 else []
+        filler = self._filler(total)
+        filler = [np.zeros(filler, np.int32)] if filler else []
         packed = pack([*batch, *filler], self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
         bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
@@ -334,6 +331,18 @@ class PackedEncoder:
         for module in self._rest:
             features = module(features)
         return features["sentence_embedding"]
+
+    def _filler(self, total):
+        """Tokens of a sequence that nobody reads, after a batch of `total` tokens on the CPU.
+
+        oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches get
+        a multiple of 64. In float32 the last rows of a product are added up in another order than
+        those before them, so that all tokens are in complete groups of 16.
+        """
+        if self.device.type != "cpu" or self.dtype == torch.int8:  # int8 fills its own products
+            return 0
+        step = 16 if self.dtype == torch.float32 else 64 if total >= 1024 else 1
+        return -total % step
 
     def _prompt_length(self, prompt):
         """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of

@@ -212,23 +212,21 @@ def test_packed_padded_and_dense_agree(tiny_config, fields):
     torch.testing.assert_close(dense, outputs(ours, ids[:, :2].tolist())[0].view_as(dense))
 
 
-OUTLIERS = {
-    "none": lambda block, channels: None,
-    "norms": lambda block, channels: (
-        block.attention_norm.weight[channels].mul_(50),
-        [norm.weight.index_fill_(0, channels, 50.0) for norm in (block.attention_norm, block.ffn_norm)],
-        [w.weight.index_copy_(1, channels, w.weight[:, channels] / 50) for w in (block.qkv, block.ffn.w12)],
-    ),
-    "values": lambda block, channels: (
-        block.qkv.weight.view(4, 3, 32, -1)[0, 2].index_copy_(
-            0, channels, 50 * block.qkv.weight.view(4, 3, 32, -1)[0, 2, channels]
-        ),
-        block.ffn.w12.weight[len(block.ffn.w12.weight) // 2 :].index_copy_(
-            0, channels, 50 * block.ffn.w12.weight[len(block.ffn.w12.weight) // 2 :][channels]
-        ),
-    ),
-    "states": lambda block, channels: None,
-}
+def _in_norms(block, channels):
+    for norm, layer in ((block.attention_norm, block.qkv), (block.ffn_norm, block.ffn.w12)):
+        norm.weight[channels] *= 50
+        layer.weight[:, channels] /= 50
+
+
+def _in_values(block, channels):
+    """Of the first head, and of the feed-forward."""
+    block.qkv.weight.view(4, 3, 32, -1)[0, 2, channels] *= 50
+    block.wo.weight[:, channels] /= 50
+    block.ffn.w12.weight[256 + channels] *= 50
+    block.ffn.w3.weight[:, channels] /= 50
+
+
+OUTLIERS = {"norms": _in_norms, "values": _in_values, "states": None}
 
 
 @pytest.mark.parametrize("where", OUTLIERS)
@@ -245,10 +243,11 @@ def test_outliers_of_50_times_the_rest_hold(where):
     )
     exact, channels = NeoBERTModel(config).eval(), torch.tensor([3, 17, 30])
     with torch.no_grad():
-        for block in exact.transformer_encoder:
-            OUTLIERS[where](block, channels)
         if where == "states":
             exact.encoder.weight[:, channels] *= 50
+        else:
+            for block in exact.transformer_encoder:
+                OUTLIERS[where](block, channels)
     sequences = drawn(20, vocabulary=400)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -303,7 +302,9 @@ def test_compiled_blocks_are_as_near(model):
 def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
     with pytest.raises(UserError, match="int8 is for NeoBERT, but a Linear"):
         quantize_int8(nn.Linear(4, 4))
-    with pytest.raises(UserError, match="float32 or bfloat16 on the CPU, but this one is in float16"):
+    with pytest.raises(
+        UserError, match="float32 or bfloat16 on the CPU, but this one is in float16"
+    ):
         quantize_int8(copy.deepcopy(model).half())
     with pytest.raises(UserError, match="but this one is in float32 on meta"):
         quantize_int8(copy.deepcopy(model).to("meta"))
