@@ -24,12 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling_neobert import (
-    NeoBERTModel,
-    apply_rotary_pos_emb,
-    at_least_float32,
-    is_tracing,
-)
+from ..modeling_neobert import NeoBERTModel, apply_rotary_pos_emb, at_least_float32, is_tracing
 from .errors import UserError
 from .int8_product import ZERO, pack_weight, product, usable_product
 
@@ -252,7 +247,7 @@ def quantize_int8(model, even_if_slow=False):
             cosine = F.cosine_similarity(found.double(), exact.double(), dim=-1).min().item()
             if not cosine >= LEAST_COSINE:
                 warnings.warn(
-                    f"int8 is not near to this model: of {SAMPLE[0] * SAMPLE[1]} drawn tokens the "
+                    f"int8 is not near to this model: of {exact[..., 0].numel()} drawn tokens the "
                     f"worst has cosine {cosine:.3f} to the model as it was",
                     stacklevel=2,
                 )
@@ -298,7 +293,8 @@ def _run_sample(encoder):
     layers = [m for b in encoder.transformer_encoder for m in b.modules() if type(m) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(look) for layer in layers]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(encoder.config.vocab_size, SAMPLE, generator=generator)
+    texts, length = SAMPLE[0], min(SAMPLE[1], encoder.config.max_position_embeddings)
+    tokens = torch.randint(encoder.config.vocab_size, (texts, length), generator=generator)
     torch.set_num_threads(1)
     try:
         hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
