@@ -366,12 +366,13 @@ def test_a_text_has_the_same_bits_in_every_batch(small_folder, dtype, threads):
     """1,000 random batches: any neighbours, any order, any number of tokens a batch."""
     torch.set_num_threads(threads)
     encoder, generator = PackedEncoder(small_folder, dtype=dtype), np.random.default_rng(0)
-    lengths = [*range(1, 40), 60, 64, 100, 130, 257, 513]
+    lengths = [*range(1, 40), 64, 100, 130, 257, 513, 700]
     tokens = [generator.integers(1000, 20000, length) for length in lengths]
     alone = np.concatenate([encoder.embed([ids]) for ids in tokens])
-    for _ in range(1000 if threads == 1 else 100):
+    for batch in range(1000 if threads == 1 else 100):
         encoder.tokens_per_batch = int(generator.choice([1, 50, 300, 3072]))
-        chosen = generator.choice(len(tokens), generator.integers(1, 12))
+        shortest = len(tokens) if batch % 50 == 0 else 40  # long texts take long
+        chosen = generator.choice(shortest, generator.integers(1, 9))
         assert np.array_equal(encoder.embed([tokens[i] for i in chosen]), alone[chosen])
 
 
