@@ -326,19 +326,20 @@ def _quantise(block, steps, largest):
     gated = block.config.hidden_act == "swiglu"
     up, down = (block.ffn.w12, block.ffn.w3) if gated else (block.ffn[0], block.ffn[2])
     layers = (block.qkv, block.wo, up, down)
-    qkv, wo, up, down = weights = [layer.weight.detach().float() for layer in layers]
-    factors = [_smoothing(layer, largest[layer]) for layer in layers]
-    if not gated:
-        factors[3].fill_(1)  # nothing linear is before `down`
-    qkv, wo, up, down = (weight * factor for weight, factor in zip(weights, factors))
+    columns = [_smoothing(layer, largest[layer]) for layer in layers]
     # What makes the inputs is divided: norms, the rows of the values, the second half of `up`.
-    qkv.view(block.num_heads, 3, -1)[:, 2].div_(
-        factors[1].view(block.num_heads, -1, 1).expand(-1, -1, qkv.shape[1]).flatten(1)
-    )
+    rows = [torch.ones(layer.out_features) for layer in layers]
+    heads = block.num_heads
+    rows[0].view(heads, 3, -1)[:, 2] = columns[1].view(heads, -1)
     if gated:
-        up[len(factors[3]) :].div_(factors[3][:, None])
-    block.attention_norm = Int8Norm(block.attention_norm, factors[0])
-    block.ffn_norm = Int8Norm(block.ffn_norm, factors[2])
-    block.qkv, block.wo = Int8Linear(qkv, steps), Int8Linear(wo, steps)
-    block.ffn = Int8FeedForward(Int8Linear(up, steps), Int8Linear(down, steps), gated)
+        rows[2][len(columns[3]) :] = columns[3]
+    else:
+        columns[3].fill_(1)  # nothing linear is before `down`
+    block.attention_norm = Int8Norm(block.attention_norm, columns[0])
+    block.ffn_norm = Int8Norm(block.ffn_norm, columns[2])
+    block.qkv, block.wo, up, down = (
+        Int8Linear((layer.weight.detach() * column).div_(row[:, None]), steps)
+        for layer, column, row in zip(layers, columns, rows)
+    )
+    block.ffn = Int8FeedForward(up, down, gated)
     block.project = MethodType(_project, block)
