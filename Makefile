@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines test-serving browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench bench-int8 gpu test-gpu test-engines test-serving browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -50,6 +50,19 @@ test-clients: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
+
+# int8 of this repository beside float32, bfloat16 and other engines' int8: 12 blocks of 768 (results/int8_cpu.md)
+# and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.
+INT8 = torch-fp32 torch-bf16-compiled torch-int8 torch-int8-compiled torchao-int8-compiled onnx-int8 openvino-int8
+bench-int8: $(VENV)/.test
+	$(BIN)/python $(PIP_INSTALL) constraints.txt torchao
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
+	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
+	rm -rf runs/int8/export runs/int8_bundled/export
+	for files in int8 int8_bundled; do for format in onnx openvino; do \
+		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/export --precisions fp32 int8 || exit 1; done; done
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
 
 # What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready

@@ -115,7 +115,10 @@ class WorkOptions(Arguments):
     """How the work is done and shared out."""
 
     dtype: str = option(
-        "auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES
+        "auto",
+        "of the model; auto takes the fastest of floating point by a measurement, int8 is for "
+        "NeoBERT on a CPU",
+        choices=DTYPES,
     )
     device: str | None = option(
         None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True
@@ -393,8 +396,8 @@ class TrainingOptions(Arguments):
 
     teacher_dtype: str = option(
         "auto",
-        "of the teacher's weights while its vectors are computed",
-        choices=("auto", "float32", "float16", "bfloat16"),
+        "of the teacher's weights while its vectors are computed; int8 for a NeoBERT on a CPU",
+        choices=DTYPES,
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
@@ -511,7 +514,8 @@ class TaskOptions(Arguments):
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
     dtype: str = option(
         "auto",
-        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement",
+        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest of floating point by a "
+        "measurement; int8 is for NeoBERT on a CPU",
         choices=DTYPES,
     )
     device: str | None = option(None, "cpu, cuda, cuda:1, ...")

@@ -14,7 +14,15 @@ from tqdm.auto import tqdm
 
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
-from ..common.loading import check_model, choose_device, choose_dtype, position_limit
+from ..common.int8 import is_int8, quantize_int8
+from ..common.loading import (
+    check_model,
+    choose_device,
+    choose_dtype,
+    fastest_dtype,
+    matrix_rates,
+    position_limit,
+)
 from ..common.packing import mean_of_sequences, pack
 
 
@@ -97,6 +105,15 @@ def load_sentence_transformer(
     return encoder.eval()
 
 
+def _load(model, device, dtype, settings):
+    """`load_sentence_transformer`, in int8 too: the rest is then in bfloat16 where that is fast."""
+    if dtype != torch.int8:
+        return load_sentence_transformer(model, device, dtype, **settings)
+    encoder = load_sentence_transformer(model, device, torch.float32, **settings)
+    quantize_int8(encoder)
+    return encoder if fastest_dtype(matrix_rates()) == "float32" else encoder.to(torch.bfloat16)
+
+
 def is_sentence_transformer(model):
     """Whether a folder or Hub name is a sentence encoder, and not a bare one."""
     if Path(model).exists():
@@ -135,7 +152,8 @@ class PackedEncoder:
 
     Args:
         model: folder, Hub name, or a SentenceTransformer.
-        dtype: "auto", "float32", "float16" or "bfloat16".
+        dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
+            and in float32 a text's vector does not depend on the texts beside it.
         tokens_per_batch: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
         settings: see `load_sentence_transformer`.
     """
@@ -144,11 +162,9 @@ class PackedEncoder:
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
             check_model(str(model))  # before the processor is timed for its dtype
-            model = load_sentence_transformer(
-                str(model), self.device, choose_dtype(dtype, self.device), **settings
-            )
+            model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         self.sentence_transformer = model.to(self.device).eval()
-        self.dtype = model[0].auto_model.dtype
+        self.dtype = torch.int8 if is_int8(model) else model[0].auto_model.dtype
         self.tokens_per_batch = tokens_per_batch or (
             CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         )
@@ -316,10 +332,8 @@ class PackedEncoder:
     def _hidden(self, batch):
         """Hidden states of packed texts, (1, T, D), and the (N + 1,) bounds of the texts."""
         total = sum(map(len, batch))
-        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches
-        # get a sequence that nobody reads.
-        rounds = self.device.type == "cpu" and self.dtype != torch.float32 and total >= 1024
-        filler = [np.zeros(-total % 64, np.int32)] if rounds and total % 64 else []
+        filler = self._filler(total)
+        filler = [np.zeros(filler, np.int32)] if filler else []
         packed = pack([*batch, *filler], self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
         return hidden, packed["cu_seq_lens_q"][: len(batch) + 1]
@@ -353,6 +367,18 @@ class PackedEncoder:
         for module in self._rest:
             features = module(features)
         return features["sentence_embedding"]
+
+    def _filler(self, total):
+        """Tokens of a sequence that nobody reads, after a batch of `total` tokens on the CPU.
+
+        oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches get
+        a multiple of 64. In float32 the last rows of a product are added up in another order than
+        those before them, so that all tokens are in complete groups of 16.
+        """
+        if self.device.type != "cpu" or self.dtype == torch.int8:  # int8 fills its own products
+            return 0
+        step = 16 if self.dtype == torch.float32 else 64 if total >= 1024 else 1
+        return -total % step
 
     def _prompt_length(self, prompt):
         """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of
