@@ -59,15 +59,13 @@ def check(source, place):
 def vespa(folder, source, options):
     """vespa/component.xml: the embedder of services.xml."""
     types = "" if options.token_type_ids else "  <transformer-token-type-ids/>\n"
-    prompts = {
-        name: text
-        for name, text in source.prompts.items()
-        if text and name in ("query", "document", "passage")
+    prompts = source.prompts
+    prefixes = {
+        "query": prompts.get("query"),
+        "document": prompts.get("document") or prompts.get("passage"),
     }
     prepend = "".join(
-        f"    <{'query' if name == 'query' else 'document'}>{escape(text)}"
-        f"</{'query' if name == 'query' else 'document'}>\n"
-        for name, text in prompts.items()
+        f"    <{name}>{escape(text)}</{name}>\n" for name, text in prefixes.items() if text
     )
     prepend = f"  <prepend>\n{prepend}  </prepend>\n" if prepend else ""
     write_text(

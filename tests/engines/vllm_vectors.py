@@ -1,8 +1,9 @@
-"""vLLM itself, in an environment of its own: FOLDER POOLING MODE LONGEST, a JSON list of texts on stdin;
-answers one line of JSON.
+"""vLLM itself, in an environment of its own: FOLDER POOLING MODE LONGEST, a JSON list of texts on
+stdin; answers one line of JSON.
 
 POOLING is "MEAN" or "CLS", or "folder" for what vLLM reads in the folder; MODE is "eager" or
-"compiled"; LONGEST is the most tokens of a text. All texts are handed over at once, so that the engine batches them as it likes.
+"compiled"; LONGEST is the most tokens of a text. All texts are handed over at once: the engine
+batches them as it likes.
 """
 
 import json

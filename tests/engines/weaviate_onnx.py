@@ -1,5 +1,5 @@
-"""The steps of Weaviate's ONNX container (ONNXVectorizer), in an environment with Optimum: FOLDER, a
-JSON list of texts on stdin; answers one line of JSON."""
+"""The steps of Weaviate's ONNX container (ONNXVectorizer), in an environment with Optimum: FOLDER,
+a JSON list of texts on stdin; answers one line of JSON."""
 
 import importlib.metadata
 import json
