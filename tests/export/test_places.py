@@ -149,7 +149,7 @@ def spark_nlp(opened, folder):
 
 
 def langchain4j(opened, folder):
-    """One text at a time, all three always (before version 0.25); the first output is (1, L, D)."""
+    """One text at a time, all three always, as older versions do; the first output is (1, L, D)."""
     vectors = []
     for text in TEXTS:
         ids, mask = encode_one(folder, text)
