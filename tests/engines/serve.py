@@ -1,7 +1,7 @@
 """`make test-serving`: servers of other people on the CPU, each in an environment of its own,
 against torch in float32.
 
-python tests/engines/serve.py --work FOLDER [--places vllm infinity llama.cpp weaviate]
+python tests/engines/serve.py --work FOLDER [--places vllm vllm-server infinity llama.cpp weaviate]
 
 The models: the bundled sentence encoder, and one with wide random weights, on which mistakes show
 most. The texts are of 1 to about 100 words; some share an instruction, and all are asked for at
@@ -11,6 +11,7 @@ skipped, and the last lines say why.
 
 import argparse
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -66,7 +67,8 @@ def environment_of(work, name):
 def server(command, health, log):
     """A server that answers; it ends with the block. Raises UserError if it does not start."""
     with open(log, "wb") as file:
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file)
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment)
         try:
             for _ in range(600):
                 if process.poll() is not None:
@@ -105,8 +107,8 @@ def asked(python, address, model):
 
 
 def vllm(model, work):
-    """(what, vectors, expected): pooling of the folder and of the first token, compiled and eager;
-    the bundled encoder also as an HTTP server."""
+    """(what, vectors, expected): pooling of the folder and of the first token, compiled and
+    eager."""
     python = environment_of(work, "vllm")
     first = np.stack([states[0] for states in model.tokens])
     for pooling, mode, expected in (
@@ -119,17 +121,22 @@ def vllm(model, work):
         )
         told = "the folder's pooling" if pooling == "folder" else "first token"
         yield f"vLLM {found['version']}, {told}, {mode}", found["vectors"], expected
-    if model.folder == BUNDLED:
-        port = free_port()
-        options = "--runner pooling --convert embed --trust-remote-code --dtype float32"
-        # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
-        command += [*options.split(), "--max-model-len", longest(model), "--port", port]
-        command += ["--gpu-memory-utilization", 0.2]  # of the machine's memory, on the CPU
-        address = f"http://127.0.0.1:{port}"
-        with server(command, f"{address}/health", work / "vllm-serve.log"):
-            vectors = asked(python, f"{address}/v1", model)
-        yield "vllm serve, OpenAI's client", vectors, np.tile(model.pooled, (2, 1))
+
+
+def vllm_server(model, work):
+    """vLLM's own HTTP server, with the bundled encoder."""
+    if model.folder != BUNDLED:
+        return
+    python, port = environment_of(work, "vllm"), free_port()
+    # The command `vllm` looks for a package of that name, and this one is called vllm-cpu.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model.folder]
+    command += "--runner pooling --convert embed --trust-remote-code --dtype float32".split()
+    command += ["--max-model-len", longest(model), "--port", port]
+    command += ["--gpu-memory-utilization", 0.1]  # of the machine's memory, on the CPU
+    address = f"http://127.0.0.1:{port}"
+    with server(command, f"{address}/health", work / "vllm-serve.log"):
+        vectors = asked(python, f"{address}/v1", model)
+    yield "vLLM's server, OpenAI's client", vectors, np.tile(model.pooled, (2, 1))
 
 
 def infinity(model, work):
@@ -168,7 +175,13 @@ def weaviate(model, work):
     yield f"Weaviate's loader (Optimum {found['version']}), int8", found["vectors"], model.pooled
 
 
-PLACES = {"vllm": vllm, "infinity": infinity, "llama.cpp": llama_cpp, "weaviate": weaviate}
+PLACES = {
+    "vllm": vllm,
+    "vllm-server": vllm_server,
+    "infinity": infinity,
+    "llama.cpp": llama_cpp,
+    "weaviate": weaviate,
+}
 
 
 def main():

@@ -28,7 +28,7 @@ def main():
         trust_remote_code=True,
         dtype="float32",
         max_model_len=int(longest),
-        gpu_memory_utilization=0.2,  # of the machine's memory, on the CPU
+        gpu_memory_utilization=0.1,  # of the machine's memory, on the CPU
         enforce_eager=mode == "eager",
         **options,
     )
