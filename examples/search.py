@@ -22,8 +22,7 @@ from lancedb.rerankers import LinearCombinationReranker
 from sentence_transformers import SentenceTransformer
 
 
-# The part of the vectors in a score, the rest is BM25's; and how many of each kind are joined.
-WEIGHT, CANDIDATES = 0.6, 100
+WEIGHT, CANDIDATES = 0.6, 100  # of vectors in a score, the rest is BM25's; joined of each kind
 
 
 def read_rows(path, model):
@@ -32,9 +31,8 @@ def read_rows(path, model):
     frame = pandas.read_parquet(path) if parquet else pandas.read_json(path, lines=True)
     frame = frame.astype({"id": str}).drop_duplicates("id", keep="last")
     if "embedding" not in frame:
-        encoder = SentenceTransformer(model, trust_remote_code=True)
-        vectors = encoder.encode_document(frame["text"].tolist(), normalize_embeddings=True)
-        frame["embedding"] = list(vectors)
+        encode = SentenceTransformer(model, trust_remote_code=True).encode_document
+        frame["embedding"] = list(encode(list(frame["text"]), normalize_embeddings=True))
     rows = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
     vectors = pa.array(frame["embedding"], pa.list_(pa.float32(), len(frame["embedding"].iloc[0])))
     return rows.append_column("embedding", vectors).replace_schema_metadata({"model": model})
@@ -71,9 +69,8 @@ def find(store, table, args):
             search = search.rerank(LinearCombinationReranker(WEIGHT))
         search = search.where(args.where, prefilter=True) if args.where else search
         rows = search.limit(CANDIDATES).to_list()[: args.top]
-        found = time.perf_counter()
-        spent = f"{1e3 * (encoded - start):.0f} ms, found in {1e3 * (found - encoded):.0f} ms"
-        print(f"{query}: encoded in {spent}")
+        spent = 1e3 * (encoded - start), 1e3 * (time.perf_counter() - encoded)
+        print(f"{query}: encoded in {spent[0]:.0f} ms, found in {spent[1]:.0f} ms")
         print(*(f"  {row['id']}\t{row['text'][:80]}" for row in rows), sep="\n")
 
 
@@ -82,8 +79,7 @@ def delete(store, table, args):
 
 
 def main():
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("add", "find", "delete"))
     parser.add_argument("given", nargs="*", help="file to add, or queries")
     parser.add_argument("--where", help="condition on columns, as in SQL")
@@ -92,11 +88,11 @@ def main():
     parser.add_argument("--model", help="sentence encoder of a new store")
     parser.add_argument("--store", default="runs/search")
     args = parser.parse_args()
-    store = lancedb.connect(args.store)
+    store, run = lancedb.connect(args.store), args.command
     table = store.open_table("texts") if store.list_tables().tables else None
-    if (args.command != "add" and not table) or not (args.given or args.where):
-        parser.error(f"{args.command} needs a file, queries or --where, and rows in the store")
-    {"add": add, "find": find, "delete": delete}[args.command](store, table, args)
+    if (run != "add" and not table) or not (args.where if run == "delete" else args.given):
+        parser.error("add needs a file, find queries, delete --where; the last two also a store")
+    {"add": add, "find": find, "delete": delete}[run](store, table, args)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def server(command, health, log):
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
         process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment)
         try:
-            for _ in range(600):
+            for _ in range(1500):
                 if process.poll() is not None:
                     break
                 with contextlib.suppress(urllib.error.URLError, OSError):
