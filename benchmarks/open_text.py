@@ -210,18 +210,19 @@ def python_rows(packages, most_files=12):
     return docstrings, code
 
 
+def plain_readme(text):
+    """A README without badges, images, addresses and tags."""
+    text = re.sub(
+        r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", text
+    )
+    return re.sub(r"https?://\S+", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+
+
 def readmes(packages):
-    """Rows (package, summary, README) of Python packages; badges, images, addresses and tags are
-    left out of the README."""
+    """Rows (package, summary, README) of Python packages."""
     for name, distribution in packages.items():
         told = distribution.metadata.json
-        text = re.sub(
-            r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)",
-            " ",
-            told.get("description") or "",
-        )
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
-        yield Row(name, told.get("summary") or "", re.sub(r"https?://\S+", "", text))
+        yield Row(name, told.get("summary") or "", plain_readme(told.get("description") or ""))
 
 
 def corpus(rows):
@@ -511,6 +512,25 @@ def find_teacher(given):
     return str(Path(spec.origin).parent / "model")
 
 
+def cutter(tokenizer):
+    """Function (text, tokens) -> the beginning of the text, so many tokens long."""
+
+    def cut(text, tokens):
+        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
+        return text[: ends[min(tokens, len(ends)) - 1][1]]
+
+    return cut
+
+
+def encoder(model):
+    """Function from texts to unit vectors (N, D), by a SentenceTransformer."""
+    return lambda texts: model.encode(
+        texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
+    )
+
+
 def main(argv=None):
     """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
@@ -525,21 +545,9 @@ def main(argv=None):
         "teacher": SentenceTransformer(teacher, device="cpu"),
         OURS: SentenceTransformer(given.model, device="cpu", trust_remote_code=True),
     }
-    tokenizer = models["teacher"].tokenizer
-
-    def cut(text, tokens):
-        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        return text[: ends[min(tokens, len(ends)) - 1][1]]
-
-    def encode(model):
-        return lambda texts: model.encode(
-            texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
-        )
-
     texts = corpus(given.rows)
-    encoders = {name: encode(model) for name, model in models.items()}
+    encoders = {name: encoder(model) for name, model in models.items()}
+    cut = cutter(models["teacher"].tokenizer)
     found = measure(texts, encoders, cut, development(texts, given.rows))
     found["sources"] = {
         kind: dict(sorted(Counter(row.package for row in rows).items()))

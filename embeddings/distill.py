@@ -10,6 +10,7 @@ Two folders: `--work` holds the teacher's vectors and the checkpoints of a run t
 """
 
 import functools
+import time
 from pathlib import Path
 
 import torch
@@ -27,9 +28,9 @@ from ..common.outputs import check_apart, check_folder, check_replaceable, new_f
 from ..common.results import environment, shown
 from ..common.runs import Run, changed_settings, run_settings
 from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
+from .distill_batches import NearTexts, SimilarLengths, nearest_units
 from .distill_card import precision_check, write_card
 from .distill_data import (
-    SimilarLengths,
     TeacherVectors,
     read_texts,
     token_lengths,
@@ -45,9 +46,17 @@ FIGURES = "figures.json"
 
 
 class DistillTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops where the loss is not finite."""
+    """The library's trainer; it stops where the loss is not finite, and logs the CPU seconds of its
+    process since the training began, those before an interruption among them."""
+
+    counted = time.process_time()
 
     def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            history = [row for row in self.state.log_history if "cpu_seconds" in row]
+            before, now = history[-1]["cpu_seconds"] if history else 0.0, time.process_time()
+            logs["cpu_seconds"] = before + now - self.counted
+            self.counted = now
         if not torch.isfinite(torch.tensor(float(logs.get("loss", 0.0)))):
             raise UserError(
                 f"training diverged at step {self.state.global_step} with learning_rate "
@@ -212,13 +221,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
     model = student[0].auto_model
     if arguments.compile:
         compile_blocks(model)
-    with training.main_process_first(desc="lengths"):
-        lengths = token_lengths(
-            texts.train, student.tokenizer, arguments.max_length, lengths_file(run.folder, run.id)
-        )
-    training.batch_sampler = functools.partial(
-        SimilarLengths, lengths=lengths, group=training.world_size
-    )
+    training.batch_sampler = _batches(arguments, training, run, texts, vectors, student.tokenizer)
     sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
     sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
     trainer = DistillTrainer(
@@ -228,6 +231,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         loss=DistillLoss(student, arguments),
         evaluator=Agreement(sets) if sets else None,
     )
+    trainer.counted = time.process_time()
     outcome = checkpoints.train(trainer)
     history = trainer.state.log_history
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
@@ -249,7 +253,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         "losses": [
             {
                 key: entry[key]
-                for key in ("step", "loss", "cosine", "mse", "similarity")
+                for key in ("step", "loss", "cosine", "mse", "similarity", "cpu_seconds")
                 if key in entry
             }
             for entry in history
@@ -287,6 +291,25 @@ def earlier_runs(init_from):
         if isinstance(figures, dict) and "agreement" in figures
         else []
     )
+
+
+def _batches(arguments, training, run, texts, vectors, tokenizer):
+    """What makes the trainer's batch sampler: by likeness where `neighbours` or pairs are given,
+    else by length."""
+    if arguments.neighbours or len(texts.units) < len(texts.train):
+        # Four times as many candidates: another bundle may have the first ones.
+        near = nearest_units(vectors["train"].rows, texts.units, 4 * arguments.neighbours)
+        return functools.partial(
+            NearTexts,
+            units=texts.units,
+            near=near,
+            neighbours=arguments.neighbours,
+            group=training.world_size,
+        )
+    with training.main_process_first(desc="lengths"):
+        path = lengths_file(run.folder, run.id)
+        lengths = token_lengths(texts.train, tokenizer, arguments.max_length, path)
+    return functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
 
 
 def _measured(texts):

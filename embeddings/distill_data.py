@@ -15,7 +15,6 @@ from typing import get_type_hints
 
 import numpy as np
 import torch
-from sentence_transformers.base.sampler import DefaultBatchSampler
 from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option, typed
@@ -33,6 +32,8 @@ class TextSource(Arguments):
 
     path: str = option("", "a .jsonl or .parquet file, or .txt with a text a line")
     column: str = option("text", "column of the text")
+    pair: str | None = option(None, "column of a text that belongs to it: both are in one batch")
+    share: float = option(1.0, "of the rows that are taken, by hash", above=0, most=1)
     name: str | None = option(None, "what it is, for the card; the file's name by default")
     license: str | None = option(None, "for the card")
 
@@ -59,19 +60,27 @@ class TextSource(Arguments):
         return source
 
     def read(self):
-        """The texts in file order, without surrounding spaces; empty ones are left out."""
-        column = "text" if row_format(Path(self.path)) == ".txt" else self.column
-        check_column([Path(self.path)], column, "column in texts")
-        yield from filter(
-            None, (row[column].strip() for _, row in read_rows(self.path, [column], [column]))
-        )
+        """Tuples of one text, or of two that belong together, in file order and without surrounding
+        spaces; empty texts are left out."""
+        columns = ["text"] if row_format(Path(self.path)) == ".txt" else [self.column]
+        columns += [self.pair] if self.pair else []
+        for column in columns:
+            check_column([Path(self.path)], column, "column in texts")
+        for _, row in read_rows(self.path, columns, columns):
+            texts = tuple(filter(None, (row[column].strip() for column in columns)))
+            if texts and _fraction(f"share {texts[0]}") < self.share:
+                yield texts
+
+
+def _fraction(text):
+    """A number from 0 to 1 that is a fixed function of the text."""
+    return int.from_bytes(hashlib.sha1(text.encode("utf-8", "replace")).digest()[:8], "big") / 2**64
 
 
 def is_held_out(text, percent):
     """Whether a text is kept for measuring: a fixed function of its words, so that copies of it
     stay on the same side."""
-    digest = hashlib.sha1(" ".join(text.lower().split()).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+    return _fraction(" ".join(text.lower().split())) < percent / 100
 
 
 @dataclass(frozen=True)
@@ -82,39 +91,53 @@ class Texts:
         train: to learn from.
         held_out: of the same sources, to measure with.
         other: {name: texts} of other kinds, to measure with.
+        units: lists of numbers of training texts that belong together; every text is in one.
     """
 
     train: list
     held_out: list
     other: dict
+    units: list
 
 
-def read_texts(sources, others, held_out_percent, most_held_out, most_other=2000):
-    """`Texts` of the sources; of held-out and other texts the first so many in the order of their
-    hashes.
+def read_texts(sources, others, held_out_percent, most):
+    """`Texts` of the sources; of held-out texts, and of each kind of other texts, the first `most`
+    in the order of their hashes.
 
     Raises:
         UserError: no text is left to learn from.
     """
-    train, held_out, seen = [], [], set()
+    train, held_out, seen, units = [], [], {}, []
     for source in sources:
-        for text in source.read():
-            if text in seen:
-                continue
-            seen.add(text)
-            (held_out if is_held_out(text, held_out_percent) else train).append(text)
+        for together in source.read():
+            new = [text for text in dict.fromkeys(together) if text not in seen]
+            kept = [text for text in new if not is_held_out(text, held_out_percent)]
+            # A text that came before brings its partners into its own unit.
+            known = [seen[text] for text in together if seen.get(text) is not None]
+            unit = known[0] if known else len(units)
+            if kept and not known:
+                units.append([])
+            for text in new:
+                seen[text] = unit if text in kept else None
+            if kept:
+                units[unit] += range(len(train), len(train) + len(kept))
+            train += kept
+            held_out += [text for text in new if text not in kept]
     if len(train) < 2:
         raise UserError(
             f"texts must hold at least 2 different texts to learn from, but {len(train)} were found"
         )
     other = {
-        source.name: _chosen({text for text in source.read() if text not in seen}, most_other)
+        source.name: _chosen(
+            {text for texts in source.read() for text in texts if text not in seen}, most
+        )
         for source in others
     }
     return Texts(
         train,
-        _chosen(held_out, most_held_out),
+        _chosen(held_out, most),
         {name: texts for name, texts in other.items() if len(texts) > 2},
+        units,
     )
 
 
@@ -234,55 +257,3 @@ def token_lengths(texts, tokenizer, max_length, path):
     with new_file(path) as file:
         np.save(file, np.array(lengths, dtype=np.int32))
     return np.array(lengths, dtype=np.int32)
-
-
-class SimilarLengths(DefaultBatchSampler):
-    """Batches of texts of nearly one length: attention on the CPU runs once a length.
-
-    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the
-    batches. `group` neighbouring batches hold texts of one length: those of the processes of a
-    step, which wait for each other.
-
-    Args:
-        dataset: of N texts.
-        lengths: (N,) tokens of each.
-    """
-
-    pool = 64
-
-    def __init__(
-        self,
-        dataset,
-        batch_size,
-        drop_last=True,
-        generator=None,
-        seed=0,
-        lengths=None,
-        group=1,
-        **kwargs,
-    ):
-        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
-        self.lengths = torch.from_numpy(np.asarray(lengths))
-        self.group = group
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return max(1, len(self.lengths) // (self.batch_size * self.group)) * self.group
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator)
-        together = self.batch_size * self.group
-        groups = []
-        for part in order.split(self.pool * together):
-            part = part[self.lengths[part].argsort(stable=True)]
-            groups += [rows for rows in part.split(together) if len(rows) == together]
-        groups = groups or [order]  # fewer texts than one step takes
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            yield from (
-                rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group))
-            )

@@ -387,7 +387,9 @@ class AgreementOptions(Arguments):
     held_out_percent: float = option(
         1.0, "of the texts, by hash, to measure with", above=0, most=50
     )
-    held_out_texts: int = option(2000, "at most so many of them", least=3)
+    held_out_texts: int = option(
+        2000, "at most so many of them, and of each of other_texts", least=3
+    )
 
 
 @dataclass(kw_only=True)
@@ -398,6 +400,11 @@ class TrainingOptions(Arguments):
         "auto",
         "of the teacher's weights while its vectors are computed; int8 for a NeoBERT on a CPU",
         choices=DTYPES,
+    )
+    neighbours: int = option(
+        0,
+        "units (texts, or pairs) in the same batch as one to which the teacher finds them nearest",
+        least=0,
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)

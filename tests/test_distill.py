@@ -28,8 +28,8 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
 from neobert.embeddings.distill import DistillTrainer, train
+from neobert.embeddings.distill_batches import SimilarLengths
 from neobert.embeddings.distill_data import (
-    SimilarLengths,
     TeacherVectors,
     TextSource,
     is_held_out,
@@ -541,14 +541,42 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     )
 
 
+def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
+    pairs, seen, losses = tmp_path / "pairs.jsonl", [], DistillLoss.forward
+    rows = [{"short": text, "long": f"{text}, which is a long text"} for text in TEXTS]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = {"path": str(pairs), "column": "short", "pair": "long"}
+
+    def loss(self, features, labels):
+        seen.append(labels)
+        return losses(self, features, labels)
+
+    monkeypatch.setattr(DistillLoss, "forward", loss)
+    likeness = {}
+    for neighbours in (0, 3):
+        seen.clear()
+        (tmp_path / str(neighbours)).mkdir()
+        changes = {"texts": [entry], "other_texts": None, "neighbours": neighbours}
+        path = recipe(tmp_path / str(neighbours), teacher, (str(pairs), ""), **changes)
+        assert command(["distill", path]) == 0 and len(seen) == 6
+        similarities = [torch.nn.functional.normalize(labels.float(), dim=-1) for labels in seen]
+        likeness[neighbours] = float(torch.stack([(v @ v.T).mean() for v in similarities]).mean())
+    assert likeness[3] > likeness[0] + 0.01
+    figures = json.loads((tmp_path / "3" / "student" / "figures.json").read_text())
+    seconds = [row["cpu_seconds"] for row in figures["losses"]]
+    assert len(seconds) == 6 and seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, seed):
-    """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint."""
-    steps = {"max_steps": 14, "save_steps": 2}
+    """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint; batches of
+    texts of one length and of texts that are alike."""
+    steps, near = {"max_steps": 14, "save_steps": 2}, {"neighbours": 2 * seed}
     for name in "ab":
         (tmp_path / name).mkdir()
-    assert command(["distill", recipe(tmp_path / "a", teacher, files, trainer=steps)]) == 0
+    path = recipe(tmp_path / "a", teacher, files, trainer=steps, **near)
+    assert command(["distill", path]) == 0
     random, train_step = np.random.default_rng(seed), DistillTrainer.training_step
     for step in sorted(random.integers(1, 8, size=2 + seed).tolist()):
         number = signal.SIGTERM if random.integers(2) else signal.SIGINT
@@ -560,10 +588,10 @@ def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, se
 
         with monkeypatch.context() as patch:
             patch.setattr(DistillTrainer, "training_step", interrupted)
-            assert command(["distill", recipe(tmp_path / "b", teacher, files, trainer=steps)]) == (
-                143 if number == signal.SIGTERM else 130
-            )
-    assert command(["distill", recipe(tmp_path / "b", teacher, files, trainer=steps)]) == 0
+            path = recipe(tmp_path / "b", teacher, files, trainer=steps, **near)
+            assert command(["distill", path]) == (143 if number == signal.SIGTERM else 130)
+    path = recipe(tmp_path / "b", teacher, files, trainer=steps, **near)
+    assert command(["distill", path]) == 0
     first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 

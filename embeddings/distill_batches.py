@@ -1,0 +1,155 @@
+"""Which texts of a distillation share a batch: those of one length, or those that are alike.
+
+The similarity loss learns only from pairs of texts within a batch. Of random texts nearly all pairs
+are far apart; retrieval is decided between near ones.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from sentence_transformers.base.sampler import DefaultBatchSampler
+
+
+PART = 32_768  # units among which neighbours are searched
+
+
+class SimilarLengths(DefaultBatchSampler):
+    """Batches of texts of nearly one length: attention on the CPU runs once a length.
+
+    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the
+    batches. `group` neighbouring batches hold texts of one length: those of the processes of a
+    step, which wait for each other.
+
+    Args:
+        dataset: of N texts.
+        lengths: (N,) tokens of each.
+    """
+
+    pool = 64
+
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        drop_last=True,
+        generator=None,
+        seed=0,
+        lengths=None,
+        group=1,
+        **kwargs,
+    ):
+        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
+        self.lengths = torch.from_numpy(np.asarray(lengths))
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return max(1, len(self.lengths) // (self.batch_size * self.group)) * self.group
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)
+        together = self.batch_size * self.group
+        groups = []
+        for part in order.split(self.pool * together):
+            part = part[self.lengths[part].argsort(stable=True)]
+            groups += [rows for rows in part.split(together) if len(rows) == together]
+        groups = groups or [order]  # fewer texts than one step takes
+        for index in torch.randperm(len(groups), generator=generator).tolist():
+            yield from (
+                rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group))
+            )
+
+
+class NearTexts(DefaultBatchSampler):
+    """Batches of bundles: a unit (texts that belong together) and the units that the teacher finds
+    nearest to it and that no bundle before has.
+
+    Each epoch makes other bundles, cuts their texts in batches of `batch_size`, and shuffles these.
+
+    Args:
+        dataset: of N texts.
+        units: list of lists of text numbers; every text is in one.
+        near: (U, K) numbers of the units nearest to each, nearest first, as of `nearest_units`.
+        neighbours: most units of a bundle beside its first.
+        group: batches of a step, one a process.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        drop_last=True,
+        generator=None,
+        seed=0,
+        units=None,
+        near=None,
+        neighbours=0,
+        group=1,
+        **kwargs,
+    ):
+        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
+        self.units = units
+        self.near = near
+        self.neighbours = neighbours
+        self.count = len(dataset)
+        self.group = group
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return max(1, self.count // (self.batch_size * self.group)) * self.group
+
+    def bundles(self, generator):
+        """Lists of unit numbers; each unit is in one."""
+        used = np.zeros(len(self.units), dtype=bool)
+        for first in torch.randperm(len(self.units), generator=generator).tolist():
+            if not used[first]:
+                near = self.near[first]
+                found = [first, *near[~used[near]][: self.neighbours].tolist()]
+                used[found] = True
+                yield found
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = [text for units in self.bundles(generator) for u in units for text in self.units[u]]
+        size = min(self.batch_size, max(1, len(order) // self.group))
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        batches = [rows for rows in batches if len(rows) == size][: len(self)]
+        for index in torch.randperm(len(batches), generator=generator).tolist():
+            yield batches[index]
+
+
+def nearest_units(vectors, units, count, seed=0):
+    """The nearest other units of each by cosine, (U, K) int64, nearest first.
+
+    Units are searched in random parts of `PART`, so that the work grows as the number of texts.
+    K is `count`, or less where the smallest part has fewer others.
+
+    Args:
+        vectors: function from a list of text numbers to (n, D) float32, the teacher's vectors.
+        units: list of lists of text numbers; the mean of their unit vectors stands for a unit.
+    """
+    order = np.random.default_rng(seed).permutation(len(units))
+    parts = np.array_split(order, -(-len(units) // PART))
+    count = min(count, min(map(len, parts)) - 1)
+    near = np.empty((len(units), count), dtype=np.int64)
+    for part in parts:
+        sizes = torch.tensor([len(units[u]) for u in part])
+        found = F.normalize(torch.from_numpy(vectors([t for u in part for t in units[u]])), dim=-1)
+        owner = torch.repeat_interleave(torch.arange(len(part)), sizes)
+        means = torch.zeros(len(part), found.shape[1]).index_add_(0, owner, found)
+        means = F.normalize(means, dim=-1)
+        for start in range(0, len(part), 1024):
+            scores = means[start : start + 1024] @ means.T
+            own = torch.arange(len(scores))
+            scores[own, start + own] = -2
+            near[part[start : start + 1024]] = part[scores.topk(count).indices.numpy()]
+    return near

@@ -1,0 +1,56 @@
+"""Pins the curve of quality over training: CPU hours of a checkpoint, each text asked once of the
+teacher, and a page whose counts are those of its figures."""
+
+import json
+
+import numpy as np
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+
+from neobert.benchmarks import open_text_curve
+from neobert.common.errors import UserError
+
+
+def test_cpu_hours_are_those_of_all_processes(tmp_path):
+    assert open_text_curve.spent(tmp_path, 2) == (0, 0.0)
+    state = {"global_step": 30, "log_history": [{"cpu_seconds": 900.0}, {"cpu_seconds": 1800.0}]}
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps(state))
+    assert open_text_curve.spent(tmp_path, 3) == (30, 1.5)
+    path.write_text(json.dumps({"global_step": 30, "log_history": [{"loss": 1.0}]}))
+    with pytest.raises(UserError, match="cpu_seconds"):
+        open_text_curve.spent(tmp_path, 2)
+
+
+def test_a_text_is_encoded_once():
+    asked = []
+
+    def encode(texts):
+        asked.extend(texts)
+        return np.array([[float(len(text))] for text in texts])
+
+    remembered = open_text_curve.kept(encode)
+    assert remembered(["a", "bbb", "a"]).tolist() == [[1], [3], [1]]
+    assert remembered(["bbb", "cc"]).tolist() == [[3], [2]] and asked == ["a", "bbb", "cc"]
+    assert remembered(["a"]).tolist() == [[1]] and asked == ["a", "bbb", "cc"]
+
+
+def test_the_page_counts_what_is_above(tmp_path):
+    def point(step, ours, both):
+        figures = {"ours": {"mrr": ours, "share": ours / 0.8}, "BM25": {"mrr": 0.5}}
+        figures["BM25 + ours"] = {"mrr": both}
+        return {
+            "step": step,
+            "cpu_hours": step / 100,
+            "retrieval": {"first test": figures},
+            "agreement": {"prose": {"spearman": 0.7}},
+        }
+
+    points = [point(0, 0.4, 0.6), point(50, 0.6, 0.55)]
+    page = open_text_curve.page(points)
+    assert "| 50 | 0.50 | 0.750 |" in page and "| 0 | 0.00 | 0.700 |" in page
+    assert "| 0 | 0.00 | 0 | 1 |" in page and "| 50 | 0.50 | 1 | 0 |" in page
+    path = open_text_curve.plot(points, tmp_path / "curve.png", {})
+    assert path.read_bytes().startswith(b"\x89PNG")
