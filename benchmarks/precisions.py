@@ -253,7 +253,9 @@ def summarise(found, texts):
     rows = []
     for name, rounds in found.items():
         engine = ENGINES[name]
-        group = "ours" if name.startswith("torch-") else "engine" if engine.same_weights else "model"
+        group = (
+            "ours" if name.startswith("torch-") else "engine" if engine.same_weights else "model"
+        )
         row = {
             "engine": name,
             "name": engine.name,
