@@ -55,9 +55,9 @@ class Engine:
         name, precision: of the row.
         how: the setting, in words.
         open: function of (files, threads) -> session: a function of a list of lists of token ids,
-        special tokens included, that returns float
-            vectors (texts, D). A session with an attribute `batch` takes that many texts at once;
-            its best value is found by trying. Torch's own threads are set by the caller.
+            special tokens included, that returns float vectors (texts, D). A session with an
+            attribute `batch` takes that many texts at once; its best value is found by trying.
+            Torch's own threads are set by the caller.
         size: function of files -> bytes of the model on disk.
         same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
     """
@@ -181,7 +181,7 @@ class Padded:
 
     Args:
         forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last
-        hidden states, (B, L, D) each.
+            hidden states, (B, L, D) each.
     """
 
     batch = 8

@@ -371,7 +371,7 @@ def measure(texts, encoders, cut, apart):
     Args:
         texts: {kind: rows}, as `corpus` gives them.
         encoders: {"teacher": function from a list of N texts to (N, D) unit vectors, "ours": the
-        same}.
+            same}.
         cut: as of `retrieval_tests`.
         apart: {kind: rows}, as `development` gives them.
     Returns:

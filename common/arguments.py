@@ -30,7 +30,7 @@ def option(
         positional: given without a name, before all options.
         free: a run that is continued may change it: it touches no number of the result.
         bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item
-        where the value is a list.
+            where the value is a list.
     """
     unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
     assert not unknown, f"option() has no {unknown}"
@@ -191,14 +191,13 @@ def read_arguments(dataclass_types, argv, trainer=None):
         dataclass_types: every option belongs to exactly one of them.
         argv: positional values and YAML recipes (later ones win), then `--name value`.
         trainer: {option: default} of transformers' TrainingArguments, where the command trains.
-        Adds a dict to what is returned: these
-            defaults, then `trainer:` of the recipes, then what the command line gives under
-            Trainer's own names.
+        Adds a dict to what is returned: these defaults, then `trainer:` of the recipes, then what
+            the command line gives under Trainer's own names.
     Returns:
         list with one object for each type, and the dict of Trainer's options.
     Raises:
         UserError: an unknown option, a value of a wrong type or out of its range, a recipe that
-        cannot be read.
+            cannot be read.
     """
     fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
     hints = {
@@ -384,7 +383,7 @@ class Options:
         command: as it is typed, "neobert encode".
         about: what it does, in a sentence or two.
         groups: dataclasses of options. Those of one topic are one class, or one base class of
-        theirs.
+            theirs.
         example: a command line that works.
         trainer: {option: default} of transformers' TrainingArguments, for a command that trains.
     """

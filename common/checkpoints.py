@@ -78,7 +78,7 @@ def lock_run(owner):
 
     Raises:
         UserError: another run has the folder; in the run's other processes SystemExit, so that one
-        sentence is printed.
+            sentence is printed.
     """
     error = None
     with contextlib.ExitStack() as stack:
@@ -241,7 +241,7 @@ def resume_point(folder):
 
     Raises:
         UserError: a process of another machine does not find the checkpoint, because `folder` is
-        not on a common file system.
+            not on a common file system.
     """
     step = -1
     if is_main():
@@ -268,7 +268,7 @@ def train(trainer, keep_every=0, before=None, keep=()):
         trainer: a transformers Trainer; all processes of the run must call this.
         keep_every, keep: of `Checkpoints`.
         before: called with the checkpoint that is continued from, if there is one, before the
-        training.
+            training.
     Returns:
         Trainer's TrainOutput; its training_loss is nan where no step was left to train. Its metrics
         have train_runtime and cpu_seconds of the run with all its continuations.

@@ -109,7 +109,7 @@ def fastest_dtype(rates):
 
     Args:
         rates: {"float32", "float16", "bfloat16": operations a second}. CPUs without units for 16
-        bits are up to 400 times slower in them.
+            bits are up to 400 times slower in them.
     """
     fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
     if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:

@@ -138,7 +138,7 @@ def encode(arguments, progress_bar=True, encoder=None):
     Args:
         arguments: `EncodeArguments`.
         encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one
-        process.
+            process.
     Returns:
         dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in
         the first rank "vectors": their number, and "cut": how many texts of the corpus were longer

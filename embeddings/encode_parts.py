@@ -112,7 +112,7 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
         alike: of `read_rows`.
     Raises:
         UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in
-        type.
+            type.
     """
     windows = []
     start, rows, characters = None, 0, 0

@@ -58,10 +58,10 @@ def load_sentence_transformer(
     Args:
         model: folder or Hub name. Weights of task heads are left out.
         max_length: tokens per text; longer texts are truncated. By default the model's own limit,
-        and never more than its positions.
+            and never more than its positions.
         pooling: "mean" or "cls" for a bare encoder; a sentence encoder keeps its own.
         tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the
-        packaged one.
+            packaged one.
     Raises:
         UserError: there is no such model, or it cannot be read.
     """
@@ -294,10 +294,10 @@ class PackedEncoder:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
             prompt: that the texts were tokenized with; some models leave its tokens out of the
-            pooling.
+                pooling.
             ranges: a (k, 2) array for each text, its tokens of which the k vectors of this text are
-            the means, first and after the last; N is then their number. For a model whose pooling
-            is the mean.
+                the means, first and after the last; N is then their number. For a model whose
+                pooling is the mean.
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """

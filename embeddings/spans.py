@@ -77,8 +77,8 @@ def passes(found, count, room, margin):
         found: the spans of the text, each at most `room` tokens long.
         count: tokens of the text.
         room: most tokens of the text in a pass.
-        margin: tokens before and after a span that it is to be read with; less where a span and
-            two margins are longer than `room`.
+        margin: tokens before and after a span that it is to be read with; less where a span and two
+            margins are longer than `room`.
     Returns:
         list of `Pass`; every span is in exactly one, and their order is kept.
     """

@@ -72,7 +72,7 @@ def write_report(output, history, metrics, result, sources):
         history: `log_history` of the run.
         metrics: of the final model.
         result: content of result.json: environment, steps, tokens_seen, seconds, cpu_seconds,
-        average_last.
+            average_last.
         sources: {name: share of the texts} of weighted sources, or {}.
     """
     names = [

@@ -23,14 +23,13 @@ class BatchSpec:
 
     Args:
         layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a
-        mask;
-            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which
-            attend to each other.
+            mask; "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts,
+            which attend to each other.
         tokens: of a packed micro-batch at most; rows x length of one without boundaries.
         texts: of a padded or packed micro-batch, in place of `tokens`.
         length: tokens of a text at most, special tokens included.
         mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of
-        these parts. A mapping will do.
+            these parts. A mapping will do.
         long_texts: "truncate", or "split" into windows of `length`.
         seed: of order, mixture and masks.
     Raises:

@@ -45,7 +45,7 @@ def choose_tokenizer(given, start, init_embeddings=None):
         init_embeddings: how rows for the vocabulary of `given` are made, or None.
     Raises:
         UserError: `given` is not the tokenizer of `start`, and nothing says where its rows come
-        from.
+            from.
     """
     if start is None:
         return load_tokenizer(given or str(TOKENIZER), padding=False)
@@ -97,13 +97,13 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     Args:
         model_config: {field of NeoBERTConfig: value}, or None.
         init_from: where its weights come from (see `weights_folder`), or None for a fresh
-        initialisation.
+            initialisation.
         tokenizer: whose vocabulary it has.
         seed: of the initialisation.
         rows: `Rows` that replace the vocabulary of `init_from`, or None.
     Raises:
         UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's,
-        weights of another architecture.
+            weights of another architecture.
     """
     given = dict(model_config or {})
     check_model_fields(given, "model_config")

@@ -185,7 +185,7 @@ class BatchArguments(Arguments):
 
         Raises:
             UserError: the step is not a multiple of what `processes` devices take at once, or has
-            another unit than the micro-batch.
+                another unit than the micro-batch.
         """
         unit, size = self.spec(0).size
         step, other = (

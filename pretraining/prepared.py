@@ -126,7 +126,7 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
         the contents of prepared.json.
     Raises:
         UserError: `out` holds another source's set or other files, another process prepares it, or
-        no row has text.
+            no row has text.
     """
     out, key = Path(out), redacted(_key(sources, tokenizer))
     check_folder(out, "prepared")

@@ -42,7 +42,7 @@ class Source:
         subset, revision, split: of a Hub data set; a saved set has splits too.
         column: with the text; files of plain text have none.
         weight: probability that a text of the run is one of this source, relative to those of the
-        other sources; None: as many as it has.
+            other sources; None: as many as it has.
     """
 
     name: str
@@ -189,7 +189,7 @@ def load_rows(sources, streaming=False):
         a `datasets.Dataset` or, when streaming, `IterableDataset`.
     Raises:
         UserError: a source, its split or its column is not there or holds no text, or a file cannot
-        be read.
+            be read.
     """
     parts = [_load_source(source, streaming) for source in sources]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)

@@ -53,7 +53,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         masking, spec: `TokenMasking`, `BatchSpec`.
         count: micro-batches of the run in all processes, for a mask schedule.
         rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
-        run's (i * world_size + rank)-th.
+            run's (i * world_size + rank)-th.
         workers: of the DataLoader; 0: it reads in the process itself.
     """
 
@@ -224,7 +224,7 @@ class Reader:
 
         Args:
             before: the stream's state, where it was loaded; until its first row `datasets` says
-            that of the shard's start.
+                that of the shard's start.
         """
         self.before, self.row = self.stream.state_dict() if before is None else before, 0
         texts = next(self.groups, {"text": []})["text"]

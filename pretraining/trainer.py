@@ -32,7 +32,7 @@ def flops_per_batch(config, tokens, squares, predicted):
 
     Args:
         tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder
-        computes.
+            computes.
     """
     hidden, inner = config.hidden_size, config.ffn_inner_size
     per_layer = 4 * hidden * hidden + (3 if config.hidden_act == "swiglu" else 2) * hidden * inner

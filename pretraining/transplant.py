@@ -28,7 +28,7 @@ class Rows:
 
     Attributes:
         sources: of each new id the old ids whose mean it is, [] for the mean of all; None: the rows
-        are drawn anew.
+            are drawn anew.
         ordinary: old ids whose mean that is: no special tokens, no [unused1].
         counts: {kind: new ids}.
     """

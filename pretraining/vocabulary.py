@@ -283,7 +283,7 @@ def make_tokenizer(text, wanted):
 
     Raises:
         UserError: no text, a vocabulary smaller than the alphabet, an EXTEND of another kind, an
-        output that is there.
+            output that is there.
     """
     where = (text.subset, text.split, text.column)
     sources = parse_sources(text.texts, *where)

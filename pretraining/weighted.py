@@ -52,7 +52,7 @@ class WeightedOrder:
         seed: tuple of integers.
     Attributes:
         count: texts of a pass: until the first source is exhausted, or so many that the rarest is
-        drawn `LEAST_DRAWS` times.
+            drawn `LEAST_DRAWS` times.
     """
 
     def __init__(self, ids, ends, shares, seed):

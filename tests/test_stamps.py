@@ -222,9 +222,8 @@ def files_of(folder):
 def test_vectors_of_another_model_are_refused(corpus, more, model_folder, tmp_path):
     shutil.copytree(model_folder, tmp_path / "other")
     embed(corpus, tmp_path / "out.parquet", model_folder)
-    embed(
-        more, tmp_path / "out.parquet", tmp_path / "other", append=True
-    )  # the same by its weights
+    # the same by its weights
+    embed(more, tmp_path / "out.parquet", tmp_path / "other", append=True)
     model = NeoBERTModel.from_pretrained(tmp_path / "other")
     torch.nn.init.normal_(model.layer_norm.weight)
     model.save_pretrained(tmp_path / "other")
