@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from neobert.__main__ import main
 from neobert.benchmarks import adaptation
 from neobert.benchmarks.report import main as report
-from neobert.common.checkpoints import checkpoints
+from neobert.common.checkpoint_files import checkpoints
 from neobert.common.errors import Stopped
 from neobert.common.yaml_files import read_yaml
 from neobert.pretraining import averaging, pretrain
