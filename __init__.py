@@ -54,7 +54,8 @@ _Registration.register()
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    file = "configuration_neobert" if name == "NeoBERTConfig" else "modeling_neobert"
+    files = {"NeoBERTConfig": "configuration_neobert", "quantize_int8": "common.int8"}
+    file = files.get(name, "modeling_neobert")
     return getattr(importlib.import_module(f".{file}", __name__), name)
 
 
@@ -74,4 +75,5 @@ __all__ = [
     "NeoBERTModel",
     "NeoBERTPreTrainedModel",
     "__version__",
+    "quantize_int8",
 ]

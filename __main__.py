@@ -20,9 +20,9 @@ class Command:
         topic: heading of --help that it is under.
         about: what it does, in a few words.
         module: whose `main(argv)` runs it. The options module of its room has its --help, and
-        imports neither torch nor transformers.
+            imports neither torch nor transformers.
         needs: the extra of setup.cfg and the modules that it brings, checked before the command's
-        own imports.
+            own imports.
     """
 
     topic: str
@@ -79,6 +79,12 @@ COMMANDS = {
     ),
     "convert": Command(
         "pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"
+    ),
+    "tokenizer": Command(
+        "pre-training",
+        "a WordPiece tokenizer from texts",
+        "pretraining.vocabulary",
+        ("train", "datasets"),
     ),
     "pretrain": Command(
         "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN

@@ -55,9 +55,9 @@ class Engine:
         name, precision: of the row.
         how: the setting, in words.
         open: function of (files, threads) -> session: a function of a list of lists of token ids,
-        special tokens included, that returns float
-            vectors (texts, D). A session with an attribute `batch` takes that many texts at once;
-            its best value is found by trying. Torch's own threads are set by the caller.
+            special tokens included, that returns float vectors (texts, D). A session with an
+            attribute `batch` takes that many texts at once; its best value is found by trying.
+            Torch's own threads are set by the caller.
         size: function of files -> bytes of the model on disk.
         same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
     """
@@ -150,14 +150,20 @@ def _neobert(files, dtype):
     return model
 
 
-def _dynamic(model):
-    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+def _ours(model):
+    from ..common.int8 import quantize_int8
+
+    return quantize_int8(model, even_if_slow=True)
 
 
 def _torchao(model):
+    """With what its fused path wants of a compiler: constant weights, and without AMX an import
+    that registers its patterns."""
     require("int8", "torchao")
+    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
+    torch._inductor.config.freezing = True
     quantize_(model, Int8DynamicActivationInt8WeightConfig())
     return model
 
@@ -175,7 +181,7 @@ class Padded:
 
     Args:
         forward: function of a list of (ids, mask) batches, int64 (B, L), that returns their last
-        hidden states, (B, L, D) each.
+            hidden states, (B, L, D) each.
     """
 
     batch = 8
@@ -428,14 +434,18 @@ ENGINES = {
     "torch-fp16": torch_engine("fp16"),
     "torch-bf16-compiled": torch_engine("bf16", compiled=True),
     "torch-fp16-compiled": torch_engine("fp16", compiled=True),
-    "torch-ao-int8": torch_int8_engine(
-        "torch.ao", "`torch.ao.quantization.quantize_dynamic` of the linear layers", _dynamic
+    "torch-int8": torch_int8_engine("torch", "`neobert.quantize_int8`", _ours),
+    "torch-int8-compiled": torch_int8_engine(
+        "torch", "`neobert.quantize_int8`", _ours, compiled=True
     ),
     "torchao-int8": torch_int8_engine(
         "torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao
     ),
     "torchao-int8-compiled": torch_int8_engine(
-        "torchao", "`Int8DynamicActivationInt8WeightConfig`", _torchao, compiled=True
+        "torchao",
+        "`Int8DynamicActivationInt8WeightConfig`, `torch._inductor.config.freezing`",
+        _torchao,
+        compiled=True,
     ),
     "onnx-fp32": onnx_engine("fp32", ["export/onnx/model.onnx"]),
     "onnx-int8": onnx_engine("int8", ["export/onnx/model_quantized.onnx"]),

@@ -41,7 +41,7 @@ class Step:
         title: heading of its part of the page.
         limit: seconds after which it is stopped; what it found by then is kept.
         run: function of (what an earlier call found or None, save(found), output folder, whether it
-        is a rehearsal).
+            is a rehearsal).
         page: function of what was found; markdown.
     """
 
@@ -59,10 +59,8 @@ def run_tests(before, save, folder, rehearse):
     """`pytest -m gpu`, a process for each file, so that a broken CUDA context ends one file alone;
     the log is in gpu_tests.log."""
     # 5: all are skipped without a GPU
-    found, passed = (
-        dict(before or {}),
-        (0, 5) if rehearse else (0,),
-    )
+    found = dict(before or {})
+    passed = (0, 5) if rehearse else (0,)
     with open(folder / "gpu_tests.log", "a", encoding="utf-8") as log:
         for name in GPU_TESTS:
             if found.get(name, {}).get("code") in passed:

@@ -58,7 +58,7 @@ def ratio(others, mine):
 
     Args:
         others, mine: seconds of the same repeats. The ratio is that of neighbours, from which a
-        change of the machine's pace cancels.
+            change of the machine's pace cancels.
     """
     each = [other / own for other, own in zip(others, mine)]
     return {"ratio": statistics.median(each), "quartiles": quartiles(each)}

@@ -181,10 +181,10 @@ def build(name, implementation, device, dtype, small=None, shared=None):
         name, implementation: keys of `MODELS` and `IMPLEMENTATIONS`.
         small: configuration fields that replace the published ones (tests).
         shared: a model of the same class and size whose weights are used again, so that a variant
-        costs no memory.
+            costs no memory.
     Raises:
         ImportError, ValueError: the implementation is not available here; the message is the
-        library's.
+            library's.
     """
     attention, layout, compiled, _ = IMPLEMENTATIONS[implementation]
     model_class, make_config, longest = MODELS[name]

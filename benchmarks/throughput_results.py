@@ -139,7 +139,7 @@ def load_done(output, settings, resume):
 
     Raises:
         UserError: `output` is a file, or holds results or other files that this run would replace,
-        or was measured with other settings.
+            or was measured with other settings.
     """
     check_folder(output, "output")
     path = Path(output) / "throughput.json"

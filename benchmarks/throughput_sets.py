@@ -18,11 +18,10 @@ def draw_lengths(name, count, seed=0, file_lengths=None):
 
     Args:
         name: "512" (fixed), "normal-256", "normal-4096", "short" (log-normal, median 48, sigma 0.7,
-        4 to 512: about 0.3 of a batch of 32 is
-            real), "fill-30" (one text of 512 and others of which the batch has 30 % real tokens),
-            "texts".
+        4 to 512: about 0.3 of a batch of 32 is real), "fill-30" (one text of 512 and others of
+            which the batch has 30 % real tokens), "texts".
         file_lengths: of the texts of a file; drawn from without order, with repetition where it has
-        fewer than `count`.
+            fewer than `count`.
     """
     generator = torch.Generator().manual_seed(seed)
     if name.isdigit():

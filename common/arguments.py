@@ -6,10 +6,10 @@ transformers' Trainer go through as they are: under
 `trainer:` in a recipe, by their names on the command line.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
+import keyword
 import math
 import types
 import typing
@@ -30,7 +30,7 @@ def option(
         positional: given without a name, before all options.
         free: a run that is continued may change it: it touches no number of the result.
         bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item
-        where the value is a list.
+            where the value is a list.
     """
     unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
     assert not unknown, f"option() has no {unknown}"
@@ -70,7 +70,9 @@ def check_values(values, bounds, where=""):
     for name, value in values.items():
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if problem := _problem(item, bounds.get(name, {})):
-                raise UserError(f"{name}{where} must be {problem}, but {item!r} was given")
+                raise UserError(
+                    f"{name.rstrip('_')}{where} must be {problem}, but {item!r} was given"
+                )
 
 
 def _problem(value, bounds):
@@ -109,21 +111,30 @@ def _kinds(hint):
     return [kind for kind in alternatives if kind is not types.NoneType]
 
 
+def _plain(hint):
+    """As `_kinds`, `list` for `list[str]`."""
+    return [typing.get_origin(kind) or kind for kind in _kinds(hint)]
+
+
 def _convert(hint, value):
     """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError
     if it cannot be."""
     if hint is typing.Any:
         return value
     kinds = _kinds(hint)
-    plain = [typing.get_origin(kind) or kind for kind in kinds]
+    plain = _plain(hint)
     if types.NoneType in typing.get_args(hint) and (value is None or value in ("None", "null")):
         return None
     if value is None:
         raise ValueError
     for kind, mark in ((dict, "{"), (list, "[")):
         if kind in plain and isinstance(value, str) and value.lstrip().startswith(mark):
-            with contextlib.suppress(ValueError):  # else it is text, a pattern such as [ab]*.txt
+            try:
                 value = read_collection(value, kind)
+            except UserError:
+                raise
+            except ValueError:
+                pass  # it is text, a pattern such as [ab]*.txt
     if plain == [list] and not isinstance(value, (list, dict)):
         value = [value]
     if isinstance(value, (list, dict)):
@@ -180,14 +191,13 @@ def read_arguments(dataclass_types, argv, trainer=None):
         dataclass_types: every option belongs to exactly one of them.
         argv: positional values and YAML recipes (later ones win), then `--name value`.
         trainer: {option: default} of transformers' TrainingArguments, where the command trains.
-        Adds a dict to what is returned: these
-            defaults, then `trainer:` of the recipes, then what the command line gives under
-            Trainer's own names.
+        Adds a dict to what is returned: these defaults, then `trainer:` of the recipes, then what
+            the command line gives under Trainer's own names.
     Returns:
         list with one object for each type, and the dict of Trainer's options.
     Raises:
         UserError: an unknown option, a value of a wrong type or out of its range, a recipe that
-        cannot be read.
+            cannot be read.
     """
     fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
     hints = {
@@ -197,9 +207,8 @@ def read_arguments(dataclass_types, argv, trainer=None):
         if name in fields
     }
     trainer_hints = _trainer_hints() if trainer is not None else {}
-    values, recipes, rest = _positional(
-        argv, [name for name, f in fields.items() if f.metadata.get("positional")]
-    )
+    names = [name for name, f in fields.items() if f.metadata.get("positional")]
+    values, recipes, rest = _positional(argv, names, {n for n in names if list in _plain(hints[n])})
     for_trainer = dict(trainer or {})
     for path in recipes:
         recipe = read_yaml(_shipped(path))
@@ -270,12 +279,18 @@ def _spelled(name, fields):
     return (
         name.upper()
         if described is not None and described.metadata.get("positional")
-        else f"--{name.replace('_', '-')}"
+        else _dashed(name)
     )
 
 
-def _positional(argv, names):
-    """({positional name: value}, recipes, the rest) of a command line."""
+def _dashed(name):
+    """A field as an option: a name that Python keeps for itself, `for_`, loses its mark."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def _positional(argv, names, several):
+    """({positional name: value}, recipes, the rest) of a command line. A name among `several` takes
+    all values that follow, as a list."""
     argv, values, recipes = list(argv), {}, []
     names = list(names)
     while argv and not argv[0].startswith("-"):
@@ -283,7 +298,10 @@ def _positional(argv, names):
         if not value:
             raise UserError("an argument is empty; --help lists what is expected")
         if names and Path(value).suffix not in (".yaml", ".yml"):
-            values[names.pop(0)] = value
+            if names[0] in several:
+                values.setdefault(names[0], []).append(value)
+            else:
+                values[names.pop(0)] = value
         else:
             recipes.append(value)
     return values, recipes, argv
@@ -297,6 +315,7 @@ def _options(argv, hints):
         if argument.startswith("--") and len(argument) > 2:
             spelled, equals, value = argument[2:].partition("=")
             name = spelled.replace("-", "_")
+            name += "_" * keyword.iskeyword(name)  # --for is the field for_
             if name not in hints:
                 raise UserError(f"unknown argument {argument!r}{nearest(name, hints, '--')}")
             values[name] = [value] if equals else []
@@ -307,13 +326,11 @@ def _options(argv, hints):
         else:
             values[name].append(argument)
     for name, given in values.items():
-        kinds = [typing.get_origin(kind) or kind for kind in _kinds(hints[name])]
+        kinds = _plain(hints[name])
         if not given and bool not in kinds:
-            raise UserError(f"--{name.replace('_', '-')} needs a value, {_words(hints[name])}")
+            raise UserError(f"{_dashed(name)} needs a value, {_words(hints[name])}")
         if len(given) > 1 and list not in kinds:
-            raise UserError(
-                f"--{name.replace('_', '-')} takes one value, but {' '.join(given)!r} was given"
-            )
+            raise UserError(f"{_dashed(name)} takes one value, but {' '.join(given)!r} was given")
         if not given:
             values[name] = True
         elif list not in kinds or (len(given) == 1 and (str in kinds or given[0].startswith("["))):
@@ -349,6 +366,8 @@ def typed(section, hints, where, otherwise="--help lists the options"):
             )
         try:
             values[name] = _convert(hints[name], value)
+        except UserError:
+            raise
         except (ValueError, TypeError, OverflowError):
             raise UserError(
                 f"{name} {where} must be {_words(hints[name])}, but {value!r} was given"
@@ -364,7 +383,7 @@ class Options:
         command: as it is typed, "neobert encode".
         about: what it does, in a sentence or two.
         groups: dataclasses of options. Those of one topic are one class, or one base class of
-        theirs.
+            theirs.
         example: a command line that works.
         trainer: {option: default} of transformers' TrainingArguments, for a command that trains.
     """
@@ -386,8 +405,13 @@ class Options:
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
         fields = {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
+        hints = {
+            n: hint for group in self.groups for n, hint in typing.get_type_hints(group).items()
+        }
         positional = [
-            _spelled(name, fields) for name, f in fields.items() if f.metadata.get("positional")
+            _spelled(name, fields) + ("..." if list in _plain(hints[name]) else "")
+            for name, f in fields.items()
+            if f.metadata.get("positional")
         ]
         lines = [
             " ".join(

@@ -10,7 +10,7 @@ def compile_blocks(model, **options):
 
     Args:
         model: any model of transformers with `config.num_hidden_layers` blocks in a list, alone or
-        under a head.
+            under a head.
         options: of `torch.compile`.
     Returns:
         `model`.

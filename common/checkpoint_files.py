@@ -176,9 +176,9 @@ def set_aside(folder, step):
                 path.rename(next(name for name in names if not name.exists()))
 
 
-def forget(folder, limit, keep_every, best=None):
-    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's and
-    the best; removes the others.
+def forget(folder, limit, keep_every, best=None, keep=()):
+    """Keeps the newest `limit` complete checkpoints (all if None), every `keep_every`-th step's,
+    those of the steps `keep` and the best; removes the others.
 
     What `set_aside` kept goes as soon as the run has come as far again.
     """
@@ -189,7 +189,8 @@ def forget(folder, limit, keep_every, best=None):
             remove_checkpoint(path)
     for step in list(finished)[:-limit] if limit else []:
         path = finished[step]
-        if not (keep_every and step % keep_every == 0) and path.name != Path(best or "").name:
+        kept = step in keep or (keep_every and step % keep_every == 0)
+        if not kept and path.name != Path(best or "").name:
             remove_checkpoint(path)
 
 

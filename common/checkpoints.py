@@ -78,7 +78,7 @@ def lock_run(owner):
 
     Raises:
         UserError: another run has the folder; in the run's other processes SystemExit, so that one
-        sentence is printed.
+            sentence is printed.
     """
     error = None
     with contextlib.ExitStack() as stack:
@@ -143,13 +143,14 @@ class Checkpoints(TrainerCallback):
 
     Args:
         keep_every: every so many steps a checkpoint is kept for good; 0: none.
+        keep: steps whose checkpoints are kept for good too.
         checkpoint: that the run goes on from, or None.
     Attributes:
         stopped: whether the training ended because of SIGTERM.
     """
 
-    def __init__(self, keep_every=0, checkpoint=None):
-        self.keep_every = keep_every
+    def __init__(self, keep_every=0, checkpoint=None, keep=()):
+        self.keep_every, self.keep = keep_every, keep
         before = read_manifest(checkpoint) if checkpoint else {}
         self._begun = (
             time.perf_counter() - before.get("seconds", 0),
@@ -205,7 +206,7 @@ class Checkpoints(TrainerCallback):
             path.stat().st_size for path in finished[max(finished)].rglob("*") if path.is_file()
         )
         if shutil.disk_usage(args.output_dir).free < need * 1.02:
-            forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint)
+            forget(args.output_dir, 1, self.keep_every, state.best_model_checkpoint, self.keep)
 
     def on_save(self, args, state, control, **kwargs):
         args.distributed_state.wait_for_everyone()
@@ -215,7 +216,8 @@ class Checkpoints(TrainerCallback):
                 state.global_step,
                 self.spent(),
             )
-            forget(args.output_dir, self._limit, self.keep_every, state.best_model_checkpoint)
+            best = state.best_model_checkpoint
+            forget(args.output_dir, self._limit, self.keep_every, best, self.keep)
         args.distributed_state.wait_for_everyone()
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -239,7 +241,7 @@ def resume_point(folder):
 
     Raises:
         UserError: a process of another machine does not find the checkpoint, because `folder` is
-        not on a common file system.
+            not on a common file system.
     """
     step = -1
     if is_main():
@@ -258,15 +260,15 @@ def resume_point(folder):
     return checkpoint
 
 
-def train(trainer, keep_every=0, before=None):
+def train(trainer, keep_every=0, before=None, keep=()):
     """`trainer.train()` from the newest complete checkpoint in its output folder on, with
     `Checkpoints`.
 
     Args:
         trainer: a transformers Trainer; all processes of the run must call this.
-        keep_every: of `Checkpoints`.
+        keep_every, keep: of `Checkpoints`.
         before: called with the checkpoint that is continued from, if there is one, before the
-        training.
+            training.
     Returns:
         Trainer's TrainOutput; its training_loss is nan where no step was left to train. Its metrics
         have train_runtime and cpu_seconds of the run with all its continuations.
@@ -280,7 +282,7 @@ def train(trainer, keep_every=0, before=None):
         keep_freed_memory()
     if before is not None and checkpoint is not None:
         before(checkpoint)
-    callback, save = Checkpoints(keep_every, checkpoint), trainer._save_checkpoint
+    callback, save = Checkpoints(keep_every, checkpoint, keep), trainer._save_checkpoint
     trainer.add_callback(callback)
     trainer._save_checkpoint = lambda *given, **options: (_begin(trainer), save(*given, **options))
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "tokenizer"
 RECIPES = ROOT / "recipes"
-DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
 LAYOUTS = ("packed", "padded", "packed_without_boundaries")  # of a batch of pre-training
 LONG_TEXTS = ("truncate", "split")

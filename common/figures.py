@@ -171,7 +171,7 @@ def save(figure, path, environment=None):
     Args:
         path: .png or another form that matplotlib writes.
         environment: as `results.environment()` returns it; hardware, threads, dtype and commit
-        become the caption.
+            become the caption.
     """
     path = Path(path)
     if environment:

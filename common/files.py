@@ -274,7 +274,7 @@ def write_safetensors(path, layout, read, metadata=None):
         path: the file.
         layout: {name: (dtype, shape)}, the dtype as safetensors names it: "F32", "F16", "BF16", ...
         read: function of a name that returns the tensor's numbers in row-major order as an iterable
-        of bytes-like pieces.
+            of bytes-like pieces.
         metadata: {text: text} for the file's header.
     Returns:
         dict with `file` (its name), `tensors`, `bytes` and `sha256`.

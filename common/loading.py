@@ -14,6 +14,7 @@ import torch
 from .constants import DTYPES, ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
+from .int8_product import usable_product
 
 
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
@@ -56,13 +57,19 @@ def choose_device(device=None):
 
 
 def choose_dtype(dtype, device):
-    """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest by a
-    short measurement, printed with its reason."""
+    """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest of
+    floating point by a short measurement, printed with its reason.
+
+    Raises:
+        UserError: there is no such dtype, or int8 does not pay or is not exact on this CPU.
+    """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, but {dtype!r} was given")
     if dtype == "auto":
         kind = torch.device(device).type
         dtype = "float16" if kind == "cuda" else _fastest_on_cpu() if kind == "cpu" else "float32"
+    elif dtype == "int8":
+        _check_int8(torch.device(device))
     return getattr(torch, dtype)
 
 
@@ -72,10 +79,28 @@ def _fastest_on_cpu():
     dtype = fastest_dtype(rates)
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
     print(
-        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}",
+        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}"
+        f"{_told_of_int8(rates, dtype)}",
         file=sys.stderr,
     )
     return dtype
+
+
+def _told_of_int8(rates, dtype):
+    """What int8 would give over `dtype`, "" where nothing; the vectors are not those of float32."""
+    try:
+        speed = usable_product().speed * rates["float32"] / rates[dtype]
+    except UserError:
+        return ""
+    return f"; in int8 (NeoBERT alone) they would be {speed:.1f} times as fast" if speed > 1 else ""
+
+
+@functools.cache
+def _check_int8(device):
+    """Says what int8 is here; UserError where it cannot be used."""
+    if device.type != "cpu":
+        raise UserError(f"int8 is for CPUs, but the device is {device}; give cpu, or float16")
+    print(f"dtype int8: {usable_product().words}", file=sys.stderr)
 
 
 def fastest_dtype(rates):
@@ -84,7 +109,7 @@ def fastest_dtype(rates):
 
     Args:
         rates: {"float32", "float16", "bfloat16": operations a second}. CPUs without units for 16
-        bits are up to 400 times slower in them.
+            bits are up to 400 times slower in them.
     """
     fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
     if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:

@@ -210,7 +210,7 @@ def sentiment_sentences(name, path=None):
     Args:
         name: "movie" (10,605 rows), "amazon" (3,708), "nyt" (5,190) or "tweets" (4,200).
         path: the archive or its folder; otherwise $NEOBERT_SENTIMENT, ~/.cache/neobert, data/ and
-        the current folder are tried.
+            the current folder are tried.
     Raises:
         UserError: an unknown name, or the archive is not there.
     """

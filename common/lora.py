@@ -52,7 +52,7 @@ def head_modules(model, missing_keys=()):
     Args:
         model: a transformers model with a task head.
         missing_keys: parameters that its checkpoint did not have (a new pooler inside of the
-        backbone, for example).
+            backbone, for example).
     """
     backbone = model.base_model_prefix
     heads = {
@@ -75,7 +75,7 @@ def lora_config(
         alpha: the update is scaled by alpha / rank.
         dropout: probability on the adapter's input.
         targets: module names (matched at the end of the full name), "all-linear", or "auto" for
-        `default_targets`.
+            `default_targets`.
         task_type: PEFT task type, "SEQ_CLS" or None.
         modules_to_save: modules trained and saved in full.
     Raises:
@@ -141,7 +141,7 @@ def save_adapter_and_merge(model, adapter_folder):
     Args:
         model: the `PeftModel`; not usable afterwards.
         adapter_folder: gets adapter_config.json and adapter_model.safetensors, with the modules
-        trained in full.
+            trained in full.
     Returns:
         the plain transformers model.
     """

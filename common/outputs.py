@@ -161,7 +161,7 @@ def recover(folder, command):
     Args:
         folder: an output, there or not.
         command: whose manifest it carries. Only folders are touched in which a run of it left its
-        mark.
+            mark.
     """
     folder = Path(os.path.realpath(folder))
     for place in sorted(folder.parent.glob(f".{glob.escape(folder.name)}.writing-*")):
@@ -185,12 +185,11 @@ def new_folder(output, command, replace=False, content=None):
         output: may be a link, whose target is then written.
         command: whose manifest the folder gets.
         replace: whether an output of the same command may be replaced. It keeps its place until the
-        new one is complete, and comes back
-            if the last rename fails.
+            new one is complete, and comes back if the last rename fails.
         content: of the manifest; what is added to it in the block counts.
     Raises:
         UserError: there is something at `output` that may not be replaced; also when it came
-        meanwhile.
+            meanwhile.
     """
     target = Path(os.path.realpath(output))
     recover(target, command)

@@ -101,7 +101,7 @@ def write_result(output, title, environment, data, text):
         output: path without its ending.
         title: heading of the page.
         environment: as `environment()` returns it; "environment" in the JSON, a line under the
-        page's heading.
+            page's heading.
         data: dictionary of JSON values.
         text: the page below that line, in markdown.
     Returns:

@@ -101,11 +101,11 @@ def read_rows(path, columns=None, texts=(), start=None, broken=None, alike=None)
         texts: those of them that must hold text.
         start: the `Place` of the row to start with.
         broken: called with the UserError of a broken row, which is then left out; by default it is
-        raised.
+            raised.
         alike: called with a column name; True for columns that every row has, or none.
     Raises:
         UserError: no such file, another format, no rows, or a broken row; the sentence names its
-        place.
+            place.
     """
     seen, first = False, None
     for file in row_files(path):

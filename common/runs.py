@@ -149,14 +149,14 @@ class Run:
         name: of the marker, `<command>.json` by default.
         key: under which the marker has the settings; None: among its other keys.
         takes: whether something of a name must not be there before the run begins; by default
-        nothing may.
+            nothing may.
     Attributes:
         folder: where links lead, if it is one.
         settings: of JSON types and without secrets.
         state: after `inspect` and within `claim`: "new", "begun" (by a process that ended) or
-        "finished".
+            "finished".
         marker: content of the marker: "command", "run", the settings, and once it is finished
-        "files" and what `finish` was given.
+            "files" and what `finish` was given.
         before: the marker that is overwritten, {} if there is none.
     """
 
@@ -184,10 +184,10 @@ class Run:
 
         Args:
             overwrite: whether another run, or a finished one, is replaced; None for a command
-            without this option.
+                without this option.
         Raises:
             UserError: it holds something else, without `overwrite` another run, or with it files
-            that were changed since.
+                that were changed since.
         """
         self.state, self.marker, self.before = "new", self._read(self.path), {}
         if self.marker is None:
@@ -350,7 +350,7 @@ class Run:
 
         Raises:
             UserError: there is one of these names that the run did not write. Then nothing was
-            moved.
+                moved.
         """
         found = [
             path.relative_to(scratch).as_posix()

@@ -57,7 +57,7 @@ def training_arguments(output_dir, given, fixed, base=None):
         base: the class, by default TrainingArguments.
     Raises:
         UserError: one of `fixed` was given otherwise; values that transformers refuses, or its
-        optimizer or schedule would.
+            optimizer or schedule would.
     """
     import torch
 

@@ -13,6 +13,10 @@ from .files import read_text
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
+class _Twice(yaml.YAMLError):
+    """A mapping has a name twice, of which YAML's readers would take the last."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-4, without a dot, as text; and its constructors fail on strange values in
     many ways."""
@@ -24,6 +28,13 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(
                 f"{str(node.value)[:80]!r} is not of the type {node.tag.rpartition(':')[2]}"
             ) from None
+
+    def construct_mapping(self, node, deep=False):
+        if isinstance(node, yaml.MappingNode):
+            keys = [(key.tag, str(key.value)) for key, _ in node.value]
+            if twice := [key for key in keys if keys.count(key) > 1 and key[1] != "<<"]:
+                raise _Twice(f"{twice[0][1]!r} is there twice in one mapping")
+        return super().construct_mapping(node, deep)
 
 
 # As in YAML 1.2, where no, off, yes and on are text: Trainer's eval_strategy is "no", YaRN's factor
@@ -80,10 +91,12 @@ def read_scalar(text):
 
 
 def read_collection(text, kind):
-    """A mapping (`kind` dict) or list in YAML's or JSON's brackets; ValueError for anything
-    else."""
+    """A mapping (`kind` dict) or list in YAML's or JSON's brackets; ValueError for anything else,
+    UserError for a name that is there twice."""
     try:
         value = _load(text)
+    except _Twice as error:
+        raise UserError(f"{error}: {text}") from None
     except yaml.YAMLError as error:
         raise ValueError(one_line(error)) from None
     if not isinstance(value, kind):

@@ -376,7 +376,7 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
         given: fields of a configuration file.
         wanted_head: value of --head, or None for what the checkpoint has.
         wanted_dtype: value of --dtype, or None for the checkpoint's own; float32 if it mixes
-        several.
+            several.
     Returns:
         Conversion
     Raises:

@@ -71,7 +71,7 @@ def read_distributed(folder):
 
     Raises:
         UserError: parts missing, doubled or truncated, or an object of an unknown class in the
-        metadata.
+            metadata.
     """
     path = folder / ".metadata"
     check_file(path)

@@ -112,7 +112,7 @@ def choose_head(names, wanted=None, architectures=()):
         names: of the checkpoint's tensors.
         wanted: value of --head, or None for what the checkpoint has.
         architectures: class names of its configuration, which decide between heads with the same
-        tensors.
+            tensors.
     Returns:
         Head, names of the tensors that other heads have and this one has not.
     Raises:

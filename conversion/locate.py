@@ -28,7 +28,7 @@ class Checkpoint:
         path: the folder or file of this step.
         format: what was recognised, in words.
         folders: where a configuration or tokenizer may be: the checkpoint's folder and those above
-        it that belong to the run.
+            it that belong to the run.
         notes: what the user should know about what was read.
     """
 
@@ -261,7 +261,7 @@ def open_checkpoint(path, step=None):
         Checkpoint
     Raises:
         UserError: nothing readable there; incomplete, truncated, or with an object of an unknown
-        class.
+            class.
     """
     start = Path(path)
     found = find_step(start, step)

@@ -21,7 +21,7 @@ class StoredTensor:
         shape, dtype: known without reading it.
         read: returns the tensor, on the CPU; checks what the format lets it check.
         storage: equal for tensors that share their memory (tied weights), None where the format
-        cannot say.
+            cannot say.
     """
 
     shape: tuple

@@ -45,7 +45,7 @@ def find_tokenizer(argument, folders):
 
     Args:
         argument: value of --tokenizer: a folder, "none", or None for what is beside the checkpoint,
-        then the bundled one.
+            then the bundled one.
         folders: where to look.
     Returns:
         Path, or None for "none".

@@ -69,7 +69,7 @@ def _is_archive(file, where):
 
     Raises:
         UserError: its numbers are compressed, or do not have the checksums that were saved with
-        them.
+            them.
     """
     if not zipfile.is_zipfile(file):
         return False

@@ -253,7 +253,7 @@ def train(arguments, training):
     Args:
         arguments: `ContrastiveArguments`.
         training: SentenceTransformerTrainingArguments whose output_dir is the folder of the
-        checkpoints.
+            checkpoints.
     Returns:
         dict: data set sizes and probabilities, losses of the log, steps, seconds. None if the
         folder was finished already.

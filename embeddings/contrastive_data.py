@@ -158,7 +158,7 @@ def inspected(source):
 
     Raises:
         UserError: no such file, a broken row, a column that is missing, negatives in some rows
-        only.
+            only.
     """
     if not source.is_local:
         return source
@@ -380,9 +380,9 @@ class TextsBatchSampler(NoDuplicatesBatchSampler):
 
     Args:
         texts_per_batch: texts of one batch over all its columns (the paper's code: 128), or None
-        for `batch_size` rows.
+            for `batch_size` rows.
         group: batches in a row without a common text: those of the processes that share their
-        negatives.
+            negatives.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class TeacherVectors:
         texts: N strings.
         identity: {name: value} of what else the vectors depend on.
         load_teacher: function without arguments that returns a `PackedEncoder`; called when a shard
-        is missing.
+            is missing.
     Raises:
         UserError: the folder holds vectors of another teacher or of other texts.
     """

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,26 +26,43 @@ from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.rows import check_column, row_columns, row_files
 from ..common.runs import LOCK, Run, run_settings, stamps
-from .encode_parts import CUT, Cut, Plan, is_output, is_part, make_plan, merge_parts
+from .encode_append import Base, remove_run
+from .encode_parts import (
+    CUT,
+    MARK,
+    PLACES,
+    PLAN,
+    TEXTS,
+    Plan,
+    is_output,
+    is_part,
+    make_plan,
+    merge_parts,
+    read_mark,
+)
 from .encode_workers import Job, Rank, build_encoder, encode_in_processes, encode_windows
 from .options import FORMATS, OPTIONS
+from .stamps import STAMP, Stamp
 
 
-PLAN = "plan.json"
-MARK = {"neobert": "encode"}
+_ADDED = ".append"  # folder in a folder of parts, for those that are to be added
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What a run writes: `output`, a folder of parts or one file; the parts are in `folder`."""
+    """What a run writes: `output`, a folder of parts or one file; its own parts are in `folder`.
+    `base`: the output that is there, where texts are added to it."""
 
     output: Path
     folder: Path
     format: str
+    is_file: bool
+    base: Base | None = None
 
     @property
-    def is_file(self):
-        return self.output != self.folder
+    def before(self):
+        """Number of the texts that are there."""
+        return self.base.texts if self.base else 0
 
     @classmethod
     def of(cls, arguments):
@@ -67,11 +84,16 @@ class _Target:
             )
         check_folder(output.parent if single else output, "OUTPUT")
         folder = output.with_name(f"{output.name}.parts") if single else output
-        return cls(output, folder, output.suffix[1:] if single else arguments.format)
+        if arguments.append:
+            base = Base.of(output, single)
+            return cls(output, folder if single else output / _ADDED, base.format, single, base)
+        return cls(output, folder, output.suffix[1:] if single else arguments.format, single)
 
 
-def _kept_columns(arguments, format):
+def _kept_columns(arguments, format, base=None):
     """Columns to copy, and what to ask of the others (`alike` of `read_rows`)."""
+    if arguments.keep is None and base is not None:
+        return base.columns.names, None
     if arguments.keep is None:
         by_itself = format == "parquet"
         return ["id"] if by_itself and "id" in row_columns(
@@ -83,8 +105,12 @@ def _kept_columns(arguments, format):
             "safetensors holds no other columns (row i belongs to row i of the input); leave out "
             "--keep, or write parquet"
         )
-    if "embedding" in keep:
-        raise UserError("the output's own column is called 'embedding'; leave it out of --keep")
+    own = {"embedding", *(PLACES if arguments.long_texts == "windows" else ())}
+    if taken := own & {*keep}:
+        raise UserError(
+            f"the output's own columns are called {listed(sorted(own))}; leave "
+            f"{listed(sorted(taken))} out of --keep"
+        )
     return keep, None
 
 
@@ -112,68 +138,115 @@ def encode(arguments, progress_bar=True, encoder=None):
     Args:
         arguments: `EncodeArguments`.
         encoder: the `PackedEncoder` of these arguments, where it is loaded already; for one
-        process.
+            process.
     Returns:
         dict with the rows and parts of the corpus, the rows, tokens and seconds of this run, and in
-        the first rank "cut": how many texts of the corpus were longer than the limit, how many of
-        their tokens were not read, the tokens of the longest text.
+        the first rank "vectors": their number, and "cut": how many texts of the corpus were longer
+        than the limit, how many of their tokens were not read, the tokens of the longest text. Of
+        texts that were added, "before": the number of those that were there.
     Raises:
         UserError: bad input, before any work; or the output holds something else.
     """
     choose_device(arguments.device)
     rank, target = Rank.from_environment(), _Target.of(arguments)
-    keep, alike = _kept_columns(arguments, target.format)
+    keep, alike = _kept_columns(arguments, target.format, target.base)
     settings = run_settings(arguments) | {
         "format": target.format,
         "model_digest": model_digest(arguments.model),
     }
     run = Run(target.folder, "encode", {"input": _input(arguments), **settings})
-    mark = MARK | {"run": run.id}
     if arguments.overwrite and rank.world > 1:
         raise UserError(
             "--overwrite is not possible with several ranks, which would take the old parts for "
             "the new; remove them first"
         )
-    if target.is_file and not _check_single(target.output, mark, arguments.overwrite):
-        return {
-            "rows": None,
-            "parts": 0,
-            "encoded_rows": 0,
-            "encoded_tokens": 0,
-            "seconds": 0.0,
-            "finished": True,
-        }
-    with run.claim(arguments.overwrite, begin=False) if rank.rank == 0 else _planned(run):
-        device = _device(arguments, rank)
-        dtype = (run.marker or {}).get("dtype") or str(
-            choose_dtype(arguments.dtype, device)
-        ).removeprefix("torch.")
-        arguments = replace(arguments, dtype=dtype, device=device)
+    with _claimed(run, target, arguments, rank) as finished:
+        if finished:
+            return {
+                "rows": None,
+                "parts": 0,
+                "encoded_rows": 0,
+                "encoded_tokens": 0,
+                "seconds": 0.0,
+                "finished": True,
+            }
+        arguments = replace(
+            arguments,
+            dtype=_dtype(arguments, run, target.base, rank),
+            device=_device(arguments, rank),
+        )
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
-            check_column(row_files(arguments.source), arguments.text_column, "--text-column")
-            # A model that cannot be loaded is found before the corpus is read.
-            one = build_encoder(
-                arguments, device if _processes(arguments, rank) == 1 else "cpu", encoder
-            )
-            encoder = one[0] if _processes(arguments, rank) == 1 else None
-            plan = make_plan(
-                Path(arguments.source),
-                arguments.text_column,
-                keep,
-                arguments.shard_rows,
-                arguments.shard_characters,
-                alike,
-            )
-            if run.state == "new":
-                _remove_parts(run)
-                run.begin(dtype=dtype)
-            plan.save(run.folder / PLAN)  # last: the other ranks wait for it
-        job = Job(arguments, Path(arguments.source), run.folder, target.format, plan, mark)
+            plan, encoder = _begin(run, target, arguments, (keep, alike), rank, encoder)
+        job = Job(arguments, run.folder, target.format, plan, MARK | {"run": run.id}, target.before)
         summary = _work(job, rank, encoder, progress_bar)
         if rank.rank == 0:
             _finish(run, job, target, summary, rank)
     return summary
+
+
+def _dtype(arguments, run, base, rank):
+    """The dtype that the run began with; of a new one, that of the vectors that are there, or by
+    choice."""
+    if run.state != "new" and "dtype" in run.marker:
+        return run.marker["dtype"]
+    if base is not None and arguments.dtype == "auto":
+        return base.stamp.dtype
+    return str(choose_dtype(arguments.dtype, _device(arguments, rank))).removeprefix("torch.")
+
+
+def _begin(run, target, arguments, columns, rank, encoder):
+    """Checks model and corpus, and marks the run. Returns its plan, and the encoder where this
+    process is to go on with it.
+
+    Args:
+        columns: those to copy, and `alike`.
+    """
+    check_column(row_files(arguments.source), arguments.text_column, "--text-column")
+    # A model that cannot be loaded is found before the corpus is read.
+    alone, base = _processes(arguments, rank) == 1, target.base
+    loaded = build_encoder(arguments, arguments.device if alone else "cpu", encoder)
+    if base is not None:
+        base.stamp.check_same(loaded.stamp(arguments), base.output)
+    plan = make_plan(
+        Path(arguments.source),
+        arguments.text_column,
+        columns[0],
+        arguments.shard_rows,
+        arguments.shard_characters,
+        columns[1],
+    )
+    if base is not None:
+        base.check_columns(plan.schema)
+    if run.state == "new":
+        _remove_parts(run)
+        run.begin(dtype=arguments.dtype, **({"base": base.mark} if base else {}))
+    plan.save(run.folder / PLAN)  # last: the other ranks wait for it
+    return plan, loaded.encoder if alone else None
+
+
+@contextlib.contextmanager
+def _claimed(run, target, arguments, rank):
+    """Claims the run for the first rank. Yields whether the output has its texts already; of a
+    folder of its own parts, the run tells it."""
+    base, mark = target.base, MARK | {"run": run.id}
+    if base is None:
+        there = target.is_file and not _check_single(target.output, mark, arguments.overwrite)
+    else:
+        there = run.id in base.runs
+    with contextlib.ExitStack() as stack:
+        if rank.rank > 0:
+            if not there:
+                stack.enter_context(_planned(run))
+        elif base is None:
+            if not there:
+                stack.enter_context(run.claim(arguments.overwrite, begin=False))
+        else:
+            stack.enter_context(base.claimed(target.folder))
+            if not there:
+                stack.enter_context(run.claim(None, begin=False))
+                base.check_same(run.marker["base"] if run.state != "new" else base.mark, run)
+        yield there
 
 
 def _check_single(output, mark, overwrite):
@@ -239,7 +312,7 @@ def _work(job, rank, encoder, progress_bar):
             encode_in_processes(_processes(arguments, rank), job, missing, progress)
         elif missing:
             encode_windows(
-                *build_encoder(arguments, arguments.device, encoder), job, missing, progress
+                build_encoder(arguments, arguments.device, encoder), job, missing, progress
             )
         if rank.rank == 0 and rank.world > 1:
             _await_others(job)
@@ -272,14 +345,27 @@ def _finish(run, job, target, summary, rank):
             f"{job.source} or the parts in {run.folder} changed while the run worked; begin anew "
             "with --overwrite"
         )
-    summary["cut"] = job.cut()._asdict()
+    vectors, cut = job.totals()
+    summary |= {"vectors": vectors, "cut": cut._asdict()}
     parts = [job.path(number) for number in numbers]
+    if target.base is not None:
+        target.base.add(run, job, cut)
+        summary["before"] = target.base.texts
+        remove_run(run.folder, run.id)
+        return
+    metadata = read_mark(parts[0])[1]
     if not target.is_file:
         if summary["encoded_rows"] or run.state != "finished":
             made = environment(dtype=job.arguments.dtype, ranks=rank.world)
-            run.finish([PLAN, *(path.name for path in parts)], finished=summary, environment=made)
+            added = [name for one in run.marker.get("appended", []) for name in one["files"]]
+            run.finish(
+                [PLAN, *(path.name for path in parts), *added],
+                finished=summary,
+                vectors=asdict(Stamp.read(metadata)),
+                environment=made,
+            )
         return
-    mark = {**job.mark, CUT: Cut(**summary["cut"]).text()}
+    mark = {**job.mark, STAMP: metadata[STAMP], CUT: cut.text(), TEXTS: str(job.plan.rows)}
     merge_parts(
         parts,
         target.output,
@@ -301,14 +387,19 @@ def main(argv=None):
     (arguments,) = OPTIONS["encode"].read(argv or [])
     summary = encode(arguments)
     if summary.get("finished"):
+        again = "finished already with these settings; --overwrite makes it anew"
         print(
-            f"{arguments.output}: finished already with these settings; --overwrite makes it anew"
+            f"{arguments.output}: {'these texts are in it already' if arguments.append else again}"
         )
         return 0
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
+    many = ""
+    if "vectors" in summary and arguments.long_texts == "windows":
+        many = f" in {summary['vectors']:,} windows"
+    before = f" added to {summary['before']:,}" if "before" in summary else ""
     print(
-        f"{arguments.output}: {summary['rows']:,} texts; this run {summary['encoded_rows']:,} "
-        f"texts of {summary['encoded_tokens']:,} tokens "
+        f"{arguments.output}: {summary['rows']:,} texts{many}{before}; this run "
+        f"{summary['encoded_rows']:,} texts of {summary['encoded_tokens']:,} tokens "
         f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s){_told(summary.get('cut'))}"
     )
     return 0

@@ -22,7 +22,11 @@ from ..common.rows import Place, check_characters, open_parquet, read_rows, row_
 _AHEAD = 32
 
 
-CUT = "neobert_cut"  # key of a `Cut` in the metadata of a part and of an output file
+PLAN = "plan.json"
+MARK = {"neobert": "encode"}  # in the metadata of every part and output file
+# Keys there: of a `Cut`, and of the number of texts, which windows make several vectors of.
+CUT, TEXTS = "neobert_cut", "neobert_texts"
+PLACES = ("row", "start", "end")  # columns of windows: number of the text, characters in it
 
 
 class Cut(NamedTuple):
@@ -39,8 +43,9 @@ class Cut(NamedTuple):
         return cls(sum(count > 0 for count in lost), sum(lost), max(lengths))
 
     @classmethod
-    def of_part(cls, path):
-        return cls(*json.loads(read_mark(path)[1][CUT]))
+    def read(cls, metadata):
+        """Of a part or an output file."""
+        return cls(*json.loads(metadata[CUT]))
 
     @classmethod
     def total(cls, parts):
@@ -107,7 +112,7 @@ def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=Non
         alike: of `read_rows`.
     Raises:
         UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in
-        type.
+            type.
     """
     windows = []
     start, rows, characters = None, 0, 0
@@ -181,28 +186,46 @@ def part_path(folder, number, format):
     return folder / f"part-{number:06d}.{format}"
 
 
-def write_part(path, rows, vectors, schema, mark):
+def part_columns(rows, schema, windows, first):
+    """{name: Arrow array}: what a part has beside its vectors.
+
+    Args:
+        rows: [(Place, row), ...].
+        schema: of the columns to copy.
+        windows: `Windows` of the rows; those of cut texts have no places.
+        first: number of the first row.
+    """
+    columns = {
+        field.name: _copied([row[field.name] for _, row in rows], field.type) for field in schema
+    }
+    if windows.rows is None:
+        return columns
+    places = (windows.rows + first, windows.starts, windows.ends)
+    return {name: column.take(pyarrow.array(windows.rows)) for name, column in columns.items()} | {
+        name: pyarrow.array(values) for name, values in zip(PLACES, places)
+    }
+
+
+def write_part(path, columns, vectors, mark):
     """Writes one part completely or not at all.
 
     Args:
         path: ends in .parquet or .safetensors.
-        rows: [(Place, row), ...].
+        columns: of `part_columns`; in safetensors, arrays of numbers.
         vectors: (N, width).
-        schema: of the columns to copy.
         mark: {name: text} in the file's own metadata, by which `is_part` knows it again.
     """
     with new_file(path) as file:
         if path.suffix == ".safetensors":
-            mark = {**mark, "neobert_shape": _shape_text(len(vectors), ["embeddings"])}
-            file.write(save({"embeddings": np.ascontiguousarray(vectors)}, metadata=mark))
+            tensors = {name: column.to_numpy() for name, column in columns.items()}
+            tensors["embeddings"] = np.ascontiguousarray(vectors)
+            mark = {**mark, "neobert_shape": _shape_text(len(vectors), sorted(tensors))}
+            file.write(save(tensors, metadata=mark))
             return
-        columns = {
-            field.name: _copied([row[field.name] for _, row in rows], field.type)
-            for field in schema
-        }
-        columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(
+        embedding = pyarrow.FixedSizeListArray.from_arrays(
             pyarrow.array(vectors.reshape(-1)), vectors.shape[1]
         )
+        columns = {**columns, "embedding": embedding}
         mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
         # Vectors of floats do not compress.
         pyarrow.parquet.write_table(
@@ -232,10 +255,10 @@ def read_mark(path):
         return None
 
 
-def is_part(path, mark, rows=None):
-    """Whether a file carries this mark and has so many rows, if told."""
+def is_part(path, mark):
+    """Whether a file carries this mark."""
     found = read_mark(path)
-    return found is not None and mark.items() <= found[1].items() and rows in (None, found[0])
+    return found is not None and mark.items() <= found[1].items()
 
 
 def is_output(path, mark):
@@ -248,7 +271,10 @@ def is_output(path, mark):
 
 
 def _columns(path):
-    return pyarrow.parquet.read_schema(path).names if path.suffix == ".parquet" else ["embeddings"]
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_schema(path).names
+    with safe_open(path, framework="numpy") as file:
+        return sorted(file.keys())
 
 
 def _shape_text(rows, columns):
@@ -256,7 +282,7 @@ def _shape_text(rows, columns):
 
 
 def merge_parts(parts, output, mark, check=None):
-    """One file from its parts, part by part, completely or not at all; rows keep their order.
+    """One file from its parts, piece by piece, completely or not at all; rows keep their order.
     `check` is that of `new_path`."""
     mark = {
         **mark,
@@ -274,19 +300,26 @@ def _merge_parquet(parts, path, mark):
         path, schema, compression="none", use_dictionary=False
     ) as writer:
         for part in parts:
-            writer.write_table(pyarrow.parquet.read_table(part).cast(schema))
+            with pyarrow.parquet.ParquetFile(part) as file:
+                for group in range(file.num_row_groups):
+                    writer.write_table(file.read_row_group(group).cast(schema))
+
+
+_BLOCK = 1 << 16  # rows of a tensor in memory
 
 
 def _merge_safetensors(parts, path, mark):
-    def load(part):
-        with safe_open(part, framework="numpy") as opened:
-            return opened.get_tensor("embeddings")
+    def pieces(name):
+        for part in parts:
+            with safe_open(part, framework="numpy") as opened:
+                tensor = opened.get_slice(name)
+                count = tensor.get_shape()[0]
+                for start in range(0, count, _BLOCK):
+                    yield tensor[start : min(start + _BLOCK, count)]
 
-    first, rows = load(parts[0]), sum(read_mark(part)[0] for part in parts)
-    layout = {
-        "embeddings": (
-            {"float32": "F32", "float16": "F16"}[first.dtype.name],
-            (rows, first.shape[1]),
-        )
-    }
-    write_safetensors(path, layout, lambda _: (load(part) for part in parts), mark)
+    layout, rows = {}, sum(read_mark(part)[0] for part in parts)
+    with safe_open(parts[0], framework="numpy") as opened:
+        for name in opened.keys():
+            tensor = opened.get_slice(name)
+            layout[name] = (tensor.get_dtype(), (rows, *tensor.get_shape()[1:]))
+    write_safetensors(path, layout, pieces, mark)

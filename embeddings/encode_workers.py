@@ -10,6 +10,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +19,20 @@ from ..common.errors import UserError
 from ..common.loading import choose_device
 from .encode_parts import (
     CUT,
+    TEXTS,
     Cut,
     Plan,
     WindowReader,
     is_part,
     is_regular,
+    part_columns,
     part_path,
     read_mark,
     write_part,
 )
+from .long_texts import Windows, WindowSettings, tokenize_windows
 from .packed_encoder import NotFinite, PackedEncoder
+from .stamps import STAMP, Stamp
 
 
 @dataclass(frozen=True)
@@ -36,26 +41,36 @@ class Job:
 
     Attributes:
         arguments: `EncodeArguments`; dtype is no longer "auto".
-        source: the corpus.
         folder: of the parts.
         format: of the parts.
         plan: the windows.
         mark: in the metadata of every part.
+        first: number of the first text, where the output has others before it.
     """
 
     arguments: object
-    source: Path
     folder: Path
     format: str
     plan: Plan
     mark: dict
+    first: int = 0
+
+    @property
+    def source(self):
+        """The corpus."""
+        return Path(self.arguments.source)
 
     def path(self, number):
         return part_path(self.folder, number, self.format)
 
-    def cut(self):
-        """The `Cut` of all texts of the corpus, when all parts are there."""
-        return Cut.total(Cut.of_part(self.path(number)) for number in range(len(self.plan.windows)))
+    def part_mark(self, number):
+        """What the metadata of a part must have."""
+        return {**self.mark, TEXTS: str(self.plan.windows[number].rows)}
+
+    def totals(self):
+        """(vectors, `Cut` of all texts) of the corpus, when all parts are there."""
+        found = [read_mark(self.path(number)) for number in range(len(self.plan.windows))]
+        return sum(rows for rows, _ in found), Cut.total(Cut.read(marks) for _, marks in found)
 
     def missing(self, numbers, progress=None):
         """Those of the windows whose part is not there; a damaged part is removed.
@@ -69,7 +84,7 @@ class Job:
         for number in numbers:
             path = self.path(number)
             if os.path.lexists(path) and (not is_regular(path) or read_mark(path) is not None):
-                if not is_part(path, self.mark, self.plan.windows[number].rows):
+                if not is_part(path, self.part_mark(number)):
                     raise UserError(
                         f"{path} is not a part of this run; move it, or choose another output"
                     )
@@ -121,62 +136,102 @@ class Rank:
         return np.flatnonzero(owners == self.rank).tolist()
 
 
+class Loaded(NamedTuple):
+    """A `PackedEncoder` as the arguments use it: the text of its prompt, and `WindowSettings` where
+    texts are not cut."""
+
+    encoder: PackedEncoder
+    prompt: str
+    windows: WindowSettings | None
+
+    def stamp(self, arguments):
+        """The `Stamp` of its vectors."""
+        return Stamp.of(self.encoder, self.prompt, arguments, self.windows)
+
+    def tokenize(self, texts):
+        """(`Windows`, `Cut`) of texts."""
+        lengths = []
+        if self.windows is None:
+            tokens = self.encoder.tokenize(texts, self.prompt, lengths)
+            return Windows(tokens), Cut.of(tokens, lengths)
+        found = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
+        return found, Cut(0, 0, max(lengths))
+
+
 def build_encoder(arguments, device, encoder=None):
-    """The `PackedEncoder` of these arguments on `device` (or the one given), and the text of its
-    prompt."""
+    """`Loaded` by these arguments on `device`, or of the encoder given."""
     encoder = encoder or PackedEncoder.from_arguments(arguments, device)
-    return encoder, encoder.prompt(
-        arguments.prompt_name
-    ) if arguments.prompt is None else arguments.prompt
+    named = arguments.prompt is None
+    prompt = encoder.prompt(arguments.prompt_name) if named else arguments.prompt
+    windows = None
+    if arguments.long_texts == "windows":
+        windows = WindowSettings.of(
+            encoder, prompt, arguments.window, arguments.overlap, arguments.late
+        )
+    return Loaded(encoder, prompt, windows)
 
 
-def encode_windows(encoder, prompt, job, numbers, progress):
+def encode_windows(loaded, job, numbers, progress):
     """Encodes and writes the windows `numbers`; the next one is read and tokenized while one is
     embedded.
 
     Args:
+        loaded: `Loaded`.
         numbers: an iterator.
         progress: called with (rows, tokens) of each finished batch or part.
     """
-    reader = WindowReader(
-        job.source,
-        dict.fromkeys([job.arguments.text_column, *job.plan.schema.names]),
-        job.plan.windows,
-    )
+    arguments, plan = job.arguments, job.plan
+    columns = dict.fromkeys([arguments.text_column, *plan.schema.names])
+    reader = WindowReader(job.source, columns, plan.windows)
+    mark = {**job.mark, STAMP: loaded.stamp(arguments).text()}
     numbers = iter(numbers)
 
     def tokenized():
         number = next(numbers, None)
         if number is None:
             return None
-        rows, lengths = reader.read(number), []
-        tokens = encoder.tokenize(
-            [row[job.arguments.text_column] for _, row in rows], prompt, lengths
-        )
-        return number, rows, tokens, Cut.of(tokens, lengths)
+        rows = reader.read(number)
+        return number, rows, *loaded.tokenize([row[arguments.text_column] for _, row in rows])
 
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(tokenized)
         while (window := following.result()) is not None:
-            number, rows, tokens, cut = window
+            number, rows, found, cut = window
             following = pool.submit(tokenized)
             try:
-                vectors = encoder.embed(tokens, lambda count: progress(count, 0), prompt)
+                vectors = loaded.encoder.embed(
+                    found.tokens,
+                    _in_rows(progress, len(rows), len(found.tokens)),
+                    loaded.prompt,
+                    found.ranges,
+                )
             except NotFinite as error:
-                raise UserError(f"{rows[error.index][0]}: {error}") from None
-            if job.arguments.normalize:
+                row = error.index if found.rows is None else found.rows[error.index]
+                raise UserError(f"{rows[row][0]}: {error}") from None
+            if arguments.normalize:
                 vectors = vectors / np.maximum(
                     np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
                 )
-            mark = {**job.mark, CUT: cut.text()}
+            first = job.first + sum(window.rows for window in plan.windows[:number])
             write_part(
                 job.path(number),
-                rows,
-                vectors.astype(job.arguments.output_dtype, copy=False),
-                job.plan.schema,
-                mark,
+                part_columns(rows, plan.schema, found, first),
+                vectors.astype(arguments.output_dtype, copy=False),
+                {**mark, CUT: cut.text(), TEXTS: str(len(rows))},
             )
-            progress(0, sum(map(len, tokens)))
+            progress(0, sum(map(len, found.tokens)))
+
+
+def _in_rows(progress, rows, sequences):
+    """Tells `progress` of finished sequences of the model as a share of so many rows."""
+    done = 0
+
+    def told(count):
+        nonlocal done
+        before, done = done, done + count
+        progress(done * rows // sequences - before * rows // sequences, 0)
+
+    return told
 
 
 # ------------------------------------------------------------------------------------------------
@@ -195,10 +250,8 @@ def _worker(number, jobs, reports, job, device, threads):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
-        encoder, prompt = build_encoder(job.arguments, device)
         encode_windows(
-            encoder,
-            prompt,
+            build_encoder(job.arguments, device),
             job,
             iter(jobs.get, None),
             lambda *counts: reports.put(("progress", *counts)),

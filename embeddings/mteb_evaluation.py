@@ -75,7 +75,7 @@ def read_instructions(choice, tasks):
 
     Raises:
         UserError: not such a file, or a name that is neither a chosen task (or a part of one) nor
-        its type.
+            its type.
     """
     if choice in ("mteb", "none"):
         return {} if choice == "mteb" else None
@@ -91,9 +91,9 @@ class PackedModel(AbsEncoder):
     Args:
         encoder: `PackedEncoder`.
         name, revision: under which MTEB caches results; the revision must change with anything that
-        changes the vectors.
+            changes the vectors.
         instructions: {task name or type: text} that go before MTEB's own, or None for no
-        instruction at all.
+            instruction at all.
         template: how an instruction is put before a text.
     """
 

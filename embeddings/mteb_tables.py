@@ -49,7 +49,7 @@ def table4(runs):
 
     Args:
         runs: {name: result dict}, results as `evaluate` returns them; tasks beyond the 56 do not
-        count.
+            count.
     """
     header = ["model", "source", *MTEB_TYPES.values(), "avg (56)"]
     rows = [

@@ -62,6 +62,33 @@ class CorpusOptions(Arguments):
 
 
 @dataclass(kw_only=True)
+class LongTextOptions(Arguments):
+    """What is done with texts that are longer than the model reads."""
+
+    long_texts: str = option(
+        "cut",
+        "cut: a vector a text, of its beginning; windows: a vector for each part of a text",
+        choices=("cut", "windows"),
+    )
+    window: int | None = option(
+        None, "most tokens of a window; 256, or as many as the model reads if less", least=1
+    )
+    overlap: int | None = option(
+        None, "most tokens that neighbouring windows share; an eighth of a window", least=0
+    )
+    late: bool = option(
+        False, "windows are the means over their tokens from one pass over the document"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.long_texts == "cut":
+            for name in ("window", "overlap", "late"):
+                if (value := getattr(self, name)) is not None and value is not False:
+                    raise UserError(f"{name} is for windows; give long_texts windows too")
+
+
+@dataclass(kw_only=True)
 class VectorOptions(Arguments):
     """What is written."""
 
@@ -78,6 +105,9 @@ class VectorOptions(Arguments):
         "make OUTPUT anew where neobert encode wrote it; any other file is left alone",
         free=True,
     )
+    append: bool = option(
+        False, "add the texts to a finished OUTPUT of the same model, prompt and settings"
+    )
 
 
 @dataclass(kw_only=True)
@@ -85,7 +115,10 @@ class WorkOptions(Arguments):
     """How the work is done and shared out."""
 
     dtype: str = option(
-        "auto", "of the model; auto takes the fastest by a measurement", choices=DTYPES
+        "auto",
+        "of the model; auto takes the fastest of floating point by a measurement, int8 is for "
+        "NeoBERT on a CPU",
+        choices=DTYPES,
     )
     device: str | None = option(
         None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True
@@ -104,11 +137,13 @@ class WorkOptions(Arguments):
 
 
 @dataclass(kw_only=True)
-class EncodeArguments(WorkOptions, EncoderOptions, VectorOptions, CorpusOptions):
+class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOptions, CorpusOptions):
     """Options of `neobert encode`."""
 
     def __post_init__(self):
         super().__post_init__()
+        if self.append and self.overwrite:
+            raise UserError("give either append or overwrite, not both")
         if self.prompt is not None and self.prompt_name is not None:
             raise UserError("give either prompt or prompt_name, not both")
 
@@ -363,8 +398,8 @@ class TrainingOptions(Arguments):
 
     teacher_dtype: str = option(
         "auto",
-        "of the teacher's weights while its vectors are computed",
-        choices=("auto", "float32", "float16", "bfloat16"),
+        "of the teacher's weights while its vectors are computed; int8 for a NeoBERT on a CPU",
+        choices=DTYPES,
     )
     neighbours: int = option(
         0,
@@ -486,7 +521,8 @@ class TaskOptions(Arguments):
     instruction_template: str = option(TEMPLATE, "how an instruction is put before a text")
     dtype: str = option(
         "auto",
-        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest by a measurement",
+        "float16 on CUDA, as in the paper; elsewhere auto takes the fastest of floating point by a "
+        "measurement; int8 is for NeoBERT on a CPU",
         choices=DTYPES,
     )
     device: str | None = option(None, "cpu, cuda, cuda:1, ...")

@@ -14,7 +14,15 @@ from tqdm.auto import tqdm
 
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
-from ..common.loading import check_model, choose_device, choose_dtype, position_limit
+from ..common.int8 import is_int8, quantize_int8
+from ..common.loading import (
+    check_model,
+    choose_device,
+    choose_dtype,
+    fastest_dtype,
+    matrix_rates,
+    position_limit,
+)
 from ..common.packing import mean_of_sequences, pack
 
 
@@ -50,10 +58,10 @@ def load_sentence_transformer(
     Args:
         model: folder or Hub name. Weights of task heads are left out.
         max_length: tokens per text; longer texts are truncated. By default the model's own limit,
-        and never more than its positions.
+            and never more than its positions.
         pooling: "mean" or "cls" for a bare encoder; a sentence encoder keeps its own.
         tokenizer: folder or Hub name, where the model's folder has none. NeoBERT falls back to the
-        packaged one.
+            packaged one.
     Raises:
         UserError: there is no such model, or it cannot be read.
     """
@@ -97,6 +105,15 @@ def load_sentence_transformer(
     return encoder.eval()
 
 
+def _load(model, device, dtype, settings):
+    """`load_sentence_transformer`, in int8 too: the rest is then in bfloat16 where that is fast."""
+    if dtype != torch.int8:
+        return load_sentence_transformer(model, device, dtype, **settings)
+    encoder = load_sentence_transformer(model, device, torch.float32, **settings)
+    quantize_int8(encoder)
+    return encoder if fastest_dtype(matrix_rates()) == "float32" else encoder.to(torch.bfloat16)
+
+
 def is_sentence_transformer(model):
     """Whether a folder or Hub name is a sentence encoder, and not a bare one."""
     if Path(model).exists():
@@ -135,7 +152,8 @@ class PackedEncoder:
 
     Args:
         model: folder, Hub name, or a SentenceTransformer.
-        dtype: "auto", "float32", "float16" or "bfloat16".
+        dtype: "auto", "float32", "float16", "bfloat16" or, for NeoBERT on a CPU, "int8". In int8
+            and in float32 a text's vector does not depend on the texts beside it.
         tokens_per_batch: by default `CUDA_TOKENS` on CUDA, and `CPU_TOKENS` elsewhere.
         settings: see `load_sentence_transformer`.
     """
@@ -144,11 +162,9 @@ class PackedEncoder:
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
             check_model(str(model))  # before the processor is timed for its dtype
-            model = load_sentence_transformer(
-                str(model), self.device, choose_dtype(dtype, self.device), **settings
-            )
+            model = _load(str(model), self.device, choose_dtype(dtype, self.device), settings)
         self.sentence_transformer = model.to(self.device).eval()
-        self.dtype = model[0].auto_model.dtype
+        self.dtype = torch.int8 if is_int8(model) else model[0].auto_model.dtype
         self.tokens_per_batch = tokens_per_batch or (
             CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         )
@@ -161,6 +177,7 @@ class PackedEncoder:
         self._tokenizer = model.tokenizer
         modules = list(model.children())
         self._packed_pooling = _packed_pooling(modules)
+        self.pooling, self.pools_prompt = _pooling(modules)
         self._rest = modules[2:]
         probe = self._tokenizer([_PROBE], return_attention_mask=False)["input_ids"][0]
         with torch.inference_mode():
@@ -193,6 +210,11 @@ class PackedEncoder:
     @property
     def dtype_name(self):
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def normalizes(self):
+        """Whether the model itself scales its vectors to length 1."""
+        return any(type(module).__name__ == "Normalize" for module in self._rest)
 
     @property
     def max_length(self):
@@ -265,27 +287,36 @@ class PackedEncoder:
             yield np.array(batch)
 
     @torch.inference_mode()
-    def embed(self, tokens, progress=None, prompt=""):
+    def embed(self, tokens, progress=None, prompt="", ranges=None):
         """Vectors of tokenized texts, (N, width) float32, in the order given.
 
         Args:
             tokens: list of N integer arrays.
             progress: called with the number of texts of each finished batch.
             prompt: that the texts were tokenized with; some models leave its tokens out of the
-            pooling.
+                pooling.
+            ranges: a (k, 2) array for each text, its tokens of which the k vectors of this text are
+                the means, first and after the last; N is then their number. For a model whose
+                pooling is the mean.
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
-        output = torch.empty(len(tokens), self.width, device=self.device)
+        counts = (
+            np.ones(len(tokens), dtype=int) if ranges is None else np.array([*map(len, ranges)])
+        )
+        ends = counts.cumsum()
+        output = torch.empty(counts.sum(), self.width, device=self.device)
         prompt_length = 0 if self.packs else self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            vectors = (
-                self._embed_packed(batch)
-                if self.packs
-                else self._embed_padded(batch, prompt_length)
-            )
-            output[torch.from_numpy(index).to(self.device)] = vectors.float()
+            if ranges is not None:
+                vectors = self._embed_ranges(batch, [ranges[i] for i in index])
+            elif self.packs:
+                vectors = self._embed_packed(batch)
+            else:
+                vectors = self._embed_padded(batch, prompt_length)
+            places = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in index])
+            output[torch.from_numpy(places).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
         finite = output.isfinite().all(dim=1)
@@ -298,24 +329,56 @@ class PackedEncoder:
         with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
             return self.embed(self.tokenize(texts, prompt), bar.update, prompt)
 
-    def _embed_packed(self, batch):
+    def _hidden(self, batch):
+        """Hidden states of packed texts, (1, T, D), and the (N + 1,) bounds of the texts."""
         total = sum(map(len, batch))
-        # oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches
-        # get a sequence that nobody reads.
-        rounds = self.device.type == "cpu" and self.dtype != torch.float32 and total >= 1024
-        filler = [np.zeros(-total % 64, np.int32)] if rounds and total % 64 else []
+        filler = self._filler(total)
+        filler = [np.zeros(filler, np.int32)] if filler else []
         packed = pack([*batch, *filler], self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
-        bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
-        pooled = (
+        return hidden, packed["cu_seq_lens_q"][: len(batch) + 1]
+
+    def _embed_packed(self, batch):
+        hidden, bounds = self._hidden(batch)
+        return self._finished(
             hidden[0, bounds[:-1].long()]
             if self._packed_pooling == "cls"
             else mean_of_sequences(hidden, bounds)
         )
+
+    def _embed_ranges(self, batch, ranges):
+        """Means over ranges of the tokens of each text, (k of all texts, width)."""
+        if self.packs:
+            hidden, _ = self._hidden(batch)
+        else:
+            features = self._padded(batch)
+            hidden = self.sentence_transformer[0](dict(features))["token_embeddings"]
+            hidden = hidden[features["attention_mask"].bool()][None]
+        starts = np.cumsum([0, *map(len, batch)])
+        moved = np.concatenate([found + start for found, start in zip(ranges, starts)])
+        index = np.concatenate([np.arange(*bounds) for bounds in moved])
+        bounds = np.cumsum([0, *(moved[:, 1] - moved[:, 0])])
+        index, bounds = (torch.from_numpy(found).to(self.device) for found in (index, bounds))
+        return self._finished(mean_of_sequences(hidden[:, index], bounds))
+
+    def _finished(self, pooled):
+        """Pooled vectors after the modules that follow the pooling."""
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)
         return features["sentence_embedding"]
+
+    def _filler(self, total):
+        """Tokens of a sequence that nobody reads, after a batch of `total` tokens on the CPU.
+
+        oneDNN builds a 16-bit matrix product anew for every number of tokens, so large batches get
+        a multiple of 64. In float32 the last rows of a product are added up in another order than
+        those before them, so that all tokens are in complete groups of 16.
+        """
+        if self.device.type != "cpu" or self.dtype == torch.int8:  # int8 fills its own products
+            return 0
+        step = 16 if self.dtype == torch.float32 else 64 if total >= 1024 else 1
+        return -total % step
 
     def _prompt_length(self, prompt):
         """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of
@@ -328,31 +391,44 @@ class PackedEncoder:
         ids = self._tokenizer(prompt, **options)["input_ids"] if prompt else []
         return len(ids) - (ids[-1] in self._tokenizer.all_special_ids) if ids else 0
 
-    def _embed_padded(self, batch, prompt_length=0):
+    def _padded(self, batch):
         padded = self._tokenizer.pad(
             {"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt"
         )
-        features = {name: value.to(self.device) for name, value in padded.items()}
+        return {name: value.to(self.device) for name, value in padded.items()}
+
+    def _embed_padded(self, batch, prompt_length=0):
+        features = self._padded(batch)
         if prompt_length:
             features["prompt_length"] = prompt_length  # read by a pooling that leaves it out
         return self.sentence_transformer(features)["sentence_embedding"]
+
+
+def _pooling(modules):
+    """(name of the pooling of a pipeline, whether the tokens of a prompt count in it); of a
+    pipeline without one, the names of its modules."""
+    from sentence_transformers import models
+
+    pooling = modules[1] if len(modules) > 1 else None
+    if not isinstance(pooling, models.Pooling):
+        return "+".join(type(module).__name__ for module in modules), True
+    mode = getattr(pooling, "pooling_mode", None)
+    if mode is None:
+        mode = pooling.get_pooling_mode_str()  # before version 6
+    return mode if isinstance(mode, str) else "+".join(mode), pooling.include_prompt
 
 
 def _packed_pooling(modules):
     """ "mean" or "cls" if this pipeline can run packed, else None."""
     from sentence_transformers import models
 
-    if (
-        len(modules) < 2
-        or not isinstance(modules[0], models.Transformer)
-        or not isinstance(modules[1], models.Pooling)
-    ):
-        return None
-    pooling = modules[1]
-    mode = pooling.pooling_mode if isinstance(getattr(pooling, "pooling_mode", None), str) else None
+    mode, counts_prompt = _pooling(modules)
     packs = (
-        modules[0].auto_model.config.model_type == "neobert"
+        len(modules) > 1
+        and isinstance(modules[0], models.Transformer)
+        and modules[0].auto_model.config.model_type == "neobert"
+        and isinstance(modules[1], models.Pooling)
         and mode in POOLINGS
-        and pooling.include_prompt
+        and counts_prompt
     )
     return mode if packs else None

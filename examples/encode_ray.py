@@ -6,7 +6,8 @@ group of cores, any of which may die.
         --actors 64 --gpus 1
     python examples/encode_ray.py corpus/ vectors/ --model MODEL --actors 16 --cores 4
 
-Each row group of SOURCE becomes one file of OUTPUT, with all columns and "embedding". A file
+Each row group of SOURCE becomes one file of OUTPUT, with all columns and "embedding"; with
+--long-texts windows a row is a window of a text, with its "start" and "end" in it. A file
 appears complete or not at all: the row group of an actor that died is encoded again, bit for bit,
 and the same command continues a run with the files that are missing.
 """
@@ -25,7 +26,9 @@ from pyarrow import fs
 from neobert.common.constants import DTYPES
 from neobert.common.identity import model_digest
 from neobert.common.loading import choose_dtype
+from neobert.embeddings.long_texts import Windows, WindowSettings, tokenize_windows
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.embeddings.stamps import STAMP, Stamp
 
 
 def files_of(path):
@@ -57,36 +60,51 @@ class Encoder:
         self.encoder = PackedEncoder(
             options.model, dtype=options.dtype, device=device, max_length=options.max_length
         )
+        self.prompt, self.windows = self.encoder.prompt(options.prompt_name), None
+        if options.long_texts == "windows":
+            self.windows = WindowSettings.of(
+                self.encoder, self.prompt, options.window, options.overlap, options.late
+            )
+        self.stamp = Stamp.of(self.encoder, self.prompt, options, self.windows).text()
         (self.system, _, _) = files_of(options.source)
         (self.target, self.root, _) = files_of(options.output)
+
+    def embedded(self, rows):
+        """The rows of a table, or of the windows of their texts, with "embedding"."""
+        texts = rows[self.options.text_column].to_pylist()
+        if self.windows is None:
+            found = Windows(self.encoder.tokenize(texts, self.prompt))
+        else:
+            found = tokenize_windows(self.encoder, texts, self.prompt, self.windows)
+            rows = rows.take(pyarrow.array(found.rows))
+            for name, places in (("start", found.starts), ("end", found.ends)):
+                rows = rows.append_column(name, pyarrow.array(places))
+        vectors = self.encoder.embed(found.tokens, prompt=self.prompt, ranges=found.ranges)
+        embedding = pyarrow.FixedSizeListArray.from_arrays(
+            pyarrow.array(vectors.reshape(-1)), self.encoder.width
+        )
+        return rows.append_column("embedding", embedding)
 
     def __call__(self, batch):
         rows = pyarrow.parquet.ParquetFile(
             self.system.open_input_file(batch["path"][0])
         ).read_row_group(int(batch["group"][0]))
-        texts = rows[self.options.text_column].to_pylist()
-        prompt = self.encoder.prompt(self.options.prompt_name)
         size = self.options.rows
-        vectors = np.concatenate(
-            [
-                self.encoder.encode(texts[start : start + size], prompt)
-                for start in range(0, len(texts), size)
-            ]
+        table = pyarrow.concat_tables(
+            [self.embedded(rows.slice(start, size)) for start in range(0, len(rows), size)]
         )
-        embedding = pyarrow.FixedSizeListArray.from_arrays(
-            pyarrow.array(vectors.reshape(-1)), self.encoder.width
-        )
+        table = table.replace_schema_metadata({**(rows.schema.metadata or {}), STAMP: self.stamp})
         temporary, final = (
             f"{self.root}/{hidden}{batch['name'][0]}.parquet" for hidden in (f".{os.getpid()}-", "")
         )
         pyarrow.parquet.write_table(
-            rows.append_column("embedding", embedding),
+            table,
             temporary,
             filesystem=self.target,
             compression="none",
         )
         self.target.move(temporary, final)
-        return {"rows": np.array([len(texts)])}
+        return {"rows": np.array([len(rows)])}
 
 
 def main(argv=None):
@@ -101,6 +119,8 @@ def main(argv=None):
         ("gpus", 0),
         ("rows", 8192),
         ("max-length", None),
+        ("window", None),
+        ("overlap", None),
     ):
         parser.add_argument(
             f"--{name}",
@@ -110,12 +130,13 @@ def main(argv=None):
         )
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
+    parser.add_argument("--long-texts", default="cut", choices=("cut", "windows"))
+    parser.add_argument("--late", action="store_true", help="windows from one pass over a text")
+    parser.set_defaults(normalize=False, output_dtype="float32")
     options = parser.parse_args(argv)
     (system, _, sources), (target, root, there) = files_of(options.source), files_of(options.output)
-    settings = {
-        name: getattr(options, name)
-        for name in ("prompt_name", "rows", "max_length", "text_column", "dtype")
-    }
+    known = ("prompt_name", "rows", "max_length", "text_column", "dtype", "long_texts")
+    settings = {name: getattr(options, name) for name in (*known, "window", "overlap", "late")}
     settings["model_digest"], path = model_digest(options.model), f"{root}/settings.json"
     begun = (
         json.loads(target.open_input_file(path).read())

@@ -57,7 +57,7 @@ def card(source, name, targets):
         source: Source.
         name: of the folder.
         targets: {target: {"files": {name: {"precision", "token", "pooled"}}}} as the manifest says
-        it.
+            it.
     """
     sentence = source.pooling is not None
     library = "transformers.js" if "onnx" in targets else "openvino"

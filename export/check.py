@@ -46,9 +46,9 @@ class Agreement:
 
     Attributes:
         token: worst cosine between the vectors (hidden states or masked-LM logits) of a real token;
-        None where tokens have none.
+            None where tokens have none.
         pooled: worst cosine between the vectors of a text: pooled as the folder says, else the mean
-        of its real tokens; for heads, its logits.
+            of its real tokens; for heads, its logits.
     """
 
     token: float | None
@@ -122,10 +122,9 @@ class Reference:
 
         Args:
             run: function of (input_ids, attention_mask), int64 tensors (B, L), that returns a
-            mapping of output names to arrays or
-                tensors: "last_hidden_state" (B, L, D) or "logits" or "start_logits" and
-                "end_logits" as torch has them, and also "sentence_embedding" (B, D) where the
-                engine pools itself.
+                mapping of output names to arrays or tensors: "last_hidden_state" (B, L, D) or
+                "logits" or "start_logits" and "end_logits" as torch has them, and also
+                "sentence_embedding" (B, D) where the engine pools itself.
             what: for the progress bar.
         """
         tokens, pooled, rows = [], [], []

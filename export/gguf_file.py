@@ -235,7 +235,7 @@ def describe_tokenizer(writer, tokenizer, rows):
         writer: `gguf.GGUFWriter`.
         tokenizer: a fast tokenizer of transformers.
         rows: of the embedding; those beyond the vocabulary are named [PAD<id>] and marked as
-        unused.
+            unused.
     Raises:
         UserError: another kind of tokenizer.
     """

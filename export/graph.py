@@ -18,7 +18,7 @@ class Graph(nn.Module):
 
     Attributes:
         outputs: names: "last_hidden_state", and "sentence_embedding" for a sentence encoder;
-        "logits"; "start_logits" and "end_logits".
+            "logits"; "start_logits" and "end_logits".
     """
 
     def __init__(self, source, dtype=torch.float32):

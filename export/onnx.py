@@ -13,6 +13,8 @@ from ..common.errors import UserError, one_line
 from . import folder
 from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
+from .places import PLACES
+from .places import check as check_place
 
 
 check_output = folder.check_output
@@ -43,17 +45,25 @@ def export(source, reference, arguments):
         UserError: a graph is not near enough to torch, or the output may not be written.
     """
     graphs = _Graphs(source)
+    places = {name: PLACES[name] for name in arguments.for_}
+    for name in places:
+        check_place(source, name)
+    wanted = dict.fromkeys([*arguments.precisions, *(place.reads for place in places.values())])
     with folder.new_export(source, arguments, "onnx") as (place, said):
         said["opset"], files = OPSET, said.setdefault("files", {})
-        for name in tqdm(
-            list(dict.fromkeys(arguments.precisions)), desc="graphs", unit="graph", disable=None
-        ):
+        said["token_type_ids"], said["for"] = arguments.token_type_ids, list(places)
+        for name in tqdm(list(wanted), desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
-            external = _write(graphs.make(name), path)
+            graph = graphs.make(name)
+            if arguments.token_type_ids:
+                _add_token_types(graph)
+            external = _write(graph, path)
             written = f"{path.name:<21} {_megabytes(path)} MB"
             entry = precision.prove(f"{name} in ONNX Runtime", reference, _runner(path), written)
             files[path.stem] = {**entry, "external_data": external}
+        for name in places:
+            places[name].write(place.parent, source, arguments)
 
 
 class _Graphs:
@@ -100,6 +110,14 @@ def _trace(graph):
         raise UserError(f"torch cannot trace this model for ONNX ({one_line(error)})") from error
 
 
+def _add_token_types(graph):
+    """BERT's third input, of which no node makes use: the outputs are the same bits. It is added
+    after the trace, since exporters drop inputs that are not read."""
+    added = graph.graph.input.add()
+    added.CopyFrom(graph.graph.input[0])
+    added.name = "token_type_ids"
+
+
 def _write(graph, path):
     """Writes a graph; returns whether its weights are in a file of their own, `<path>_data`."""
     import onnx
@@ -123,7 +141,7 @@ def _megabytes(path):
 
 
 def _runner(path):
-    """Function of (input_ids, attention_mask) -> {name: array}."""
+    """Function of (input_ids, attention_mask) -> {name: array}; a third input gets zeros."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -137,6 +155,11 @@ def _runner(path):
             f"ONNX Runtime does not load {path.name} ({one_line(error)}), so it was not kept"
         ) from error
     names = [output.name for output in session.get_outputs()]
-    return lambda ids, mask: dict(
-        zip(names, session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}))
-    )
+    third = {input.name for input in session.get_inputs()} - set(INPUTS)
+
+    def run(ids, mask):
+        rows = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+        rows |= {name: torch.zeros_like(ids).numpy() for name in third}
+        return dict(zip(names, session.run(names, rows)))
+
+    return run

@@ -53,6 +53,14 @@ class OnnxArguments(ExportArguments):
         default_factory=lambda: ["fp32"],
         choices=("fp32", "fp16", "int8", "q4"),
     )
+    token_type_ids: bool = option(
+        False, "a third input, which is not read, for loaders that always feed BERT's three"
+    )
+    for_: list[str] = option(
+        help="also write what vespa, opensearch, triton or weaviate asks for beside the graph",
+        default_factory=list,
+        choices=("vespa", "opensearch", "triton", "weaviate"),
+    )
 
 
 @dataclass(kw_only=True)

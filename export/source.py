@@ -87,7 +87,7 @@ class Source:
         model: in float32, on the CPU, in eval mode, without the packing of padded batches.
         tokenizer: loaded from `tokenizer_folder`.
         tokenizer_folder: a clean copy of the tokenizer: tokenizer.json, tokenizer_config.json,
-        special_tokens_map.json, and BERT's vocab.txt.
+            special_tokens_map.json, and BERT's vocab.txt.
         pooling: of a folder of sentence-transformers; None for any other model.
         max_length: tokens of a text that are read.
         prompts: of a folder of sentence-transformers, {name: text}.

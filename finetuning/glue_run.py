@@ -146,10 +146,10 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
         settings: RunSettings.
         splits: from `glue_tasks.load_task`.
         model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is
-        used).
+            used).
         tokenizer: the model's.
         folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA,
-        adapter/; glue.json names the files.
+            adapter/; glue.json names the files.
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
     Returns:

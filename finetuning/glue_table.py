@@ -38,7 +38,7 @@ def finished_runs(output):
 
     Raises:
         UserError: `output` has a table that is not of this command, which `write_tables` would
-        replace.
+            replace.
     """
     check_result_files(
         output,

@@ -23,7 +23,7 @@ class Task:
         labels: label names in the order of their numbers; empty for regression.
         metrics: names of the metrics; the task's score is their mean.
         validation: dev splits; the metrics of several splits are averaged (MNLI: matched and
-        mismatched).
+            mismatched).
         from_mnli: fine-tuned from the best MNLI checkpoint (the protocol of the paper).
         low, high: range of a regression label.
     """
@@ -173,14 +173,13 @@ def load_task(task, source):
 
     Args:
         source: a local folder with `<task>/<split>.jsonl` (or .json, .csv, .tsv, .parquet, also
-        sharded as `<split>-00000-of-00001.parquet`),
-            with nyu-mll/glue's columns; else the name of such a data set on the Hub.
+            sharded as `<split>-00000-of-00001.parquet`), with nyu-mll/glue's columns; else the name
+            of such a data set on the Hub.
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
         UserError: no such folder or data set, a split without rows or in two files that are not
-        shards, a column that is missing, a broken
-            row, a label out of range.
+            shards, a column that is missing, a broken row, a label out of range.
     """
     rows = _local_rows if Path(source).is_dir() else _hub_rows
     return {

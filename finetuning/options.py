@@ -180,7 +180,7 @@ class RunSettings:
 
     Attributes:
         revision: of the weights. rows: digest of the data's rows. start: name of the MNLI run that
-        it starts from, or None.
+            it starts from, or None.
         trainer: options of transformers' Trainer.
     """
 

@@ -1,16 +1,14 @@
 """How every rung of the small ladder is measured: a linear probe on sentence sentiment, and
 masked-LM quality on held-out text."""
 
-import math
-
 import numpy as np
 import torch
 
 from ..common.packing import mean_of_sequences, pack
 from .batches import BatchSpec, MicroBatches, SpecialTokens, Windows
+from .heldout import evaluate_batches, piece_characters
 from .masking import TokenMasking
 from .prepared import tokenise_texts
-from .trainer import evaluate_batches
 
 
 @torch.no_grad()
@@ -63,19 +61,11 @@ def measure(model, tokenizer, heldout, probe, length):
     spec = BatchSpec(tokens=4096, length=length, seed=1234)
     windows = Windows(tokenise_texts(heldout, tokenizer), SpecialTokens.of(tokenizer), spec)
     batches = MicroBatches(windows, TokenMasking(tokenizer), spec)
-    masked = evaluate_batches(model, batches)
-    labels = torch.cat([batches[i]["labels"].flatten() for i in range(len(batches))])
-    characters = sum(
-        len(token.lstrip("#Ġ"))
-        for token in tokenizer.convert_ids_to_tokens(labels[labels != -100].tolist())
-    )
+    masked = evaluate_batches(model, batches, characters=piece_characters(tokenizer))
     x = features(model, tokenizer, [row["text"] for row in probe], length)
     return {
         "probe_accuracy": probe_accuracy(x, np.array([row["label"] for row in probe])),
         "masked_accuracy": masked["masked_accuracy"],
         "masked_loss": masked["loss"],
-        "masked_bits_per_character": masked["loss"]
-        * masked["masked_tokens"]
-        / math.log(2)
-        / characters,
+        "masked_bits_per_character": masked["bits_per_character"],
     }

@@ -23,14 +23,13 @@ class BatchSpec:
 
     Args:
         layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a
-        mask;
-            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which
-            attend to each other.
+            mask; "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts,
+            which attend to each other.
         tokens: of a packed micro-batch at most; rows x length of one without boundaries.
         texts: of a padded or packed micro-batch, in place of `tokens`.
         length: tokens of a text at most, special tokens included.
         mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of
-        these parts. A mapping will do.
+            these parts. A mapping will do.
         long_texts: "truncate", or "split" into windows of `length`.
         seed: of order, mixture and masks.
     Raises:
@@ -149,6 +148,7 @@ class Windows:
         self.length = spec.length
         self.body = spec.length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
+        self.parts = texts.parts
         self.ends = None  # with "split": windows up to each text's end
         if spec.long_texts == "split":
             self.ends = np.cumsum(
@@ -157,6 +157,11 @@ class Windows:
 
     def __len__(self):
         return len(self.texts.lengths) if self.ends is None else int(self.ends[-1])
+
+    def part_ends(self):
+        """The first window behind each weighted source's."""
+        texts = np.cumsum([part.texts for part in self.parts])
+        return texts if self.ends is None else self.ends[texts - 1]
 
     def _place(self, ids):
         """(text, first token in it) of each window."""
@@ -251,12 +256,29 @@ class MicroBatches(torch.utils.data.Dataset):
     def passes(self, i):
         """How often the data has been read before micro-batch i, by the number of texts: 1.5 is
         once and a half."""
+        return sum(self._texts_before(i)) / len(self.windows)
+
+    def source_passes(self, i):
+        """{name: passes over this weighted source before micro-batch i}, by its share of the
+        texts; {} of other data."""
+        ends = [0, *self.windows.part_ends()] if self.windows.parts else []
+        sizes = [stop - start for start, stop in zip(ends, ends[1:])]
+        texts = self._texts_before(i)
+        return {
+            part.name: sum(
+                count * plan.weighted.draws[number] / plan.count
+                for count, plan in zip(texts, self.plans)
+            )
+            / sizes[number]
+            for number, part in enumerate(self.windows.parts)
+        }
+
+    def _texts_before(self, i):
+        """Windows that each part of the mixture gave before micro-batch i."""
         counts = (
             [i] if self.source is None else np.bincount(self.source[:i], minlength=len(self.plans))
         )
-        return sum(plan.texts_before(int(k)) for plan, k in zip(self.plans, counts)) / len(
-            self.windows
-        )
+        return [plan.texts_before(int(k)) for plan, k in zip(self.plans, counts)]
 
     def __getitem__(self, i):
         if not 0 <= i < self.count:

@@ -14,9 +14,9 @@ class TokenMasking:
         mlm_probability: share of the real tokens that are predicted.
         mask_replace_prob: share of the predicted tokens that [MASK] replaces.
         random_replace_prob: share of the predicted tokens that a random ordinary token replaces;
-        the rest stay as they are.
+            the rest stay as they are.
         schedule: (share at the run's beginning, share at its end) in place of `mlm_probability`, on
-        a straight line between them.
+            a straight line between them.
     Raises:
         UserError: shares that cannot be, or a tokenizer without a mask token.
     """

@@ -15,6 +15,7 @@ from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .prepared import tokenizer_fingerprint
+from .transplant import find_rows, random_rows, replace_vocabulary
 
 
 logger = logging.get_logger(__name__)
@@ -34,19 +35,23 @@ _SHAPE = (
 )
 
 
-def choose_tokenizer(given, start):
-    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it;
-    else the given or the bundled one.
+def choose_tokenizer(given, start, init_embeddings=None):
+    """The tokenizer of a run: that of the weights it starts from, whose embeddings belong to it,
+    unless they are to be replaced; else the given or the bundled one.
 
     Args:
         given: folder or Hub name, or None.
         start: see `weights_folder`, or None.
+        init_embeddings: how rows for the vocabulary of `given` are made, or None.
     Raises:
-        UserError: `given` is not the tokenizer of `start`.
+        UserError: `given` is not the tokenizer of `start`, and nothing says where its rows come
+            from.
     """
     if start is None:
         return load_tokenizer(given or str(TOKENIZER), padding=False)
     _config_of(start, start)
+    if init_embeddings is not None:
+        return load_tokenizer(given, padding=False)
     try:
         tokenizer = load_tokenizer(start, padding=False)
     except UserError:
@@ -58,29 +63,53 @@ def choose_tokenizer(given, start):
     ) != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"tokenizer {given} is another one than that of init_from {start}, which the weights "
-            "belong to; leave it out"
+            "belong to; leave it out, or give init_embeddings: transplant, which makes the rows of "
+            "its vocabulary out of theirs"
         )
     return tokenizer
 
 
-def make_model(model_config, init_from, tokenizer, seed):
+def new_rows(init_embeddings, start, tokenizer):
+    """`Rows` of another vocabulary than that of the weights, or None where theirs stays.
+
+    Args:
+        init_embeddings: "transplant", "random" or None.
+        start: folder or Hub name of the weights, with their tokenizer for "transplant".
+        tokenizer: the new one, of the run.
+    Raises:
+        UserError: `start` has no tokenizer.
+    """
+    if init_embeddings != "transplant":
+        return None if init_embeddings is None else random_rows(tokenizer)
+    try:
+        old = load_tokenizer(start, padding=False)
+    except UserError as error:
+        raise UserError(
+            f"init_embeddings transplant needs the tokenizer that the weights of init_from {start} "
+            "were trained with, in the same folder; put its files there"
+        ) from error
+    return find_rows(old, tokenizer)
+
+
+def make_model(model_config, init_from, tokenizer, seed, rows=None):
     """`NeoBERTForMaskedLM`, in float32.
 
     Args:
         model_config: {field of NeoBERTConfig: value}, or None.
         init_from: where its weights come from (see `weights_folder`), or None for a fresh
-        initialisation.
+            initialisation.
         tokenizer: whose vocabulary it has.
         seed: of the initialisation.
+        rows: `Rows` that replace the vocabulary of `init_from`, or None.
     Raises:
         UserError: an unknown configuration field, a vocabulary that does not match the tokenizer's,
-        weights of another architecture.
+            weights of another architecture.
     """
     given = dict(model_config or {})
     check_model_fields(given, "model_config")
     given.setdefault("sparse_prediction", True)
     if init_from is not None:
-        return _load(weights_folder(init_from), init_from, given, tokenizer)
+        return _load(weights_folder(init_from), init_from, given, tokenizer, seed, rows)
     given.setdefault("vocab_size", len(tokenizer))
     given.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _checked_config(given)
@@ -89,10 +118,15 @@ def make_model(model_config, init_from, tokenizer, seed):
     return NeoBERTForMaskedLM(config)
 
 
-def _load(source, name, given, tokenizer):
+def _load(source, name, given, tokenizer, seed, rows):
     config = _config_of(source, name)
+    if rows is not None:
+        count = given.pop("vocab_size", len(tokenizer))
+        pad = given.pop("pad_token_id", tokenizer.pad_token_id)
+        _check_vocabulary(count, tokenizer, "model_config")
     _override(config, given, name)
-    _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
+    if rows is None:
+        _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     try:
         model, info = NeoBERTForMaskedLM.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True
@@ -108,6 +142,13 @@ def _load(source, name, given, tokenizer):
             f"init_from {name} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint "
             "is needed"
         )
+    if rows is not None:
+        if model.config.vocab_size <= max(rows.ordinary, default=0):
+            raise UserError(
+                f"init_from {name} has a vocabulary of {model.config.vocab_size}, fewer than its "
+                "tokenizer has tokens; they must belong together"
+            )
+        replace_vocabulary(model, rows, count, pad, seed)
     return model
 
 

@@ -1,5 +1,5 @@
-"""Options of `neobert pretrain`, `ablations` and `pseudo-perplexity`, with the paper's values as
-defaults. Imports neither torch nor transformers."""
+"""Options of `neobert pretrain`, `tokenizer`, `ablations` and `pseudo-perplexity`, with the paper's
+values as defaults. Imports neither torch nor transformers."""
 
 import dataclasses
 import math
@@ -12,6 +12,7 @@ from ..common.errors import UserError
 from ..common.outputs import check_folder
 from ..common.rows import read_rows
 from .ablation_recipes import PUBLISHED, RUNGS, SCALES
+from .vocabulary_options import TOKENIZER_OPTIONS
 
 
 @dataclass
@@ -30,6 +31,12 @@ class ModelArguments(Arguments):
         "name",
         free=True,
     )
+    init_embeddings: str | None = option(
+        None,
+        "with init_from and another tokenizer: rows of its vocabulary out of the old ones "
+        "(transplant), or drawn anew (random)",
+        choices=("transplant", "random"),
+    )
     init_optimizer: bool = option(
         False,
         "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)",
@@ -41,6 +48,16 @@ class ModelArguments(Arguments):
             raise UserError(
                 "init_optimizer needs init_from: a checkpoint, whose optimizer is continued with"
             )
+        if self.init_embeddings and (self.init_from is None or self.tokenizer is None):
+            raise UserError(
+                f"init_embeddings {self.init_embeddings} needs init_from, the weights to start "
+                "from, and tokenizer, with the new vocabulary"
+            )
+        if self.init_embeddings and self.init_optimizer:
+            raise UserError(
+                "init_optimizer continues with the moments of the old vocabulary, which "
+                "init_embeddings replaces; leave one of them out"
+            )
 
 
 @dataclass
@@ -50,15 +67,19 @@ class DataArguments(Arguments):
     dataset: str | list = option(
         help=(
             "Hub name (name:subset@revision), or files, a folder or a pattern: txt, jsonl, "
-            "parquet, a saved set; several as a list"
+            "parquet, a saved set; several as a list, also with weights: [{name: mine.jsonl, "
+            "weight: 0.9}, {name: general.jsonl, weight: 0.1}]"
         ),
         free=True,  # known by its digest
     )
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     column: str = option("text", "column with the text")
-    heldout: str | list | None = option(
-        None, "held-out text, as dataset; evaluated every eval_steps and at the end", free=True
+    heldout: str | list | dict | None = option(
+        None,
+        "held-out text, as dataset, or several sets: {domain: a.jsonl, general: b.jsonl}; measured "
+        "before the first step, every eval_steps and at the end",
+        free=True,
     )
     streaming: bool | None = option(
         None,
@@ -69,6 +90,9 @@ class DataArguments(Arguments):
         None, "where the tokenised set is kept; default OUTPUT/prepared", free=True
     )
     prepare: bool = option(False, "tokenise the data and stop", free=True)
+    measure: bool = option(
+        False, "measure the held-out text with the weights of init_from and stop", free=True
+    )
     num_proc: int = option(1, "processes that tokenise a set which is prepared", free=True, least=1)
 
     def __post_init__(self):
@@ -77,13 +101,15 @@ class DataArguments(Arguments):
             raise UserError(
                 "a run with streaming true would not read what prepare makes; leave streaming out"
             )
+        if self.measure and self.heldout is None:
+            raise UserError("measure needs held-out text: give heldout")
+        from .heldout import parse_heldout
         from .sources import parse_sources
 
-        self.sources = parse_sources(self.dataset, self.subset, self.split, self.column)
+        named = (self.subset, self.split, self.column)
+        self.sources = parse_sources(self.dataset, *named)
         self.heldout_sources = (
-            parse_sources(self.heldout, self.subset, self.split, self.column)
-            if self.heldout is not None
-            else None
+            parse_heldout(self.heldout, *named) if self.heldout is not None else {}
         )
 
 
@@ -159,7 +185,7 @@ class BatchArguments(Arguments):
 
         Raises:
             UserError: the step is not a multiple of what `processes` devices take at once, or has
-            another unit than the micro-batch.
+                another unit than the micro-batch.
         """
         unit, size = self.spec(0).size
         step, other = (
@@ -199,6 +225,12 @@ class RunArguments(Arguments):
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
+    average_last: int | None = option(
+        None,
+        "make the mean of the last N checkpoints the final model, where it has fewer bits a "
+        "character on the held-out text",
+        least=2,
+    )
     raw_checkpoint: str | None = option(
         None,
         "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",
@@ -392,6 +424,7 @@ def _factor(text):
 
 
 OPTIONS = {
+    "tokenizer": TOKENIZER_OPTIONS,
     "pretrain": Options(
         "neobert pretrain",
         "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "

@@ -10,6 +10,7 @@ from array import array
 import numpy as np
 
 from ..common.errors import UserError
+from .weighted import WeightedOrder
 
 
 CHUNK = 1 << 20
@@ -29,7 +30,11 @@ class Plan:
 
     def __init__(self, windows, least, seed):
         self.windows, self.least, self.seed = windows, least, seed
-        self.count = len(windows.of_texts_from(least)) if least > 0 else len(windows)
+        self.weighted = self._weighted() if windows.parts else None
+        if self.weighted:
+            self.count = self.weighted.count
+        else:
+            self.count = len(windows.of_texts_from(least)) if least > 0 else len(windows)
         if not self.count:
             raise UserError(
                 f"the mixture asks for texts of at least {least} tokens, but the data has none"
@@ -37,8 +42,23 @@ class Plan:
         self.ends = [0]  # batches before each pass
         self.current = None
 
+    def _weighted(self):
+        """`WeightedOrder` of the windows; UserError for a source without a text that is long
+        enough."""
+        ids, ends = self.windows.of_texts_from(self.least), self.windows.part_ends()
+        parts = self.windows.parts
+        for part, count in zip(parts, np.diff(np.searchsorted(ids, ends), prepend=0)):
+            if not count:
+                raise UserError(
+                    f"the mixture asks for texts of at least {self.least} tokens, but {part.name} "
+                    "has none"
+                )
+        return WeightedOrder(ids, ends, [part.share for part in parts], self.seed)
+
     def order(self, number):
         """Ids of the windows in the order of pass `number`."""
+        if self.weighted:
+            return self.weighted.order(number)
         ids = self.windows.of_texts_from(self.least)
         np.random.default_rng([*self.seed, number]).shuffle(ids)
         return ids

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..common.files import read_json, redacted, remove_left_overs, write_json
 from ..common.outputs import check_folder
 from ..common.runs import LOCK, changed_settings, locked
 from .sources import load_rows, source_key
+from .weighted import Part, shares_of
 
 
 # What a row became: a token count, or one of these.
@@ -33,10 +34,26 @@ EMPTY, BROKEN = 0, -1
 @dataclass(frozen=True)
 class TokenisedTexts:
     """Tokenised texts: `rows` is a `datasets.Dataset` with input_ids, `lengths` (texts,) int32
-    counts the two special tokens too."""
+    counts the two special tokens too; `parts` are the weighted sources, one after another."""
 
     rows: Dataset
     lengths: np.ndarray
+    parts: tuple[Part, ...] = ()
+
+    @classmethod
+    def joined(cls, tokens, shares):
+        """Several as one of weighted sources.
+
+        Args:
+            tokens: list of `TokenisedTexts`.
+            shares: {name in the log: share of the texts} of each.
+        """
+        parts = zip(shares, (len(each.lengths) for each in tokens), shares.values())
+        return cls(
+            concatenate_datasets([each.rows for each in tokens]),
+            np.concatenate([each.lengths for each in tokens]),
+            tuple(Part(*part) for part in parts),
+        )
 
 
 class Tokenise:
@@ -86,7 +103,10 @@ def _key(sources, tokenizer):
 
 def source_digest(sources, tokenizer):
     """One line that tells sources apart: names without folders, and a hash of the files' content,
-    subset, split, column and tokenizer."""
+    subset, split, column and tokenizer; of weighted sources their shares."""
+    if shares := shares_of(sources):
+        each = (source_digest((replace(source, weight=None),), tokenizer) for source in sources)
+        return ", ".join(f"{share:.6g} of {one}" for share, one in zip(shares.values(), each))
     key = _key(sources, tokenizer)
     return (
         f"{key['dataset']} "
@@ -106,7 +126,7 @@ def prepare(sources, out, tokenizer, workers=1, shards=None):
         the contents of prepared.json.
     Raises:
         UserError: `out` holds another source's set or other files, another process prepares it, or
-        no row has text.
+            no row has text.
     """
     out, key = Path(out), redacted(_key(sources, tokenizer))
     check_folder(out, "prepared")

@@ -27,9 +27,11 @@ from ..common.outputs import check_apart, check_folder
 from ..common.results import environment
 from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
-from .batches import MicroBatches, SpecialTokens, Windows
+from . import adaptation_report
+from .averaging import averaged_steps, check_average, keep_better
+from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
-from .model import choose_tokenizer, make_model, weights_folder
+from .model import choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
     GROUPS,
     OPTIONS,
@@ -39,12 +41,12 @@ from .options import (
     ModelArguments,
     RunArguments,
 )
-from .prepared import Tokenise, describe, load_prepared, prepare, source_digest
+from .prepared import source_digest
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
-from .sources import load_rows
-from .streaming import StreamedBatches, TokenStream
+from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
 from .trainer import PretrainingTrainer
+from .weighted import shares_of
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,15 @@ class Given:
         return None if self.model.init_from is None else weights_folder(self.model.init_from)
 
     @property
-    def sources(self):
-        """{"train": tuple of `Source`, and "heldout" where there is such text}."""
-        heldout = self.data.heldout_sources
-        return {"train": self.data.sources, **({} if heldout is None else {"heldout": heldout})}
+    def sets(self):
+        """{folder in `prepared`: tuple of `Source`}: "train", of weighted sources "train-1" and so
+        on; "heldout", or "heldout-NAME"."""
+        train, heldout = self.data.sources, self.data.heldout_sources
+        if train[0].weight is None:
+            sets = {"train": train}
+        else:
+            sets = {f"train-{i}": (source,) for i, source in enumerate(train, 1)}
+        return sets | {folder_of(name): given for name, given in heldout.items()}
 
     @property
     def spec(self):
@@ -116,7 +123,9 @@ def read_run(argv):
 
 def make_run(model, data, batch, run, given):
     """A `Given` from its options and Trainer's `given` ones."""
-    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    given = Given(model, data, batch, run, make_training_arguments(run, batch, given))
+    check_average(given)
+    return given
 
 
 def run_of(recipe):
@@ -131,92 +140,13 @@ def run_of(recipe):
 
 
 # ------------------------------------------------------------------------------------------------
-# data
-
-
-def prepared_tokens(run, name, sources, tokenizer):
-    """The tokenised form of `sources`, made first when it is not there, under `name` ("train",
-    "heldout")."""
-    folder = run.prepared / name
-    local = sources[0].local
-    if len(sources) == 1 and local is not None and local[0] == "prepared":
-        folder = local[1][0]
-    else:
-        with run.training.main_process_first(desc="tokenising"):
-            prepare(sources, folder, tokenizer, run.data.num_proc)
-    tokens, summary = load_prepared(folder, tokenizer)
-    if run.training.process_index == 0:
-        print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
-    return tokens
-
-
-def check_text(run):
-    """Opens the text that is not prepared yet, so that what is not there, a column as well, is
-    named before a model is loaded."""
-    for name, sources in run.sources.items():
-        local = sources[0].local
-        if (
-            not (local and local[0] == "prepared")
-            and not (run.prepared / name / "prepared.json").is_file()
-        ):
-            load_rows(sources, streaming=True)
-
-
-def make_stream(run, tokenizer, masking):
-    """`StreamedBatches` of this process."""
-    training, rows = run.training, load_rows(run.data.sources, streaming=True)
-    return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer)),
-        masking,
-        run.spec,
-        run.micro_batches,
-        training.process_index,
-        training.world_size,
-        training.dataloader_num_workers,
-    )
-
-
-def make_batches(tokens, tokenizer, masking, spec, name, count=None):
-    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
-    to mask."""
-    batches = MicroBatches(Windows(tokens, SpecialTokens.of(tokenizer), spec), masking, spec, count)
-    looked = len(batches) if count is None else min(count, 100)
-    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
-        raise UserError(
-            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
-            "tokenizer made for it?"
-        )
-    return batches
-
-
-def unigram(tokens, tokenizer, sample=2_000_000):
-    """The most frequent ordinary token of a tokenised set, from its first rows: what a model
-    without context would always say."""
-    counts, seen = np.zeros(len(tokenizer), dtype=np.int64), 0
-    for rows in tokens.rows.with_format("numpy").select_columns(["input_ids"]).iter(1000):
-        ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows["input_ids"]])
-        counts += np.bincount(ids, minlength=len(counts))
-        seen += len(ids)
-        if seen > sample:
-            break
-    counts[tokenizer.all_special_ids] = 0
-    return int(counts.argmax())
-
-
-def unigram_accuracy(batches, token):
-    """Accuracy of always answering `token`, on the very positions that `batches` mask."""
-    labels = [batches[i]["labels"] for i in range(len(batches))]
-    labels = torch.cat([values[values != -100] for values in labels])
-    return float((labels == token).float().mean())
-
-
-# ------------------------------------------------------------------------------------------------
 # checks
 
 
 # Names of what a run writes into its output: a folder without a run has none of them.
 _WRITTEN = (
     *("recipe.json", "log.jsonl", "result.json", "checkpoint-*", "raw", "config.json"),
+    "adaptation.*",
     *("*.safetensors", "*.bin", "*token*", "vocab*", "*.py"),
 )
 
@@ -226,7 +156,7 @@ def _inputs(run):
     prepared set may be in the output."""
     found = [
         (source.name, *local)
-        for sources in run.sources.values()
+        for sources in run.sets.values()
         for source in sources
         if (local := source.local)
     ]
@@ -257,9 +187,14 @@ def _check(run, tokenizer, model):
     sharded = (
         training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     )
-    if sharded and run.model.init_optimizer:
+    complete = {
+        "init_optimizer": run.model.init_optimizer,
+        "measure": run.data.measure,
+        "average_last": run.run.average_last,
+    }
+    for name in filter(complete.get, complete) if sharded else ():
         raise UserError(
-            "init_optimizer needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
+            f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
             "recipes/accelerate/ddp.yaml"
         )
     if training.deepspeed_plugin is not None and training.deepspeed_plugin.zero_stage == 3:
@@ -305,14 +240,41 @@ def _owner(run, tokenizer):
     )
 
 
+def _heldout_text(run, tokenizer):
+    """What the held-out text is known by: {name: digest}, a digest alone, or None without any."""
+    digests = {
+        name: redacted(source_digest(sources, tokenizer))
+        for name, sources in run.data.heldout_sources.items()
+    }
+    return digests.get("", digests or None)
+
+
 def _finished(owner, heldout):
     """result.json, where the output holds the finished model of this very run, measured on this
-    held-out text (`source_digest`); or None."""
+    held-out text (`_heldout_text`); or None."""
     path = owner.folder / "result.json"
     if owner.inspect(overwrite=None) != "finished" or not path.is_file():
         return None
     result = read_json(path)
     return result if heldout == result.get("heldout") else None
+
+
+def _new_rows(run, tokenizer):
+    """`Rows` that replace the vocabulary of the weights, told once; None where theirs stays."""
+    training = run.training
+    if (
+        run.model.init_embeddings
+        and training.deepspeed_plugin is not None
+        and training.deepspeed_plugin.zero_stage == 3
+    ):
+        raise UserError(
+            "init_embeddings needs all of the embedding in one process; ZeRO-3 cuts it: use "
+            "recipes/accelerate/zero2.yaml"
+        )
+    rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
+    if rows is not None and training.process_index == 0:
+        print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
+    return rows
 
 
 def _moments(run):
@@ -335,30 +297,35 @@ def execute(run):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without
     held-out text)."""
     batch, training = run.batch, run.training
-    tokenizer = choose_tokenizer(run.model.tokenizer, run.start)
+    tokenizer = choose_tokenizer(run.model.tokenizer, run.start, run.model.init_embeddings)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
     inputs = _inputs(run)
-    for name in run.sources:
+    for name in run.sets:
         check_apart(run.prepared / name, *inputs)
     if run.data.prepare:
-        for name, sources in run.sources.items():
+        for name, sources in run.sets.items():
             prepared_tokens(run, name, sources, tokenizer)
         return {}
     check_text(run)
-    model = make_model(run.model.model_config, run.start, tokenizer, training.seed)
+    rows = _new_rows(run, tokenizer)
+    model = make_model(run.model.model_config, run.start, tokenizer, training.seed, rows)
     if run.run.attn_implementation:
         set_attention(model, run.run.attn_implementation)
     if run.run.compile:
         compile_blocks(model)
     moments = _moments(run)
     _check(run, tokenizer, model)
+    if run.data.measure:
+        return PretrainingTrainer(
+            model=model.to(training.device),
+            args=training,
+            eval_dataset=heldout_batches(run, tokenizer),
+            processing_class=tokenizer,
+            run=run.run,
+        ).measure()
     owner = _owner(run, tokenizer)
-    heldout_text = (
-        redacted(source_digest(run.data.heldout_sources, tokenizer))
-        if run.data.heldout is not None
-        else None
-    )
+    heldout_text = _heldout_text(run, tokenizer)
     if (result := _finished(owner, heldout_text)) is not None:
         if training.process_index == 0:
             print(
@@ -368,21 +335,9 @@ def execute(run):
             _write_raw(run, result["steps"])
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
-    tokens = heldout = None
-    if run.streams:
-        batches = make_stream(run, tokenizer, masking)
-        training.ignore_data_skip = True
-    else:
-        tokens = prepared_tokens(run, "train", run.data.sources, tokenizer)
-        batches = make_batches(
-            tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
-        )
-    if run.data.heldout is not None:
-        heldout_tokens = prepared_tokens(run, "heldout", run.data.heldout_sources, tokenizer)
-        spec = run.spec.of_all_texts(run.spec.seed + 1)
-        heldout = make_batches(
-            heldout_tokens, tokenizer, TokenMasking(tokenizer, *shares), spec, run.data.heldout
-        )
+    tokens, batches = training_batches(run, tokenizer, masking)
+    training.ignore_data_skip = training.ignore_data_skip or run.streams
+    heldout = heldout_batches(run, tokenizer)
     with claim(owner, overwrite=None):
         if training.process_index == 0:
             remove_left_overs(run.output)
@@ -392,34 +347,37 @@ def execute(run):
             model=model,
             args=training,
             train_dataset=batches,
-            eval_dataset=heldout,
+            eval_dataset=heldout or None,
             processing_class=tokenizer,
             run=run.run,
             moments=moments,
         )
         spent = train(
-            trainer, run.run.keep_every, before=trainer.load_stream if run.streams else None
-        ).metrics
-        return _finish(
-            run,
-            owner,
             trainer,
-            tokens,
-            tokenizer,
-            {"cpu_seconds": spent["cpu_seconds"], "heldout": heldout_text},
-        )
+            run.run.keep_every,
+            before=trainer.load_stream if run.streams else None,
+            keep=averaged_steps(training, run.run.average_last) if run.run.average_last else (),
+        ).metrics
+        more = {
+            "seconds": spent["train_runtime"],
+            "cpu_seconds": spent["cpu_seconds"],
+            "heldout": heldout_text,
+            **({} if rows is None else {"init_rows": rows.counts}),
+        }
+        return _finish(run, owner, trainer, tokens, more)
 
 
-def _finish(run, owner, trainer, tokens, tokenizer, more):
+def _finish(run, owner, trainer, tokens, more):
     """Saves the final model and what it reached: the files come in one after another, config.json,
     which makes it a model, near the end."""
-    training, metrics, heldout = trainer.args, {}, trainer.eval_dataset
-    if heldout is not None:
-        metrics = trainer.evaluate()
+    training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
+    if run.run.average_last:
+        metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
+    for name, heldout in (trainer.eval_dataset or {}).items():
         # A streamed run has no training tokens at hand to count: the held-out ones give the
         # baseline its best case.
         frequent = unigram(heldout.windows.texts if tokens is None else tokens, tokenizer)
-        metrics["eval_unigram_accuracy"] = unigram_accuracy(heldout, frequent)
+        metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(heldout, frequent)
     if trainer.is_world_process_zero():
         owner.scratch()
     trainer.accelerator.wait_for_everyone()
@@ -447,6 +405,14 @@ def _finish(run, owner, trainer, tokens, tokenizer, more):
             else "float32",
         )
         write_json(folder / "result.json", {**result, **metrics})
+        if run.start is not None and metrics:
+            adaptation_report.write_report(
+                folder / "adaptation",
+                trainer.state.log_history,
+                metrics,
+                result,
+                shares_of(run.data.sources),
+            )
         names = owner.move_in(folder, "config.json", "result.json")
         _write_raw(run, trainer.state.global_step)
         owner.finish([*names, "log.jsonl"])

@@ -5,10 +5,11 @@ import functools
 import glob
 import hashlib
 import itertools
+import math
 import os
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import (
@@ -22,6 +23,7 @@ from datasets import (
 )
 
 from ..common import __version__
+from ..common.arguments import typed
 from ..common.checkpoints import is_main
 from ..common.errors import UserError, one_line, require
 from ..common.rows import FORMATS, JSONL, Place, check_column, read_rows, row_format
@@ -39,6 +41,8 @@ class Source:
         name: of a data set on the Hub, or a file, a folder, a pattern, a saved or a prepared set.
         subset, revision, split: of a Hub data set; a saved set has splits too.
         column: with the text; files of plain text have none.
+        weight: probability that a text of the run is one of this source, relative to those of the
+            other sources; None: as many as it has.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Source:
     revision: str | None = None
     split: str = "train"
     column: str = "text"
+    weight: float | None = None
 
     @property
     def local(self):
@@ -55,24 +60,67 @@ class Source:
 
 def parse_sources(dataset, subset=None, split="train", column="text"):
     """The sources of a recipe's `dataset`: a name or a list; "name:subset@revision, other name" is
-    a list too, unless it is a file's name.
+    a list too, unless it is a file's name. An entry of the list may be a mapping with name, weight,
+    subset, split and column.
 
     Raises:
-        UserError: there is no name.
+        UserError: there is no name; weights that cannot be.
     """
-    given = [dataset] if isinstance(dataset, str) else list(dataset)
-    parts = [[entry] if os.path.exists(entry) else entry.split(",") for entry in map(str, given)]
-    names = [name.strip() for entry in parts for name in entry if name.strip()]
-    if not names:
-        raise UserError("dataset is empty; give a Hub name or a path")
     found = []
-    for name in names:
-        own = revision = None
-        if not os.path.exists(name):
-            name, _, revision = name.partition("@")
-            name, _, own = name.partition(":")
-        found.append(Source(name, own or subset, revision or None, split, column))
-    return tuple(found)
+    for entry in dataset if isinstance(dataset, (list, tuple)) else [dataset]:
+        own = {"subset": subset, "split": split, "column": column}
+        if isinstance(entry, dict):
+            own |= _typed(entry)
+            names = [own.pop("name")]
+        else:
+            entry = str(entry)
+            names = [entry] if os.path.exists(entry) else entry.split(",")
+        for name in filter(None, map(str.strip, names)):
+            subset_of_name = revision = None
+            if not os.path.exists(name):
+                name, _, revision = name.partition("@")
+                name, _, subset_of_name = name.partition(":")
+            given = {**own, "subset": subset_of_name or own["subset"]}
+            found.append(Source(name, revision=revision or None, **given))
+    if not found:
+        raise UserError("dataset is empty; give a Hub name or a path")
+    _check_weights(found)
+    return tuple(found if len(found) > 1 else [replace(found[0], weight=None)])
+
+
+_ENTRY = {"name": str, "weight": float, "subset": str, "split": str, "column": str}
+
+
+def _typed(entry):
+    """A mapping of `dataset`, in the types of `Source`."""
+    entry = typed(entry, _ENTRY, "of dataset", otherwise=f"an entry has {', '.join(_ENTRY)}")
+    if not entry.get("name", "").strip():
+        raise UserError("an entry of dataset has no name; give {name: FILE, weight: 0.9}")
+    return entry
+
+
+def _check_weights(sources):
+    weights = [source.weight for source in sources]
+    if weights == [None] * len(weights):
+        return
+    if None in weights:
+        name = sources[weights.index(None)].name
+        raise UserError(
+            f"dataset {name} has no weight, but others have; give every source one, or none"
+        )
+    for source in sources:
+        if not 0 < source.weight < math.inf:  # NaN is neither
+            raise UserError(
+                f"dataset {source.name}: weight must be a number above 0, but {source.weight} was "
+                "given"
+            )
+    places = [
+        (os.path.realpath(source.name), source.subset, source.revision, source.split)
+        for source in sources
+    ]
+    for place, source in zip(places, sources):
+        if places.count(place) > 1:
+            raise UserError(f"dataset {source.name} is there twice; give it once, with one weight")
 
 
 def is_path(name):
@@ -141,7 +189,7 @@ def load_rows(sources, streaming=False):
         a `datasets.Dataset` or, when streaming, `IterableDataset`.
     Raises:
         UserError: a source, its split or its column is not there or holds no text, or a file cannot
-        be read.
+            be read.
     """
     parts = [_load_source(source, streaming) for source in sources]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
@@ -311,7 +359,7 @@ def _content(files):
     return f"files: {len(files)}, bytes: {total}, hash: {digest.hexdigest()[:12]}"
 
 
-def _text_files(local, split):
+def text_files(local, split):
     """The files that hold a local source's text: of a saved or prepared set its tables, in `split`
     where it has splits."""
     kind, files = local
@@ -329,7 +377,7 @@ def source_key(sources):
         file
         for found, source in zip(local, sources)
         if found
-        for file in _text_files(found, source.split)
+        for file in text_files(found, source.split)
     ]
     revisions = [source.revision for source in sources]
     return {

@@ -9,7 +9,7 @@ passes over the few batches after it.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from ..common.errors import UserError
 from .batches import masked_batch
 from .prepared import BROKEN, EMPTY
+from .weighted import WeightedReader
 
 
 SNAPSHOT_EVERY = 50
@@ -31,14 +32,16 @@ class TokenStream:
     """Rows that are tokenised while they are read.
 
     Args:
-        rows: `datasets.IterableDataset` with the column "text".
+        rows: `datasets.IterableDataset` with the column "text"; {name: such} of weighted sources.
         tokenise: `Tokenise`.
         special: `SpecialTokens`, put around every text.
+        shares: {name: share of the texts} of weighted sources, which sum to 1.
     """
 
     rows: Any
     tokenise: Any
     special: Any
+    shares: dict = field(default_factory=dict)
 
 
 class StreamedBatches(torch.utils.data.IterableDataset):
@@ -50,7 +53,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         masking, spec: `TokenMasking`, `BatchSpec`.
         count: micro-batches of the run in all processes, for a mask schedule.
         rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
-        run's (i * world_size + rank)-th.
+            run's (i * world_size + rank)-th.
         workers: of the DataLoader; 0: it reads in the process itself.
     """
 
@@ -72,13 +75,23 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.start, self.saved = consumed, {int(worker): state for worker, state in states.items()}
 
     def readers(self, worker):
-        """The part of the mixture -> `Reader` of one worker; each part reads its share of the
-        stream on its own."""
-        reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
+        """The part of the mixture -> `Reader` or `WeightedReader` of one worker; each part reads
+        its share of the stream on its own."""
         return [
-            Reader(self.source, self.spec, least, (self.spec.seed, number), reader, readers)
+            self._reader(worker, least, (self.spec.seed, number))
             for number, (least, _) in enumerate(self.spec.mixture)
         ]
+
+    def _reader(self, worker, least, seed):
+        source, shares = self.source, self.source.shares
+        reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
+        if not shares:
+            return Reader(source, self.spec, least, seed, reader, readers)
+        own = {
+            name: Reader(replace(source, rows=rows), self.spec, least, seed, reader, readers)
+            for name, rows in source.rows.items()
+        }
+        return WeightedReader(own, shares.values(), (*seed, reader))
 
     def __iter__(self):
         """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in
@@ -122,11 +135,15 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         return int(np.searchsorted(self.shares, draw, side="right"))
 
     def _counts(self, readers):
-        """Rows that one worker skipped, and its passes over its share of the data."""
+        """Rows that one worker skipped, and its passes over its share of the data and of each
+        weighted source."""
         counts = {
             name: sum(reader.skipped[name] for reader in readers) for name in ("empty", "broken")
         }
-        return {**counts, "passes": sum(reader.passes for reader in readers)}
+        counts["passes"] = sum(reader.passes for reader in readers)
+        for name in self.source.shares:
+            counts[f"passes_{name}"] = sum(reader.source_passes[name] for reader in readers)
+        return counts
 
     def _texts(self, reader):
         """Texts of one batch, special tokens included."""
@@ -207,7 +224,7 @@ class Reader:
 
         Args:
             before: the stream's state, where it was loaded; until its first row `datasets` says
-            that of the shard's start.
+                that of the shard's start.
         """
         self.before, self.row = self.stream.state_dict() if before is None else before, 0
         texts = next(self.groups, {"text": []})["text"]

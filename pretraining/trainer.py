@@ -3,6 +3,7 @@ complete micro-batches."""
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
 from .batches import batch_counts
+from .heldout import evaluate_batches, masked_correct, metric_name, piece_characters
 from .streaming import COUNTS, STATE
 
 
@@ -30,7 +32,7 @@ def flops_per_batch(config, tokens, squares, predicted):
 
     Args:
         tokens: real tokens; squares: sum of squared text lengths; predicted: rows that the decoder
-        computes.
+            computes.
     """
     hidden, inner = config.hidden_size, config.ffn_inner_size
     per_layer = 4 * hidden * hidden + (3 if config.hidden_act == "swiglu" else 2) * hidden * inner
@@ -63,7 +65,18 @@ def matrix_product_rate(device, dtype, seconds=0.3):
 
 class _Records(TrainerCallback):
     """The last step and every step that is saved are logged, so that the log and tokens_seen of a
-    continued run miss nothing."""
+    continued run miss nothing; and what the held-out text says before the first step.
+
+    Args:
+        measure: `PretrainingTrainer.evaluate`.
+    """
+
+    def __init__(self, measure):
+        self.measure = measure
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.measure()
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
@@ -75,8 +88,8 @@ class PretrainingTrainer(Trainer):
 
     Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
     over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, mfu,
-    tokens_seen, and as epoch the passes over the data. UserError for a loss, or weights to be
-    saved, that are not finite.
+    tokens_seen, as epoch the passes over the data, and passes_NAME of each weighted source.
+    UserError for a loss, or weights to be saved, that are not finite.
 
     Args:
         run: RunArguments.
@@ -86,12 +99,14 @@ class PretrainingTrainer(Trainer):
 
     def __init__(self, *others, run, moments=None, **more):
         super().__init__(*others, data_collator=_only_item, **more)
-        self.add_callback(_Records())
+        self.add_callback(_Records(self.evaluate))
         self.run, self.moments = run, moments
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
         self._window_start = None
         self._peak = None
+        self._characters = None  # of every piece
         self._stream = {"states": {}, "counts": {}}  # by loader worker
+        self._passes = {}  # of weighted sources, that were said
 
     # ------------------------------------------------------------------------------------------
     # data
@@ -185,13 +200,12 @@ class PretrainingTrainer(Trainer):
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
-            logs.update(
-                {
-                    name: int(value)
-                    for name, value in counts.items()
-                    if name.startswith("rows_skipped_")
-                }
-            )
+            for name, value in counts.items():
+                if name.startswith("rows_skipped_"):
+                    logs[name] = int(value)
+                elif name.startswith("passes_"):
+                    logs[name] = value
+                    self._tell_passes(name, int(value))
             if seconds > 0:
                 logs["tokens_per_second"] = counts["tokens"] / seconds
                 config = self.model.config
@@ -200,6 +214,13 @@ class PretrainingTrainer(Trainer):
                 logs["mfu"] = flops / seconds / (self._peak_rate() * self.args.world_size)
             self.state.epoch = counts["passes"]
         super().log(logs, *args, **kwargs)
+
+    def _tell_passes(self, name, passes):
+        """Says that a weighted source has ended and begins again."""
+        if passes > self._passes.get(name, 0) and self.is_world_process_zero():
+            source, times = name.removeprefix("passes_"), f"{passes:,} time{'s'[: passes - 1]}"
+            print(f"{source} has been read {times} and begins again", file=sys.stderr)
+        self._passes[name] = passes
 
     def _reduced_counts(self):
         """What was counted since the last call, and how far the data has been read, summed over
@@ -212,12 +233,17 @@ class PretrainingTrainer(Trainer):
                 f"rows_skipped_{name}": sum(worker[name] for worker in workers)
                 for name in ("empty", "broken")
             }
-            passes = sum(worker["passes"] for worker in workers) / max(1, len(workers))
+            for name in (
+                "passes",
+                *(f"passes_{name}" for name in self.train_dataset.source.shares),
+            ):
+                passes = sum(worker[name] for worker in workers) / max(1, len(workers))
+                counts[name] = passes / args.world_size
         else:
-            passes = self.train_dataset.passes(
-                self.state.global_step * args.gradient_accumulation_steps * args.world_size
-            )
-        counts["passes"] = passes / args.world_size
+            i = self.state.global_step * args.gradient_accumulation_steps * args.world_size
+            counts["passes"] = self.train_dataset.passes(i) / args.world_size
+            for name, passes in self.train_dataset.source_passes(i).items():
+                counts[f"passes_{name}"] = passes / args.world_size
         if args.world_size > 1:
             values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
             counts = dict(zip(counts, self.accelerator.reduce(values, reduction="sum").tolist()))
@@ -288,77 +314,34 @@ class PretrainingTrainer(Trainer):
     # evaluation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """Masked loss and accuracy over every batch of `eval_dataset`, shared between the
-        processes."""
-        batches = self.eval_dataset if eval_dataset is None else eval_dataset
-        metrics = evaluate_batches(
-            self.model_wrapped if self.is_fsdp_enabled else self.model,
-            batches,
-            self.args.device,
-            self.accelerator,
-        )
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        """`measure`, logged as one record."""
+        metrics = self.measure()
+        if metrics:
+            self.log(dict(metrics))
+            self.control = self.callback_handler.on_evaluate(
+                self.args, self.state, self.control, metrics
+            )
         self._window_start = time.perf_counter()
+        return metrics
+
+    def measure(self):
+        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}; the batches are shared
+        between the processes."""
+        if self._characters is None:
+            self._characters = piece_characters(self.processing_class)
+        metrics = {}
+        for name, batches in (self.eval_dataset or {}).items():
+            measured = evaluate_batches(
+                self.model_wrapped if self.is_fsdp_enabled else self.model,
+                batches,
+                self.args.device,
+                self.accelerator,
+                self._characters,
+            )
+            metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
         return metrics
 
 
 def _only_item(items):
     """An item is a complete micro-batch already."""
     return items[0]
-
-
-def masked_correct(logits, labels):
-    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits
-    (B, L, V) or (labelled, V)."""
-    chosen = labels != -100
-    with torch.no_grad():
-        best = logits.argmax(dim=-1)
-        best = best if best.dim() == 1 else best[chosen]
-        return (best == labels[chosen]).sum(), chosen.sum()
-
-
-@torch.no_grad()
-def evaluate_batches(model, batches, device=None, accelerator=None):
-    """Masked-LM quality over all of `batches` (`MicroBatches`).
-
-    Returns:
-        dict: loss (mean cross-entropy over masked tokens), masked_accuracy, masked_tokens.
-    """
-    rank, world = (
-        (accelerator.process_index, accelerator.num_processes)
-        if accelerator is not None
-        else (0, 1)
-    )
-    device = device if device is not None else next(model.parameters()).device
-    total, correct, masked = 0.0, 0, 0
-    training = model.training
-    model.eval()
-    # Every process computes the same number of batches, as sharded models need; repeated ones do
-    # not count.
-    for i in range(rank, math.ceil(len(batches) / world) * world, world):
-        batch = {
-            name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in batches[min(i, len(batches) - 1)].items()
-        }
-        context = accelerator.autocast() if accelerator is not None else torch.no_grad()
-        with context:
-            outputs = model(**batch)
-        if i < len(batches):
-            right, count = masked_correct(outputs.logits, batch["labels"])
-            total = total + float(outputs.loss) * int(count)
-            correct = correct + int(right)
-            masked = masked + int(count)
-    model.train(training)
-    sums = torch.tensor([total, correct, masked], dtype=torch.float64, device=device)
-    if world > 1:
-        sums = accelerator.reduce(sums, reduction="sum")
-    total, correct, masked = sums.tolist()
-    return {
-        "loss": total / masked,
-        "masked_accuracy": correct / masked,
-        "masked_tokens": int(masked),
-    }

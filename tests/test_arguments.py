@@ -49,6 +49,24 @@ class Paths(Arguments):
     length: int = option(8, "tokens", least=1)
 
 
+@dataclasses.dataclass
+class Files(Arguments):
+    """Texts."""
+
+    texts: list[str] = option(help="what is read", positional=True)
+    size: int = option(8, "rows", least=1)
+
+
+def test_the_last_positional_takes_all_where_it_is_a_list(tmp_path):
+    (tmp_path / "r.yaml").write_text("size: 3\n")
+    given = ["a.txt", "b.txt", str(tmp_path / "r.yaml"), "1e3", "--size", "4"]
+    assert read_arguments((Files,), given) == [Files(["a.txt", "b.txt", "1e3"], 4)]
+    assert read_arguments((Files,), ["a.txt"]) == [Files(["a.txt"])]
+    with pytest.raises(UserError, match="give TEXTS"):
+        read_arguments((Files,), ["--size", "4"])
+    assert "usage: x TEXTS... [RECIPE.yaml]" in Options("x", "", (Files,)).help()
+
+
 @pytest.fixture
 def read(tmp_path):
     """Function (text of a recipe, command line, more) -> what `read_arguments` returns."""

@@ -21,6 +21,8 @@ import torch
 
 from neobert.common.checkpoint_files import MANIFEST
 from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.vocabulary import make_tokenizer
+from neobert.pretraining.vocabulary_options import TextOptions, VocabularyOptions
 
 
 pytestmark = pytest.mark.slow
@@ -34,6 +36,10 @@ MODEL = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+SINGLE = (
+    *("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml")),
+    *("--mixed_precision", "no", "--cpu"),
+)
 WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
@@ -128,18 +134,7 @@ def _train(folder, name, launcher, **more):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    return _train(
-        folder,
-        "single",
-        (
-            "accelerate.commands.launch",
-            "--config_file",
-            str(CONFIGS / "single.yaml"),
-            "--mixed_precision",
-            "no",
-            "--cpu",
-        ),
-    )
+    return _train(folder, "single", SINGLE)
 
 
 def _launcher(way):
@@ -203,6 +198,73 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
     )
     if way == "zero2":
         _check_conversion(folder)
+
+
+def test_zero_2_takes_another_vocabulary(folder, single):
+    """Rows that are put together in each process give the losses of one process."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    own = VocabularyOptions(vocab_size=192, output=str(folder / "own"))
+    make_tokenizer(TextOptions(texts=[str(folder / "texts.txt")]), own)
+    given = {
+        **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
+        **{"model_config": None, "prepared": "prepared-own"},
+    }
+    one = _train(folder, "one", SINGLE, **given)
+    both = _train(folder, "both", _launcher("zero2"), **given)
+    for name in ("one", "both"):
+        result = json.loads((folder / name / "result.json").read_text())
+        assert result["init_rows"]["copied"] > 20
+    assert result["distributed"] == "DEEPSPEED"
+    assert [record["loss"] for record in both] == pytest.approx(
+        [record["loss"] for record in one], abs=1e-4
+    )
+    final = NeoBERTForMaskedLM.from_pretrained(folder / "both", dtype=torch.float32)
+    assert final.config.vocab_size == 192 == len(final.decoder.bias)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero2"])
+def test_two_processes_measure_and_weigh_as_one(folder, single, way):
+    """Weighted sources, held-out sets before and after, and with DDP the mean of checkpoints."""
+    if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    lines = (folder / "texts.txt").read_text().splitlines()
+    for name, texts in {"other.txt": lines[:40], "a.txt": lines[40:80], "b.txt": lines[:9]}.items():
+        changed = [" ".join(reversed(text.split())) for text in texts]
+        (folder / name).write_text("\n".join(changed) + "\n")
+    sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
+    given = {
+        "dataset": json.dumps(sources),
+        "heldout": json.dumps({"domain": "a.txt", "general": "b.txt"}),
+        "prepared": "weighted",
+        "init_from": "single",
+        "model_config": None,
+        **({"average_last": 2} if way == "ddp" else {}),
+    }
+    launcher = ("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml"))
+    launcher = (*launcher, "--mixed_precision", "no", "--cpu")
+    one = _train(folder, f"weighted-{way}-one", launcher, **given)
+    two = _train(
+        folder,
+        f"weighted-{way}-two",
+        _launcher(way),
+        **{**given, "use_cpu": None if way == "ddp" else "true"},
+    )
+    for first, second in zip(one, two, strict=True):
+        assert abs(first["loss"] - second["loss"]) < 1e-4
+        for name in ("passes_texts.txt", "passes_other.txt"):
+            assert first[name] == pytest.approx(second[name]) and first[name] > 0
+    first, second = (
+        json.loads((folder / f"weighted-{way}-{name}" / "adaptation.json").read_text())
+        for name in ("one", "two")
+    )
+    for name in ("domain", "general"):
+        for metric in ("before", "after"):
+            value = first["sets"][name]["bits_per_character"][metric]
+            assert second["sets"][name]["bits_per_character"][metric] == pytest.approx(value, 1e-4)
+    if way == "ddp":
+        found = [result["average_last"]["bits_per_character"] for result in (first, second)]
+        assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_zero_3_without_gathered_weights_is_refused(folder):

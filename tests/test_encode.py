@@ -161,10 +161,9 @@ def test_batches_hold_the_token_budget_and_every_text_once(reference):
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_batches_in_16_bits_have_few_numbers_of_tokens(
-    model_folder, dtype, pooling, monkeypatch
-):
-    """oneDNN builds its kernels anew for each. What is added changes no vector."""
+def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
+    """oneDNN builds its kernels in 16 bits anew for each; in float32 rows are added to a multiple
+    of 16, with which a text has the same bits in every batch. What is added changes no vector."""
     encoder = PackedEncoder(str(model_folder), pooling=pooling, dtype=dtype, device="cpu")
     tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
     alone = np.concatenate([encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)])
@@ -176,7 +175,7 @@ def test_large_batches_in_16_bits_have_few_numbers_of_tokens(
     )
     found = encoder.embed(tokens)
     encoder.embed(tokens[:5])
-    assert seen == ([1152, 93] if dtype == "bfloat16" else [1116, 93])
+    assert seen == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
     np.testing.assert_allclose(
         found, alone, atol=(1e-5 if dtype == "float32" else 2e-2) * np.abs(alone).max(), rtol=0
     )

@@ -22,6 +22,7 @@ import pyarrow.parquet
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
+from neobert.embeddings import encode
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
@@ -131,3 +132,26 @@ def test_an_actor_dies_and_no_row_is_lost_or_doubled(world):
     assert settings["dtype"] == "float32"
     output, _ = start(world, "--max-length", "9").communicate(timeout=100)
     assert "holds other files, or a run with other settings; choose a new folder" in output
+
+
+def test_windows_of_long_texts(world):
+    """The same as `neobert encode --long-texts windows --late` of the same texts."""
+    for number in range(1, FILES):
+        (world / "corpus" / f"{number}.parquet").unlink()
+    options = ["--long-texts", "windows", "--window", "12", "--overlap", "3"]
+    output, _ = start(world, *options, "--late").communicate(timeout=400)
+    assert "3 files, 3 of them by this run, with 300 rows" in output, output[-3000:]
+    table = pyarrow.parquet.read_table([world / "out" / name for name in written(world)])
+    torch.set_num_threads(1)
+    arguments = [str(world / "corpus"), str(world / "alone.parquet"), "--model"]
+    arguments += [str(world / "model"), "--dtype", "float32", *options, "--late"]
+    assert encode.main(arguments) == 0
+    alone = pyarrow.parquet.read_table(world / "alone.parquet")
+    for name in ("id", "start", "end"):
+        assert table[name].to_pylist() == alone[name].to_pylist()
+    found, expected = (
+        np.array(one["embedding"].to_pylist(), dtype=np.float32) for one in (table, alone)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    stamp = json.loads(table.schema.metadata[b"neobert_vectors"])
+    assert stamp == json.loads(alone.schema.metadata[b"neobert_vectors"])

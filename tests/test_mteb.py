@@ -534,7 +534,7 @@ def test_bad_input_is_one_sentence(model_folder, tmp_path):
         with pytest.raises(UserError, match=message):
             read_instructions(choice, sts)
     for more, message in (
-        (["--dtype", "int8"], "dtype must be one of"),
+        (["--dtype", "int4"], "dtype must be one of"),
         (["--tasks", "Nope"], "no task or benchmark 'Nope'"),
         (["--tasks", "local", "--name", "a/b"], "name may hold"),
         (["--tasks", "local", "--model", str(tmp_path)], "there is no model in"),

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from neobert.benchmarks import open_text
-from neobert.benchmarks.open_text import Row, bm25, chosen, fused, ranks_of, retrieval_figures
+from neobert.benchmarks.fusion import best_weight, fused, ranks_of, weighted
+from neobert.benchmarks.open_text import Row, bm25, chosen, retrieval_figures
 from neobert.common.errors import UserError
 
 
@@ -41,6 +42,36 @@ def test_ranks_and_fusion():
         joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
         and joined[0, 0] > joined[0, 1]
     )
+
+
+def test_weighted_scores():
+    """Scores 1, 2, 3 have mean 2 and deviation sqrt(2/3); a query with equal scores says
+    nothing."""
+    step = math.sqrt(3 / 2)
+    vectors, words = np.array([[1.0, 2, 3], [5, 5, 5]]), np.array([[30.0, 20, 10], [0, 6, 3]])
+    found = weighted(vectors, words, 0.75)
+    assert found[0] == pytest.approx([-0.5 * step, 0, 0.5 * step])
+    assert found[1] == pytest.approx([-0.25 * step, 0.25 * step, 0])
+
+
+def test_the_weight_is_the_best_on_its_tests():
+    """Vectors alone find two of three, words alone another two; between them all are found."""
+    vectors = np.array([[4.0, 0, 0], [0, 4, 0], [1.2, 0, 1]])
+    words = np.array([[1, 1.2, 0.0], [0, 4, 0], [0, 0, 4]])
+    weight, mrr = best_weight([(vectors, words)])
+    assert 0 < weight < 1 and mrr == 1
+    assert best_weight([(np.eye(3), -np.eye(3))])[0] > 0.5
+    assert best_weight([(-np.eye(3), np.eye(3))])[0] < 0.5
+
+
+def test_development_is_apart():
+    """Nothing of a program that is measured on."""
+    pages = [row for row in open_text.manuals()][:40]
+    texts = {"manuals": pages}
+    found = open_text.development(texts, 30)
+    assert not {row.package for row in found["manuals"]} & {row.package for row in pages}
+    assert len(found["docstrings"]) == len(found["code"]) == 30
+    assert all(row.package.startswith("Python ") for row in found["docstrings"])
 
 
 def test_retrieval_figures():
@@ -143,7 +174,13 @@ def test_everything_on_a_small_corpus():
         "teacher": hashed(2000),
         "ours": lambda batch: beginning([" ".join(text.split()[:20]) for text in batch]),
     }
-    found = open_text.measure(texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]))
+    # Where words say all and vectors half, the weight that is chosen leaves words their part.
+    apart = {"docstrings": [row._replace(long=f"x {row.long}") for row in texts["docstrings"]]}
+    found = open_text.measure(
+        texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]), apart
+    )
+    assert 0 <= found["weight"] < 1 and found["development"]["texts"] == {"docstrings": 8}
+    assert found["development"]["mrr"] == 1
     assert len(found["retrieval"]) == 7 and found["agreement"]["prose"]["texts"] == 24
     titles, behind = (
         found["retrieval"]["title to description"],
@@ -164,6 +201,7 @@ def test_everything_on_a_small_corpus():
         json.loads(json.dumps(found)) == found
         and "| manuals | 8 | 8 |" in page
         and "By MRR, BM25 is above this encoder in" in page
+        and f"Weighted: {found['weight']:.2f} of the encoder's" in page
     )
 
 

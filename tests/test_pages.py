@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "conversion": ["conversion"],
     "pretraining": ["pretraining"],
+    "adaptation": ["pretraining", "embeddings", "benchmarks"],
     "finetuning": ["finetuning", "pretraining"],
     "embeddings": ["embeddings"],
     "distillation": ["embeddings"],
@@ -50,7 +51,8 @@ def options_of(words):
             words[1]
         ]
         options = options[words[2]] if words[1] == "export" else options
-        declared = {field.name for group in options.groups for field in dataclasses.fields(group)}
+        fields = (field for group in options.groups for field in dataclasses.fields(group))
+        declared = {field.name.rstrip("_") for field in fields}  # for_ is --for
         return declared if options.trainer is None else declared | TRAINER
     path = (
         words[1]
@@ -70,7 +72,7 @@ def options_in(paths):
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     declared = re.findall(r"^    (\w+): .+? = option\(", source, flags=re.MULTILINE)
     parsed = [name.replace("-", "_") for name in re.findall(r"\"(?:--)?([a-z][a-z-]*)\"", source)]
-    return {*declared, *parsed}
+    return {name.rstrip("_") for name in (*declared, *parsed)}  # for_ is --for
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -127,6 +129,7 @@ def test_every_file_and_option_in_the_text_exists(page):
             "pooling",
             "override-pooler-config",
             "task",
+            "gpu-memory-utilization",
         )
         assert name in others or "_" not in name and name.replace("-", "_") in known, (
             f"{page}.md names the option --{name}"

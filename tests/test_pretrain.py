@@ -31,13 +31,14 @@ from neobert.configuration_neobert import NeoBERTConfig
 from neobert.convert_checkpoint import main as convert
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
-from neobert.pretraining import pretrain, sources
+from neobert.pretraining import pretrain, sources, texts
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.batches import pad
+from neobert.pretraining.heldout import evaluate_batches, masked_correct
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
-from neobert.pretraining.trainer import evaluate_batches, flops_per_batch, masked_correct
+from neobert.pretraining.trainer import flops_per_batch
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
@@ -640,7 +641,7 @@ def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
 def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatch):
     """At mlm_probability under a schedule too, from all texts, with masks of another seed: losses
     of all steps and runs compare."""
-    seen, make_batches = [], pretrain.make_batches
+    seen, make_batches = [], texts.make_batches
 
     def record(tokens, tokenizer, masking, spec, name, count=None):
         seen.append((masking.schedule, spec.mixture, spec.seed))
@@ -648,7 +649,7 @@ def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatc
             raise UserError("enough")
         return make_batches(tokens, tokenizer, masking, spec, name, count)
 
-    monkeypatch.setattr(pretrain, "make_batches", record)
+    monkeypatch.setattr(texts, "make_batches", record)
     given = arguments_of(
         corpus,
         tmp_path,

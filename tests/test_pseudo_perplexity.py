@@ -431,7 +431,7 @@ def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
         assert len({row["text"] for row in rows}) == 6, f"{name}: the file has six texts."
         assert [row["text"] for _, row in read_rows(path)] == texts
         assert [row["text"] for row in load_rows(parse_sources(str(path)))] == texts
-        assert list(TextSource.from_entry(str(path)).read()) == texts
+        assert list(TextSource.from_entry(str(path)).read()) == [(text,) for text in texts]
 
 
 def test_usual_lengths_end_at_the_context(folder, tmp_path):

@@ -164,7 +164,7 @@ class Answer:
     Attributes:
         engine, version, precision: of the row.
         tokens: (L, D) of each text, or {place: (texts, D)} where the engine gives the vectors at
-        one place (0 or -1) only.
+            one place (0 or -1) only.
         pooled: (texts, D).
         seconds: CPU seconds for all texts, one after another, on one thread.
         size: bytes of the model.

@@ -1,21 +1,40 @@
 """Pins docs/serving.md: its commands are understood, the files that it names are those that are
-written, and its head for vLLM is the model's."""
+written, its head for vLLM is the model's, its blocks run as they stand, and its table of places
+says "run" and "contract" only where it names a test that exists."""
 
 import importlib
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
-from neobert import NeoBERTForSequenceClassification
+from neobert import NeoBERTForSequenceClassification, NeoBERTModel
+from neobert.export import command
 from neobert.export.options import OPTIONS
 
 from .conftest import build
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+FOLDER = ROOT / "examples" / "sentence-encoder"
+ENGINES = ROOT / ".cache" / "engines"
+# (mark before it, language, text) of every block.
+BLOCKS = re.findall(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in re.search(r"\| place \|.*?\n\n", PAGE, re.DOTALL)[0].strip().splitlines()[2:]
+]
+TEXTS = ["a text", "A bird of prey with a hooked beak."]
 
 
 def test_its_commands_are_understood():
@@ -52,3 +71,178 @@ def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
     with torch.no_grad():
         vectors, expected = model.model(ids).last_hidden_state[:, 0], model(ids).logits
     assert torch.allclose(torch.from_numpy(names["logits"](vectors.numpy())), expected, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# the table and the blocks name tests that exist
+
+
+def missing(name):
+    """Why a name of a test is none: "make TARGET", "FILE" or "FILE::FUNCTION"; None if it is."""
+    if name.startswith("make "):
+        found = re.search(rf"^{name[5:]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return None if found else f"the Makefile has no {name[5:]}"
+    path, _, function = name.partition("::")
+    if not (ROOT / path).is_file():
+        return f"there is no {path}"
+    source = (ROOT / path).read_text(encoding="utf-8")
+    found = not function or re.search(rf"^def {function}\(", source, re.MULTILINE)
+    return None if found else f"{path} has no {function}"
+
+
+def test_every_place_names_its_test():
+    """A row says run or contract with tests that exist, or read or fails with none of either."""
+    assert len(ROWS) > 20 and all(len(row) == 5 for row in ROWS)
+    for place, _, _, how, _ in ROWS:
+        word = re.match(r"\w+", how)[0]
+        named = re.findall(r"`((?:make [\w-]+)|(?:tests/[\w/.:]+))`", how)
+        assert word in ("run", "contract", "read", "fails"), f"{place}: {how}"
+        if word in ("run", "contract"):
+            assert named, f"{place} names no test"
+        else:
+            assert not named and (word == "read" or len(how) > 40), f"{place}: no reason"
+        for name in named:
+            assert missing(name) is None, f"{place}: {missing(name)}"
+
+
+def test_the_reader_of_names_sees_what_is_missing():
+    assert missing("make test-nothing") and missing("tests/none.py")
+    assert missing("tests/export/test_serving_page.py::test_none")
+    assert missing("tests/export/test_serving_page.py::test_its_file_names") is None
+
+
+def test_every_block_is_run_or_marked_as_read():
+    assert len(BLOCKS) > 15
+    for mark, _, text in BLOCKS:
+        first = text.splitlines()[0]
+        assert mark, f"nothing says how this block is checked: {first}"
+        if mark.startswith("run: "):
+            assert missing(mark[5:]) is None, f"{first}: {missing(mark[5:])}"
+        else:
+            assert mark in ("read", "output"), f"{first}: {mark}"
+        if mark == "read":
+            before = PAGE[: PAGE.index(text)].rsplit("\n## ", 1)[-1]
+            assert re.search("read, not run|read from its documentation", before, re.IGNORECASE)
+
+
+# ------------------------------------------------------------------------------------------------
+# the lines, run as they stand
+
+
+def block(mark):
+    """The text of the block with a mark."""
+    (found,) = (text for own, _, text in BLOCKS if own.endswith(f"::{mark}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """A folder with OUTPUT, graphs for two engines, and model.gguf, of the bundled encoder."""
+    for name in ("onnx", "onnxruntime", "onnxscript", "openvino", "gguf"):
+        pytest.importorskip(name, reason=f"needs {name}")
+    place = tmp_path_factory.mktemp("page")
+    output = str(place / "OUTPUT")
+    command.main(["onnx", str(FOLDER), output, "--precisions", "fp32", "int8"])
+    command.main(["openvino", str(FOLDER), output])
+    command.main(["gguf", str(FOLDER), str(place / "model.gguf"), "--dtype", "f16"])
+    return place
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="np")
+    return {
+        "ids": batch["input_ids"].astype(np.int64),
+        "mask": batch["attention_mask"].astype(np.int64),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Means of length 1, one text at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model = NeoBERTModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [
+            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
+            for text in TEXTS
+        ]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+
+
+def check(vectors, expected, least):
+    vectors = np.array(vectors)
+    assert vectors.shape == expected.shape
+    assert ((vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)).min() > least
+
+
+@pytest.mark.slow
+def test_the_lines_for_onnx_runtime(outputs, inputs, expected, monkeypatch):
+    monkeypatch.chdir(outputs)
+    names = dict(inputs)
+    exec(block("test_the_lines_for_onnx_runtime"), names)
+    check(names["vectors"], expected, 1 - 1e-5)
+
+
+@pytest.mark.slow
+def test_the_lines_for_openvino(outputs, inputs, expected, monkeypatch):
+    monkeypatch.chdir(outputs)
+    names = dict(inputs)
+    exec(block("test_the_lines_for_openvino"), names)
+    check(names["vectors"], expected, 1 - 1e-5)
+
+
+def in_node(outputs, code):
+    """The last line that a module says, JSON, run beside OUTPUT and the packages."""
+    if shutil.which("node") is None or not (ENGINES / "node" / ".ready").exists():
+        pytest.skip("the packages of npm are not installed: make test-serving")
+    packages = outputs / "node_modules"
+    if not packages.exists():
+        packages.symlink_to(ENGINES / "node" / "node_modules")
+    (outputs / "lines.mjs").write_text(code)
+    run = subprocess.run(
+        ["node", "lines.mjs"], cwd=outputs, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_lines_for_transformers_js(outputs, expected):
+    lines = block("test_the_lines_for_transformers_js")
+    assert '["a text", "another one"]' in lines
+    code = lines.replace('["a text", "another one"]', json.dumps(TEXTS))
+    vectors = in_node(outputs, code + "console.log(JSON.stringify(vectors.tolist()));\n")
+    check(vectors, expected, 0.99)  # q8
+
+
+@pytest.mark.slow
+def test_the_lines_for_llama_cpp(outputs, expected):
+    code = block("test_the_lines_for_llama_cpp")
+    code += "console.log(JSON.stringify([Array.from(vector)]));\nprocess.exit(0);\n"
+    check(in_node(outputs, code), expected[:1], 0.9999)
+
+
+@pytest.mark.slow
+def test_the_lines_for_the_onnx_backend(outputs, expected):
+    """Both models of the block, in the environment of `make test-engines`."""
+    if not (ENGINES / "st" / ".ready").exists():
+        pytest.skip("Optimum is not installed: make test-engines")
+    code = block("test_the_lines_for_the_onnx_backend")
+    assert code.count("model = SentenceTransformer(") == 2
+    told = f"\nimport json\nprint(json.dumps(model.encode({TEXTS!r}).tolist()))\n"
+    start, second = code.rsplit("model = ", 1)
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(
+        [ENGINES / "st" / "bin" / "python", "-c", f"{start}{told}model = {second}{told}"],
+        cwd=outputs,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    full, quantised = (json.loads(line) for line in run.stdout.splitlines() if line[:2] == "[[")
+    check(full, expected, 1 - 1e-5)
+    check(quantised, expected, 0.99)

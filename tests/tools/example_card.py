@@ -23,11 +23,11 @@ from neobert.common.loading import load_tokenizer
 from neobert.common.results import environment
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.pretraining import pretrain
+from neobert.pretraining import heldout, pretrain, texts
+from neobert.pretraining.heldout import evaluate_batches
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import load_prepared
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
-from neobert.pretraining.trainer import evaluate_batches
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,12 +189,12 @@ def main():
     masking = TokenMasking(tokenizer, run.batch.mlm_probability)
     train, train_summary = load_prepared(arguments.run / "prepared" / "train", tokenizer)
     held, held_summary = load_prepared(arguments.run / "prepared" / "heldout", tokenizer)
-    batches = pretrain.make_batches(
+    batches = texts.make_batches(
         held, tokenizer, masking, run.spec.of_all_texts(run.spec.seed + 1), "heldout"
     )
     measured = evaluate_batches(model.eval(), batches)
-    frequent = pretrain.unigram(train, tokenizer)
-    baseline = pretrain.unigram_accuracy(batches, frequent)
+    frequent = heldout.unigram(train, tokenizer)
+    baseline = heldout.unigram_accuracy(batches, frequent)
 
     write_text(partial / "log.jsonl", "\n".join(json.dumps(row) for row in log) + "\n")
     env = environment(dtype="float16 weights, float32 arithmetic")

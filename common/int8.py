@@ -1,0 +1,345 @@
+"""Linear layers of 8 bits for inference on a CPU: integer products with a scale a token and a scale
+an output.
+
+    model = neobert.quantize_int8(model)
+
+A token's values x become bytes round(x / scale) + 128 with scale = max|x| / 127; an output's
+weights w become integers round(w / scale) of at most `Product.steps`. Their product is exact, and
+what a text gets does not depend on the other rows of a batch. Everything else, attention and
+residuals among it, stays in the model's dtype.
+
+A token's bytes are made in the pass that makes its values (norm, silu * up), and its scale is
+multiplied in a pass that exists anyway (rotation, silu). Eager passes work on slices that stay in
+the caches, as in the model; under torch.compile they are plain formulas, which the compiler fuses.
+
+Shape legend: T rows, of a (B, L, D) batch B * L, R those rows filled up, D hidden size, H heads,
+K head_dim, F inner size of the feed-forward.
+"""
+
+import copy
+import warnings
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..modeling_neobert import NeoBERTModel, apply_rotary_pos_emb, at_least_float32, is_tracing
+from .errors import UserError
+from .int8_product import ZERO, pack_weight, product, usable_product
+
+
+STEPS = 127  # of a token's largest value
+OUTLIER = 8  # times the median channel: what is smoothed
+SAMPLE, LEAST_COSINE = (4, 64), 0.99  # texts and tokens that are drawn, and what is told about
+_ELEMENTS, _TOKENS = 1 << 18, 512  # of a slice of an elementwise pass, a piece of a feed-forward
+_SMALLEST = 1e-30  # of a scale: rows of zeros have one too
+
+
+# ----------------------------------------------------------------------------------------- passes
+
+
+def _filled(rows):
+    """Rows of a product: oneDNN builds a kernel for every number of them."""
+    step = 16 if rows < 512 else 64
+    return -(-rows // step) * step
+
+
+def _slices(*tensors):
+    """Slices of tensors of T rows, together, of `_ELEMENTS` of the first; one while tracing."""
+    if is_tracing():
+        return [tensors]
+    rows = max(1, _ELEMENTS // tensors[0].shape[-1])
+    return zip(*(tensor.split(rows) for tensor in tensors))
+
+
+def _codes(values, factor, codes, scales):
+    """Writes the bytes of rows of float32 values, which are lost, and their scales * `factor`."""
+    largest = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg())
+    largest = largest.clamp_(min=_SMALLEST)
+    codes.copy_(values.mul_(STEPS / largest).add_(ZERO + 0.5))  # rounds: the bytes are cut
+    scales.copy_(largest.mul_(factor / STEPS))
+
+
+class Codes:
+    """The rows of a batch as bytes.
+
+    Attributes:
+        codes: (R, K) uint8; the last R - T are anything.
+        scales: (T, 1) float32.
+        shape, dtype: of the hidden states that they stand for.
+    """
+
+    def __init__(self, shape, dtype):
+        rows = shape[:-1].numel()
+        self.codes = torch.empty(
+            rows if is_tracing() else _filled(rows), shape[-1], dtype=torch.uint8
+        )
+        self.scales = torch.empty(rows, 1)
+        self.shape, self.dtype = shape, dtype
+
+    @property
+    def rows(self):
+        return self.codes[: len(self.scales)]
+
+
+class Int8Norm(nn.Module):
+    """A norm, its output divided by `factors` (D,), and the bytes of that: (B, L, D) -> `Codes`."""
+
+    def __init__(self, norm, factors):
+        super().__init__()
+        self.norm = copy.deepcopy(norm)
+        for parameter in self.norm.parameters():
+            parameter.div_(factors)
+
+    def forward(self, hidden):
+        if self.training or hidden.device.type != "cpu":
+            raise UserError(
+                "an int8 model is for inference on the CPU: call model.eval(), and load the model "
+                "anew for training or a GPU"
+            )
+        made = Codes(hidden.shape, hidden.dtype)
+        for codes, scales, x in _slices(made.rows, made.scales, hidden.flatten(0, -2)):
+            _codes(*self.values(at_least_float32(x)), codes, scales)
+        return made
+
+    def values(self, x):
+        """Rows that are the norm's up to a factor a row, (T, D), and that factor, (T, 1)."""
+        norm = self.norm
+        if isinstance(norm, nn.LayerNorm):
+            weight, bias = (x if x is None else x.float() for x in (norm.weight, norm.bias))
+            return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), 1.0
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+        return x * norm.weight.float(), (squares / x.shape[-1] + norm.eps).rsqrt()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer without a bias: (B, L, K) -> (B, L, N).
+
+    Args:
+        weight: (N, K).
+        steps: the largest integer.
+    """
+
+    def __init__(self, weight, steps):
+        super().__init__()
+        weight = weight.detach().float()
+        largest = torch.maximum(weight.amax(1), weight.amin(1).neg()).clamp(min=_SMALLEST)
+        integers = (weight * (steps / largest)[:, None]).round_().to(torch.int8)
+        self.out_features, self.in_features = weight.shape
+        # No buffers: `.to(bfloat16)` would round the scales.
+        self.packed, self.weight_scales = pack_weight(integers), largest / steps
+
+    def product(self, codes, dtype):
+        """(R, K) bytes -> (R, N) of `dtype`, still without the scales of the rows."""
+        return product(codes, self.packed, self.weight_scales, dtype)
+
+    def forward(self, x):
+        made = Codes(x.shape, x.dtype)
+        for codes, scales, values in _slices(made.rows, made.scales, x.flatten(0, -2)):
+            _codes(values.to(torch.float32, copy=True), 1.0, codes, scales)
+        output = self.product(made.codes, x.dtype)[: len(made.scales)]
+        for values, scales in _slices(output, made.scales):
+            values.mul_(scales)
+        return output.unflatten(0, x.shape[:-1])
+
+    def __deepcopy__(self, memo):
+        shared = self.__new__(type(self))  # nothing changes the weights
+        shared.__dict__ = dict(self.__dict__)
+        return shared
+
+    def _refuse(self, *args, **kwargs):
+        raise UserError(
+            "an int8 model cannot be saved or sent to another process: its weights are laid out "
+            "for this processor; save the model that it was made of, and quantise where it runs"
+        )
+
+    _save_to_state_dict = __getstate__ = _refuse
+
+    def extra_repr(self):
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class Int8FeedForward(nn.Module):
+    """down(silu(a) * b) with (a, b) the halves of up(x), or down(gelu(up(x))).
+
+    `Codes` -> (B, L, D).
+    """
+
+    def __init__(self, up, down, gated):
+        super().__init__()
+        self.up, self.down, self.gated = up, down, gated
+
+    def forward(self, given):
+        pieces = [(given.codes, given.scales)]
+        if not is_tracing():
+            pieces = zip(given.codes.split(_TOKENS), given.scales.split(_TOKENS))
+        outputs = [self.piece(*piece, given.dtype) for piece in pieces]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(given.shape)
+
+    def piece(self, codes, scales, dtype):
+        """(R, D) bytes and (T, 1) scales -> (T, D)."""
+        inner = self.up.product(codes, dtype)[: len(scales)]
+        made = Codes(torch.Size([len(scales), self.down.in_features]), dtype)
+        for codes, row_scales, x, factor in _slices(made.rows, made.scales, inner, scales):
+            _codes(*self.activate(at_least_float32(x), factor), codes, row_scales)
+        output = self.down.product(made.codes, dtype)[: len(scales)]
+        for x, row_scales in _slices(output, made.scales):
+            x.mul_(row_scales)
+        return output
+
+    def activate(self, x, factor):
+        """What `down` takes up to a factor a row, and that factor; `x` are products without it."""
+        if not self.gated:
+            return F.gelu(x * factor), 1.0
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate * factor, inplace=True).mul_(value), factor
+
+
+def _project(block, hidden, position_embeddings):
+    """`NeoBERTBlock.project`; the rotation multiplies the scales of the rows."""
+    made = block.attention_norm(hidden)
+    qkv = block.qkv.product(made.codes, made.dtype)[: len(made.scales)]
+    qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
+    scales = made.scales.view(*hidden.shape[:2], 1, 1, 1)
+    query_key, value = qkv.split((2, 1), dim=-2)
+    if position_embeddings is None:
+        query_key.mul_(scales)
+    else:
+        turns = tuple(angles * scales for angles in position_embeddings)
+        query_key = apply_rotary_pos_emb(query_key, turns, in_place=not is_tracing())
+    query, key = query_key.unbind(-2)
+    value = value.mul_(scales).squeeze(-2)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+# -------------------------------------------------------------------------------------- the model
+
+
+def quantize_int8(model, even_if_slow=False):
+    """Gives the blocks of a NeoBERT linear layers of 8 bits, in place, for inference on a CPU.
+
+    Drawn tokens run through the model before and after: the largest values of each channel say
+    which to smooth, and where a token's cosine is below `LEAST_COSINE` a warning says so.
+
+    Args:
+        model: `NeoBERTModel`, one of its heads, or what contains one, such as a
+            SentenceTransformer; in float32 or bfloat16, in which everything else stays.
+        even_if_slow: also where the products of this CPU are not faster than in float32.
+    Returns:
+        `model`, in evaluation, without gradients.
+    Raises:
+        UserError: another model; training, a GPU; a CPU whose products are slow or not exact.
+    """
+    encoders = [m for m in model.modules() if type(m).__name__ == NeoBERTModel.__name__]
+    if not encoders:
+        raise UserError(f"int8 is for NeoBERT, but a {type(model).__name__} without it was given")
+    for encoder in encoders:
+        _check(encoder)
+    steps = usable_product(even_if_slow).steps
+    model.eval().requires_grad_(False)
+    with torch.inference_mode(False), torch.no_grad():
+        for encoder in encoders:
+            largest, exact = _run_sample(encoder)
+            for block in encoder.transformer_encoder:
+                _quantise(block, steps, largest)
+            _, found = _run_sample(encoder.eval())
+            cosine = F.cosine_similarity(found.double(), exact.double(), dim=-1).min().item()
+            if not cosine >= LEAST_COSINE:
+                warnings.warn(
+                    f"int8 is not near to this model: of {exact[..., 0].numel()} drawn tokens the "
+                    f"worst has cosine {cosine:.3f} to the model as it was",
+                    stacklevel=2,
+                )
+    return model
+
+
+def is_int8(model):
+    """Whether a model, or a part of it, went through `quantize_int8`."""
+    return any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+def _check(encoder):
+    """Raises UserError unless the linear layers of this encoder can be quantised."""
+    if is_int8(encoder):
+        raise UserError("this model is in int8 already")
+    for name, module in encoder.named_modules():
+        if hasattr(module, "base_layer") or isinstance(module, nn.Linear) != (
+            type(module) is nn.Linear
+        ):
+            raise UserError(
+                f"{name} is a {type(module).__name__}, but int8 takes plain linear layers; merge "
+                "adapters first, with merge_and_unload()"
+            )
+    weight = encoder.transformer_encoder[0].qkv.weight
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(
+            "int8 takes a model in float32 or bfloat16 on the CPU, but this one is in "
+            f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+        )
+
+
+def _run_sample(encoder):
+    """Runs drawn tokens on one thread, so that every process finds the same numbers.
+
+    Returns:
+        {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
+    """
+    largest, threads = {}, torch.get_num_threads()
+
+    def look(layer, inputs):
+        largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
+
+    layers = [m for b in encoder.transformer_encoder for m in b.modules() if type(m) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    generator = torch.Generator().manual_seed(0)
+    texts, length = SAMPLE[0], min(SAMPLE[1], encoder.config.max_position_embeddings)
+    tokens = torch.randint(encoder.config.vocab_size, (texts, length), generator=generator)
+    torch.set_num_threads(1)
+    try:
+        hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
+    finally:
+        torch.set_num_threads(threads)
+        for hook in hooks:
+            hook.remove()
+    return largest, hidden
+
+
+def _smoothing(layer, largest):
+    """(K,) powers of two by which the inputs of a layer are divided and its columns multiplied.
+
+    SmoothQuant (arXiv 2211.10438, equation 4, alpha = 1/2), for outliers alone: the bytes of a
+    token are as coarse as its largest channel wants them. 1 for every other channel.
+    """
+    columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
+    ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
+    ratio = torch.where(largest > OUTLIER * largest.median(), ratio - ratio.median(), 0.0)
+    return ratio.round().clamp(-20, 20).exp2()
+
+
+def _quantise(block, steps, largest):
+    """Replaces the linear layers of a block, and what quantises for them.
+
+    Args:
+        largest: from `_run_sample`.
+    """
+    gated = block.config.hidden_act == "swiglu"
+    up, down = (block.ffn.w12, block.ffn.w3) if gated else (block.ffn[0], block.ffn[2])
+    layers = (block.qkv, block.wo, up, down)
+    columns = [_smoothing(layer, largest[layer]) for layer in layers]
+    # What makes the inputs is divided: norms, the rows of the values, the second half of `up`.
+    rows = [torch.ones(layer.out_features) for layer in layers]
+    heads = block.num_heads
+    rows[0].view(heads, 3, -1)[:, 2] = columns[1].view(heads, -1)
+    if gated:
+        rows[2][len(columns[3]) :] = columns[3]
+    else:
+        columns[3].fill_(1)  # nothing linear is before `down`
+    block.attention_norm = Int8Norm(block.attention_norm, columns[0])
+    block.ffn_norm = Int8Norm(block.ffn_norm, columns[2])
+    block.qkv, block.wo, up, down = (
+        Int8Linear((layer.weight.detach() * column).div_(row[:, None]), steps)
+        for layer, column, row in zip(layers, columns, rows)
+    )
+    block.ffn = Int8FeedForward(up, down, gated)
+    block.project = MethodType(_project, block)

@@ -1,0 +1,99 @@
+"""Search by meaning and by words in a store on disk (LanceDB): no server, one folder.
+
+    pip install lancedb pandas sentence-transformers
+    python examples/search.py add texts.jsonl
+    python examples/search.py find "a bird of prey" --where "kind = 'noun'"
+    python examples/search.py delete --where "id = '7'"
+
+A file (.jsonl, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
+row whose `id` is there already replaces it. What `neobert encode texts.jsonl vectors.parquet --keep
+id text ...` wrote has its vectors in `embedding`. The store remembers the model of its vectors.
+"""
+
+import argparse
+import sys
+import time
+
+import lancedb
+import pandas
+import pyarrow as pa
+from lancedb.index import FTS
+from lancedb.rerankers import LinearCombinationReranker
+from sentence_transformers import SentenceTransformer
+
+
+WEIGHT, CANDIDATES = 0.6, 100  # of vectors in a score, the rest is BM25's; joined of each kind
+
+
+def read_rows(path, model):
+    """Table of a file, with a vector of each text in `embedding`."""
+    parquet = path.endswith(".parquet")
+    frame = pandas.read_parquet(path) if parquet else pandas.read_json(path, lines=True)
+    frame = frame.astype({"id": str}).drop_duplicates("id", keep="last")
+    if "embedding" not in frame:
+        encode = SentenceTransformer(model, trust_remote_code=True).encode_document
+        frame["embedding"] = list(encode(list(frame["text"]), normalize_embeddings=True))
+    rows = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
+    vectors = pa.array(frame["embedding"], pa.list_(pa.float32(), len(frame["embedding"].iloc[0])))
+    return rows.append_column("embedding", vectors).replace_schema_metadata({"model": model})
+
+
+def add(store, table, args):
+    known = table and table.schema.metadata[b"model"].decode()
+    if known and args.model not in (None, known):
+        sys.exit(f"the store holds vectors of {known}, and {args.model} was given")
+    rows = read_rows(args.given[0], known or args.model or "examples/sentence-encoder")
+    if table:
+        merge = table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
+        merge.execute(rows)
+        table.optimize()  # brings the new rows into the index of words
+    else:
+        table = store.create_table("texts", rows)
+        table.create_index("text", config=FTS())
+    print(f"{rows.num_rows} rows read; the store has {table.count_rows()}")
+
+
+def find(store, table, args):
+    encoder = SentenceTransformer(table.schema.metadata[b"model"].decode(), trust_remote_code=True)
+    for query in args.given:
+        start = time.perf_counter()
+        vector = encoder.encode_query(query, normalize_embeddings=True)
+        encoded = time.perf_counter()
+        if args.by == "words":
+            search = table.search(query, query_type="fts", fts_columns="text")
+        elif args.by == "meaning":
+            search = table.search(vector, "embedding").distance_type("cosine")
+        else:
+            search = table.search(query_type="hybrid", vector_column_name="embedding")
+            search = search.vector(vector).text(query).distance_type("cosine")
+            search = search.rerank(LinearCombinationReranker(WEIGHT))
+        search = search.where(args.where, prefilter=True) if args.where else search
+        rows = search.limit(CANDIDATES).to_list()[: args.top]
+        spent = 1e3 * (encoded - start), 1e3 * (time.perf_counter() - encoded)
+        print(f"{query}: encoded in {spent[0]:.0f} ms, found in {spent[1]:.0f} ms")
+        print(*(f"  {row['id']}\t{row['text'][:80]}" for row in rows), sep="\n")
+
+
+def delete(store, table, args):
+    print(f"{table.delete(args.where).num_deleted_rows} rows deleted")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("add", "find", "delete"))
+    parser.add_argument("given", nargs="*", help="file to add, or queries")
+    parser.add_argument("--where", help="condition on columns, as in SQL")
+    parser.add_argument("--by", choices=("both", "meaning", "words"), default="both")
+    parser.add_argument("--top", type=int, default=3)
+    parser.add_argument("--model", help="sentence encoder of a new store")
+    parser.add_argument("--store", default="runs/search")
+    args = parser.parse_args()
+    store, run = lancedb.connect(args.store), args.command
+    table = store.open_table("texts") if store.list_tables().tables else None
+    if (run != "add" and not table) or not (args.where if run == "delete" else args.given):
+        parser.error("add needs a file, find queries, delete --where; the last two also a store")
+    {"add": add, "find": find, "delete": delete}[run](store, table, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Masked-LM quality on held-out text: masked accuracy, and bits a character, in which vocabularies
+compare.
+
+    bits a character = sum over the masked tokens of -log2 p(token | rest of the text)
+                       / sum over the masked tokens of the characters of the token's text
+
+Which tokens are masked follows from the data's seed, the shares of the recipe and the batches: it
+is the same at every step of a run, and in every run with the same `seed`, `mlm_probability`,
+`max_length` and size of a batch. The characters of a token are those of the text that it stands
+for: the marks of tokenizers (`##`, the space before a word) are none. Special tokens are never
+masked, so what a vocabulary has no piece for ([UNK]) is left out of both sums; `unknown_tokens` is
+their share. A vocabulary of smaller pieces shows more of a word whose piece is hidden, so a small
+difference between two vocabularies says little.
+"""
+
+import json
+import math
+import os
+import re
+
+import numpy as np
+import torch
+
+from ..common.errors import UserError
+from .sources import parse_sources, text_files
+
+
+def parse_heldout(heldout, subset=None, split="train", column="text"):
+    """The held-out sets of a recipe: {name: sources}; of text without a name {"": sources}.
+
+    Args:
+        heldout: as `dataset`, or {name: as `dataset`}.
+    Raises:
+        UserError: as of `parse_sources`; a name that cannot be a metric's; weights.
+    """
+    sets = heldout if isinstance(heldout, dict) else {"": heldout}
+    if not sets:
+        raise UserError("heldout is empty; give {name: FILE}")
+    found = {}
+    for name, dataset in sets.items():
+        if isinstance(heldout, dict) and not re.fullmatch(r"[A-Za-z0-9][\w-]*", str(name)):
+            raise UserError(
+                f"heldout: {name!r} is no name of a set; letters, digits, _ and - can be given"
+            )
+        if not dataset:
+            raise UserError(f"heldout: {name} is empty; give a file")
+        found[str(name)] = parse_sources(dataset, subset, split, column)
+        if found[str(name)][0].weight is not None:
+            raise UserError("heldout text is measured as it is; leave weight out")
+    return found
+
+
+def check_held_out(heldout, train):
+    """Raises UserError when a held-out set has text of `train`, a tuple of `Source`, by its
+    files."""
+    trained = {place: source for source in train for place in _places(source)}
+    for name, sources in heldout.items():
+        for source in sources:
+            if trained.keys() & set(_places(source)):
+                raise UserError(
+                    f"heldout {name or source.name}: {source.name} is trained on too, so that it "
+                    "would measure what was learned by heart; give other text"
+                )
+
+
+def _places(source):
+    """What tells a source's text apart: its files, or its name on the Hub."""
+    local = source.local
+    if local is None:
+        return [(source.name, source.subset, source.revision, source.split)]
+    return [os.path.realpath(path) for path in text_files(local, source.split)]
+
+
+def piece_characters(tokenizer):
+    """Characters of the text that each piece of a vocabulary stands for, (len(tokenizer),) int64.
+
+    White space and a tokenizer's marks are not counted, special tokens have none. A piece of a
+    byte-level vocabulary counts the characters that begin in it, so that the sum over pieces is
+    that of the text.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    prefix = state["model"].get("continuing_subword_prefix") or ""
+    byte_level = '"ByteLevel"' in json.dumps([state["pre_tokenizer"], state["decoder"]])
+    counts = torch.zeros(len(tokenizer), dtype=torch.int64)
+    for piece, number in tokenizer.get_vocab().items():
+        if byte_level:
+            counts[number] = sum(map(_begins_character, piece))
+        else:
+            text = piece.removeprefix(prefix).replace("\u2581", " ")
+            counts[number] = len("".join(text.split()))
+    counts[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = 0
+    return counts
+
+
+def _begins_character(sign):
+    """Whether a sign of the byte-level alphabet is a byte that begins a character other than a
+    space."""
+    # The alphabet: 188 printable bytes stand for themselves, the others for U+0100 and on.
+    if sign in "\u0120\u010a\u0109\u010d":  # space, \n, \t, \r
+        return False
+    byte = ord(sign)
+    if byte >= 0x100:
+        hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
+        byte = hidden[byte - 0x100] if byte - 0x100 < len(hidden) else 0
+    return not 0x80 <= byte < 0xC0
+
+
+def masked_correct(logits, labels):
+    """How many labelled tokens have the highest logit, and how many there are, as tensors; logits
+    (B, L, V) or (labelled, V)."""
+    chosen = labels != -100
+    with torch.no_grad():
+        best = logits.argmax(dim=-1)
+        best = best if best.dim() == 1 else best[chosen]
+        return (best == labels[chosen]).sum(), chosen.sum()
+
+
+@torch.no_grad()
+def evaluate_batches(model, batches, device=None, accelerator=None, characters=None):
+    """Masked-LM quality over all of `batches` (`MicroBatches`).
+
+    Args:
+        device: by default the model's.
+        accelerator: of several processes, which share the batches.
+        characters: as `piece_characters` returns them, or None.
+    Returns:
+        dict: loss (mean cross-entropy over masked tokens, nats), masked_accuracy, masked_tokens,
+        and with `characters` bits_per_character.
+    """
+    rank, world = (
+        (accelerator.process_index, accelerator.num_processes)
+        if accelerator is not None
+        else (0, 1)
+    )
+    device = device if device is not None else next(model.parameters()).device
+    sums = torch.zeros(4, dtype=torch.float64)  # nats, right ones, masked tokens, their characters
+    training = model.training
+    model.eval()
+    # Every process computes the same number of batches, as sharded models need; repeated ones do
+    # not count.
+    for i in range(rank, math.ceil(len(batches) / world) * world, world):
+        given = batches[min(i, len(batches) - 1)]
+        batch = {
+            name: value.to(device) if torch.is_tensor(value) else value
+            for name, value in given.items()
+        }
+        context = accelerator.autocast() if accelerator is not None else torch.no_grad()
+        with context:
+            outputs = model(**batch)
+        if i < len(batches):
+            right, count = map(int, masked_correct(outputs.logits, batch["labels"]))
+            hidden = given["labels"][given["labels"] != -100]
+            length = 0 if characters is None else int(characters[hidden].sum())
+            sums += torch.tensor(
+                [float(outputs.loss) * count, right, count, length], dtype=torch.float64
+            )
+    model.train(training)
+    if world > 1:
+        sums = accelerator.reduce(sums.to(device), reduction="sum")
+    nats, correct, masked, length = sums.tolist()
+    metrics = {
+        "loss": nats / masked,
+        "masked_accuracy": correct / masked,
+        "masked_tokens": int(masked),
+    }
+    if characters is not None:
+        metrics["bits_per_character"] = nats / math.log(2) / max(1, length)
+    return metrics
+
+
+def metric_name(name, metric):
+    """A metric's key in the log and in result.json: eval_loss, or of the held-out set `name`
+    eval_NAME_loss."""
+    return f"eval_{name}_{metric}" if name else f"eval_{metric}"
+
+
+def unigram(tokens, tokenizer, sample=2_000_000):
+    """The most frequent ordinary token of a tokenised set, from its first rows: what a model
+    without context would always say."""
+    counts, seen = np.zeros(len(tokenizer), dtype=np.int64), 0
+    for rows in tokens.rows.with_format("numpy").select_columns(["input_ids"]).iter(1000):
+        ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows["input_ids"]])
+        counts += np.bincount(ids, minlength=len(counts))
+        seen += len(ids)
+        if seen > sample:
+            break
+    counts[tokenizer.all_special_ids] = 0
+    return int(counts.argmax())
+
+
+def unigram_accuracy(batches, token):
+    """Accuracy of always answering `token`, on the very positions that `batches` mask."""
+    labels = [batches[i]["labels"] for i in range(len(batches))]
+    labels = torch.cat([values[values != -100] for values in labels])
+    return float((labels == token).float().mean())

@@ -1,0 +1,112 @@
+"""The text of a run of `neobert pretrain` as batches: prepared or streamed, weighted, held out.
+
+A run is a `Given` of pretrain.py.
+"""
+
+import sys
+
+from ..common.errors import UserError
+from .batches import MicroBatches, SpecialTokens, Windows
+from .heldout import check_held_out
+from .masking import TokenMasking
+from .prepared import Tokenise, TokenisedTexts, describe, load_prepared, prepare
+from .sources import load_rows
+from .streaming import StreamedBatches, TokenStream
+from .weighted import shares_of
+
+
+def folder_of(name):
+    """Folder in `prepared` of the held-out set `name`, "" for the only one."""
+    return f"heldout-{name}" if name else "heldout"
+
+
+def prepared_tokens(run, name, sources, tokenizer):
+    """The tokenised form of `sources`, made first when it is not there, under `name` of
+    `Given.sets`."""
+    folder = run.prepared / name
+    local = sources[0].local
+    if len(sources) == 1 and local is not None and local[0] == "prepared":
+        folder = local[1][0]
+    else:
+        with run.training.main_process_first(desc="tokenising"):
+            prepare(sources, folder, tokenizer, run.data.num_proc)
+    tokens, summary = load_prepared(folder, tokenizer)
+    if run.training.process_index == 0:
+        print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
+    return tokens
+
+
+def training_tokens(run, tokenizer):
+    """`TokenisedTexts` of the training text."""
+    sets = {name: sources for name, sources in run.sets.items() if name.startswith("train")}
+    tokens = [prepared_tokens(run, name, sources, tokenizer) for name, sources in sets.items()]
+    shares = shares_of(run.data.sources)
+    return TokenisedTexts.joined(tokens, shares) if shares else tokens[0]
+
+
+def check_text(run):
+    """Opens the text that is not prepared yet, so that what is not there, a column or a row as
+    well, is named before a model is loaded. UserError for held-out text that is trained on."""
+    check_held_out(run.data.heldout_sources, run.data.sources)
+    for name, sources in run.sets.items():
+        local = sources[0].local
+        if (
+            not (local and local[0] == "prepared")
+            and not (run.prepared / name / "prepared.json").is_file()
+        ):
+            if next(iter(load_rows(sources, streaming=True)), None) is None:
+                raise UserError(f"dataset {sources[0].name} has no rows")
+
+
+def heldout_batches(run, tokenizer):
+    """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
+    spec, batch, found = run.spec.of_all_texts(run.spec.seed + 1), run.batch, {}
+    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
+    for name, sources in run.data.heldout_sources.items():
+        tokens = prepared_tokens(run, folder_of(name), sources, tokenizer)
+        masking = TokenMasking(tokenizer, *shares)
+        found[name] = make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
+    return found
+
+
+def training_batches(run, tokenizer, masking):
+    """(`TokenisedTexts`, `MicroBatches`) of the training text; of text that is streamed (None,
+    `StreamedBatches` of this process)."""
+    if run.streams:
+        return None, make_stream(run, tokenizer, masking)
+    tokens = training_tokens(run, tokenizer)
+    return tokens, make_batches(
+        tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
+    )
+
+
+def make_stream(run, tokenizer, masking):
+    """`StreamedBatches` of this process."""
+    training, sources = run.training, run.data.sources
+    if shares := shares_of(sources):
+        each = (load_rows((source,), streaming=True) for source in sources)
+        rows = dict(zip(shares, each))
+    else:
+        rows = load_rows(sources, streaming=True)
+    return StreamedBatches(
+        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), shares),
+        masking,
+        run.spec,
+        run.micro_batches,
+        training.process_index,
+        training.world_size,
+        training.dataloader_num_workers,
+    )
+
+
+def make_batches(tokens, tokenizer, masking, spec, name, count=None):
+    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
+    to mask."""
+    batches = MicroBatches(Windows(tokens, SpecialTokens.of(tokenizer), spec), masking, spec, count)
+    looked = len(batches) if count is None else min(count, 100)
+    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
+        raise UserError(
+            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
+            "tokenizer made for it?"
+        )
+    return batches

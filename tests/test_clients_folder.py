@@ -1,0 +1,161 @@
+"""Pins that the bundled encoder loads in other libraries with the lines that the pages print: every
+block of docs/compatibility.md for a library, fastembed's of docs/serving.md, and examples/search.py
+in its store. Each runs in a process without this package, in the environment of `make
+test-clients`.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTModel
+from neobert.export import command
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parent.parent
+CLIENTS = ROOT / ".cache" / "engines" / "clients"
+PYTHON = CLIENTS / "bin" / "python"
+FOLDER = ROOT / "examples" / "sentence-encoder"
+TEXTS = [
+    "rain",
+    "A bird of prey with a hooked beak.",
+    "The committee met again on Tuesday, and nothing was decided.",
+    "Dr. Alvarez's results (see Table 3) were confirmed by two laboratories in São Paulo. " * 3,
+]
+SECTION = re.search(
+    r"## The bundled encoder in other libraries\n(.*?)\n## ",
+    (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)[1]
+BLOCKS = dict(re.findall(r"^([A-Z]?[A-Za-z]+)[^\n]*:\n```python\n(.*?)```", SECTION, re.M | re.S))
+FASTEMBED = next(
+    block
+    for block in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.S
+    )
+    if "fastembed" in block
+)
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    if not (CLIENTS / ".ready").exists():
+        pytest.skip("the libraries are not installed: make test-clients")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Mean of the last hidden states of each text, of length 1, one text at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model = NeoBERTModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [
+            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
+            for text in TEXTS
+        ]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+
+
+def run(*arguments, cwd=ROOT, given=None, code=0):
+    """What a process of that environment says, without this package on its path."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False"}
+    done = subprocess.run(
+        [PYTHON, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout if code == 0 else done.stderr
+
+
+def vectors_of(block, cwd=ROOT):
+    """`vectors` of a block of a page, for `texts`."""
+    start = f"import json, sys\ntexts = json.loads({json.dumps(json.dumps(TEXTS))})\n"
+    end = "\nprint('@' + json.dumps([[float(x) for x in v] for v in vectors]))\n"
+    said = run("-c", start + block + end, cwd=cwd)
+    return np.array(json.loads(said[said.index("@") + 1 :].splitlines()[0]))
+
+
+def check(vectors, expected):
+    cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)
+    assert vectors.shape == expected.shape and cosines.min() > 1 - 1e-5, cosines
+
+
+def test_the_page_has_the_libraries():
+    wanted = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
+    assert list(BLOCKS) == wanted
+
+
+@pytest.mark.parametrize("library", BLOCKS)
+def test_the_block_of_the_page(library, expected):
+    check(vectors_of(BLOCKS[library]), expected)
+
+
+def test_fastembed(tmp_path, expected):
+    """From an export, with the lines of docs/serving.md."""
+    command.main(["onnx", str(FOLDER), str(tmp_path / "OUTPUT")])
+    assert '["a text"]' in FASTEMBED
+    check(vectors_of(FASTEMBED.replace('["a text"]', "texts"), cwd=tmp_path), expected)
+
+
+def test_versions_are_those_of_the_page():
+    """The versions that the page prints are those of the constraints, and are installed."""
+    lines = (ROOT / "tests" / "engines" / "constraints-clients.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    code = "import importlib.metadata as m, sys\nprint(*(m.version(n) for n in sys.argv[1:]))"
+    installed = dict(zip(pinned, run("-c", code, *pinned).split()))
+    assert {name: found.partition("+")[0] for name, found in installed.items()} == pinned
+    loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
+    for version in re.findall(r"\d+\.\d+\.\d+", loaded):
+        assert version in pinned.values(), f"{version} is not in constraints-clients.txt"
+
+
+# ------------------------------------------------------------------------------------------------
+# examples/search.py
+
+
+def search(store, *arguments, code=0):
+    return run(ROOT / "examples" / "search.py", *arguments, "--store", store, code=code)
+
+
+def ids(said):
+    return re.findall(r"^  (\S+)\t", said, re.M)
+
+
+def test_search(tmp_path):
+    """Each command is a process of its own: rows are added, found by meaning, by words and by both,
+    filtered, replaced and deleted; another model is refused."""
+    path = ROOT / "examples" / "search.py"
+    assert len(path.read_text().splitlines()) < 100, "promised to be under 100 lines"
+    store, rows = tmp_path / "store", tmp_path / "rows.jsonl"
+    definitions = (ROOT / "examples" / "definitions.tsv").read_text().splitlines()[1200:1260]
+    table = [dict(zip(("word", "text"), line.split("\t"))) for line in definitions]
+    table = [{"id": i, **row, "short": len(row["text"]) < 60} for i, row in enumerate(table)]
+    table.append({"id": "own", "text": "zyx number of a submarine", "word": "own", "short": True})
+    rows.write_text("".join(json.dumps(row) + "\n" for row in table))
+    assert "the store has 61" in search(store, "add", rows)
+    hawk = "diurnal bird of prey typically having short rounded wings and a long tail"
+    said = search(store, "find", "a bird that hunts by day", hawk, "--by", "meaning")
+    assert ids(said)[3] == next(str(row["id"]) for row in table if row["text"] == hawk)
+    both = search(store, "find", "zyx of a ship", "--where", "short = true")
+    assert ids(both)[0] == "own" and "found in" in both
+    assert set(ids(both)) <= {str(row["id"]) for row in table if row["short"]}
+    rows.write_text(json.dumps({**table[-1], "text": "a wyv of iron"}) + "\n")
+    assert "the store has 61" in search(store, "add", rows)
+    assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], "replaced"
+    assert "1 rows deleted" in search(store, "delete", "--where", "id = 'own'")
+    assert ids(search(store, "find", "wyv", "--by", "words")) == []
+    assert "holds vectors of" in search(store, "add", rows, "--model", "other", code=1)

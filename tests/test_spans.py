@@ -1,0 +1,199 @@
+"""Pins where a long text is divided: at sentence ends where there are any, every token in a window,
+offsets that increase; and the passes in which windows are pooled."""
+
+import random
+import re
+
+import pytest
+
+from neobert.embeddings.spans import Pass, Span, passes, spans
+
+
+def words(text):
+    """The places of words and of single other characters, as a tokenizer tells them."""
+    return [match.span() for match in re.finditer(r"\w+|[^\w\s]", text)]
+
+
+def characters(text):
+    return [(place, place + 1) for place, char in enumerate(text) if not char.isspace()]
+
+
+def divided(text, window, overlap, offsets=words):
+    return [text[span.start : span.end] for span in spans(text, offsets(text), window, overlap)]
+
+
+CASES = {
+    # (text, window, overlap): windows. A word and a full stop are a token each.
+    "one sentence each": (
+        ("A b c. D e f. G h i.", 5, 0),
+        ["A b c.", "D e f.", "G h i."],
+    ),
+    "as many sentences as fit": (("A b. C d. E f. G h.", 7, 0), ["A b. C d.", "E f. G h."]),
+    "neighbours share complete sentences": (
+        ("A b. C d. E f. G h.", 6, 3),
+        ["A b. C d.", "C d. E f.", "E f. G h."],
+    ),
+    "a sentence that does not fit in the overlap is not shared": (
+        ("A b c d. E f g h.", 6, 3),
+        ["A b c d.", "E f g h."],
+    ),
+    "no sentence end at all": (("a b c d e f g h", 3, 1), ["a b c", "c d e", "e f g", "g h"]),
+    "a sentence longer than the window": (
+        ("A b. C d e f g h. I j.", 4, 1),
+        ["A b.", "C d e f", "f g h.", "I j."],
+    ),
+    "an abbreviation before a small letter is no end": (
+        ("Birds, e.g. a wren. Wrens, etc. sing.", 12, 0),
+        ["Birds, e.g. a wren.", "Wrens, etc. sing."],
+    ),
+    "quotes and brackets belong to the sentence": (
+        ('He said "Go." She (it is told.) went.', 7, 0),
+        ['He said "Go."', "She (it is told.)", "went."],
+    ),
+    "a blank line ends a paragraph": (
+        ("Title one\n\na b c\nd e", 6, 0),
+        ["Title one", "a b c\nd e"],
+    ),
+    "a line end, where no sentence ends": (("a b\nc d e\nf g", 6, 0), ["a b\nc d e", "f g"]),
+    "lines of Windows": (("a b.\r\n\r\nc d", 4, 0), ["a b.", "c d"]),
+    "no letter follows": (("A b! 12 c? - d", 4, 0), ["A b!", "12 c?", "- d"]),
+    "a text that fits": (("  A b. C d.  ", 6, 2), ["A b. C d."]),
+    "an empty text": (("", 6, 2), [""]),
+    "white space alone": ((" \n ", 6, 2), [""]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_a_text_is_divided(name):
+    given, expected = CASES[name]
+    assert divided(*given) == expected
+
+
+def test_chinese_and_japanese():
+    """No white space: sentences end at their own marks, and a longer one after any character."""
+    text = "我爱你。他说「走吧。」她走了！今天天气很好非常好"
+    assert divided(text, 6, 0, characters) == [
+        "我爱你。",
+        "他说「走吧。",
+        "」她走了！",
+        "今天天气很好",
+        "非常好",
+    ]
+    assert divided(text, 8, 0, characters) == [
+        "我爱你。",
+        "他说「走吧。」",
+        "她走了！",
+        "今天天气很好非常",
+        "好",
+    ]
+
+
+def test_a_character_of_several_tokens_is_not_divided():
+    """Byte-level tokenizers give an emoji four tokens, all of them with its place."""
+    text = "ab 🦉🦉 c"
+    offsets = [(0, 2), (3, 4), (3, 4), (3, 4), (3, 4), (4, 5), (4, 5), (4, 5), (4, 5), (6, 7)]
+    found = spans(text, offsets, 6, 0)
+    assert [(s.first, s.stop, text[s.start : s.end]) for s in found] == [
+        (0, 1, "ab"),
+        (1, 5, "🦉"),
+        (5, 10, "🦉 c"),
+    ]
+    small = spans("🦉", [(0, 1)] * 4, 3, 1)
+    assert [(s.first, s.stop) for s in small] == [(0, 3), (2, 4)], "where it must be"
+
+
+def test_a_tokenizer_that_counts_the_space_to_the_word():
+    text = "Ab cd. Ef gh."
+    offsets = [(0, 2), (2, 5), (5, 6), (6, 9), (9, 12), (12, 13)]
+    found = spans(text, offsets, 4, 0)
+    assert [text[s.start : s.end] for s in found] == ["Ab cd.", "Ef gh."]
+
+
+def test_every_token_is_in_a_window_and_offsets_increase():
+    generator = random.Random(0)
+    pieces = [
+        "a",
+        "bc",
+        "def",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        ".",
+        "! ",
+        "? A",
+        "。",
+        "é",
+        "🦉",
+        "中",
+        '"',
+        ")",
+    ]
+    for trial in range(400):
+        text = "".join(generator.choices(pieces, k=generator.randrange(60)))
+        offsets = (characters if trial % 2 else words)(text)
+        window = generator.randrange(1, 12)
+        overlap = generator.randrange(window)
+        found = spans(text, offsets, window, overlap)
+        case = repr((text, window, overlap, found))
+        if not offsets:
+            assert found == [Span(0, 0, 0, 0)], case
+            continue
+        assert {i for s in found for i in range(s.first, s.stop)} == {*range(len(offsets))}, case
+        assert all(0 < s.stop - s.first <= window for s in found), case
+        assert all(0 <= s.start < s.end <= len(text) for s in found), case
+        assert all((s.start, s.end) == (offsets[s.first][0], offsets[s.stop - 1][1]) for s in found)
+        for one, other in zip(found, found[1:]):
+            assert one.start < other.start and one.end < other.end, case
+            assert one.first < other.first <= one.stop < other.stop, case
+            assert one.stop - other.first <= overlap, case
+
+
+# ------------------------------------------------------------------------------------------------
+# passes
+
+
+def even(count, size):
+    return [Span(i, min(i + size, count), i, i + size) for i in range(0, count, size)]
+
+
+def test_a_text_that_the_model_reads_at_a_time_is_one_pass():
+    found = even(40, 10)
+    assert passes(found, 40, 40, 5) == [Pass(0, 40, found)]
+
+
+def test_longer_texts_are_read_in_overlapping_passes():
+    """40 tokens a pass, 5 around each window: the fourth window has no 5 tokens after it in the
+    first pass."""
+    found = even(100, 10)
+    made = passes(found, 100, 40, 5)
+    assert [(one.first, one.stop) for one in made] == [(0, 40), (25, 65), (55, 95), (85, 100)]
+    assert [len(one.spans) for one in made] == [3, 3, 3, 1]
+
+
+def test_windows_as_long_as_a_pass():
+    found = even(100, 40)
+    assert passes(found, 100, 40, 5) == [
+        Pass(span.first, span.stop, [span]) for span in found[:2]
+    ] + [Pass(75, 100, found[2:])]
+
+
+def test_every_window_is_in_one_pass_with_its_margin():
+    generator = random.Random(1)
+    for _ in range(300):
+        count, window = generator.randrange(1, 300), generator.randrange(1, 30)
+        room = generator.randrange(window, 80)
+        margin = room // 8
+        text = "".join(generator.choice(["a ", "b. ", "C "]) for _ in range(count))
+        found = spans(text, words(text), window, generator.randrange(window))
+        tokens = found[-1].stop
+        made = passes(found, tokens, room, margin)
+        assert [span for one in made for span in one.spans] == found
+        for one in made:
+            assert 0 <= one.first and one.stop <= tokens and one.stop - one.first <= room
+            for span in one.spans:
+                least = min(margin, (room - (span.stop - span.first)) // 2)
+                before, after = span.first - one.first, one.stop - span.stop
+                assert before >= 0 and after >= 0
+                assert one.first == 0 or before >= least
+                assert one.stop == tokens or after >= least

@@ -1,0 +1,272 @@
+"""Pins `neobert tokenizer`: the form and the ids of BERT's, the pieces of a small text worked out
+by hand, an extended tokenizer that cuts no text longer, the figures of the report against counts by
+hand, and bad input that leaves nothing behind."""
+
+import json
+from collections import Counter
+
+import pytest
+from tokenizers import models
+from transformers import AutoTokenizer
+
+from neobert import __main__ as cli
+from neobert.common.constants import TOKENIZER
+from neobert.common.errors import UserError
+from neobert.common.loading import load_tokenizer
+from neobert.export.gguf_file import _bert_normalizer
+from neobert.pretraining import vocabulary
+from neobert.pretraining.vocabulary import SPECIAL, filled, learn, most_useful, usable
+from neobert.pretraining.vocabulary_report import measure, readings, scripts
+
+
+GERMAN = [
+    "Die Gr\u00f6\u00dfe der Datei wird in Bytes angezeigt.",
+    "Der Name der Datei darf nicht leer sein.",
+    "Diese Option \u00e4ndert die Gr\u00f6\u00dfe der Ausgabe.",
+    "Gibt die Version aus und beendet das Programm.",
+]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A jsonl file of 400 different German lines."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    rows = [{"text": f"{GERMAN[i % 4]} Seite {i}"} for i in range(400)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments):
+    return cli.main(["tokenizer", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def made(texts, tmp_path_factory):
+    """Folders of a cased and an uncased tokenizer, and of the bundled one extended."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, more in (
+        ("uncased", ["--vocab-size", 250]),
+        ("cased", ["--vocab-size", 320, "--cased"]),
+        ("stripped", ["--vocab-size", 256, "--strip-accents"]),
+        ("extended", ["--vocab-size", 30600, "--extend", TOKENIZER]),
+    ):
+        assert run(texts, "--output", folder / name, *more) == 0
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# pieces
+
+
+def test_a_rare_character_takes_its_words_out():
+    words = Counter({"haus": 3, "h\u00e4user": 1, "aus": 2, "x" * 101: 9})
+    kept, alphabet = usable(words, 2)
+    assert kept == {"haus": 3, "aus": 2}, "one \u00e4, and a word that WordPiece makes [UNK]"
+    assert alphabet == ["a", "h", "s", "u", "##a", "##s", "##u"]
+    assert usable(words, 1)[0].keys() == {"haus", "h\u00e4user", "aus"}
+
+
+def test_pieces_are_merged_in_the_order_of_their_counts():
+    words, alphabet = usable(Counter({"ab": 5, "abc": 4, "bc": 3}), 1)
+    # Pairs: a ##b 9, ##b ##c 4, b ##c 3. After "ab": ab ##c 4, b ##c 3.
+    assert learn(words, alphabet, 100, 1) == [*alphabet, "ab", "abc", "bc"]
+    assert learn(words, alphabet, 100, 4) == [*alphabet, "ab", "abc"]
+    assert learn(words, alphabet, len(alphabet) + 1, 1) == [*alphabet, "ab"]
+
+
+def test_the_same_words_give_the_same_pieces():
+    """The library alone orders equal merges as its hash table happens to."""
+    words = Counter({f"{a}{b}{c}": 3 for a in "abcdefg" for b in "hijklmn" for c in "opqrst"})
+    kept, alphabet = usable(words, 1)
+    assert len({tuple(learn(kept, alphabet, 150, 1)) for _ in range(4)}) == 1
+
+
+def test_the_most_useful_pieces_save_most():
+    known = ["h", "##a", "##u", "##s", "##h", "t", "##t"]
+    words = {"haus": 10, "haut": 2, "tau": 1, "haushaus": 3}
+    candidates = ["haus", "haut", "##haus", "tau", "unseen"]
+    # haus: 13 times 3 pieces fewer; haut: 2 times 3; ##haus: 3 times 3; tau: once 2.
+    assert most_useful(words, known, candidates, 9) == ["haus", "##haus", "haut", "tau"]
+    assert most_useful(words, known, candidates, 2) == ["haus", "##haus"]
+
+
+def test_a_vocabulary_is_filled_to_a_multiple_of_64():
+    pieces = filled([*SPECIAL, "[unused99]", "a"])
+    assert len(pieces) == 128 and len({*pieces}) == 128
+    assert pieces[106:108] == ["[unused100]", "[unused101]"]
+    assert filled(pieces) == pieces
+
+
+# ------------------------------------------------------------------------------------------------
+# folders
+
+
+@pytest.mark.parametrize(
+    "name, size, text, pieces",
+    [
+        ("uncased", 256, "GR\u00d6\u1e9eE Datei", ["gr\u00f6\u00dfe", "datei"]),
+        ("cased", 320, "Gr\u00f6\u00dfe Datei", ["Gr\u00f6\u00dfe", "Datei"]),
+        ("stripped", 256, "\u00c4ndert", ["andert"]),
+    ],
+)
+def test_the_form_is_that_of_bert(made, name, size, text, pieces):
+    tokenizer = AutoTokenizer.from_pretrained(made / name)
+    settings = json.loads((made / name / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "BertTokenizer" and tokenizer.is_fast
+    assert len(tokenizer) == size and tokenizer.model_max_length == 4096
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    assert tokenizer.convert_tokens_to_ids(special) == [0, 100, 101, 102, 103]
+    assert tokenizer.tokenize(text) == pieces
+    lines = (made / name / "vocab.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    assert [tokenizer.convert_ids_to_tokens(i) for i in range(size)] == lines
+    ids = tokenizer("Datei [MASK]")["input_ids"]
+    assert ids[0] == 101 and ids[-2:] == [103, 102]
+    assert tokenizer.decode(ids, skip_special_tokens=True).lower() == "datei"
+    # What llama.cpp is told.
+    assert _bert_normalizer(tokenizer) == (name != "cased", name == "stripped")
+
+
+def test_an_extended_tokenizer_keeps_its_ids_and_cuts_shorter(made):
+    base, tokenizer = load_tokenizer(str(TOKENIZER)), load_tokenizer(str(made / "extended"))
+    vocabulary = tokenizer.get_vocab()
+    assert len(tokenizer) == 30592 and base.get_vocab().items() <= vocabulary.items()
+    text = "Die Gr\u00f6\u00dfe der Ausgabe wird angezeigt."
+    before, after = base.tokenize(text), tokenizer.tokenize(text)
+    assert after == ["die", "gro\u00dfe", "der", "ausgabe", "wird", "angezeigt", "."]
+    assert len(before) > 12, before
+    english = "An unchanged English sentence, of course."
+    assert base(english)["input_ids"] == tokenizer(english)["input_ids"]
+
+
+def test_a_corpus_is_read_to_its_limit(texts, tmp_path, capsys):
+    arguments = (
+        "--output",
+        tmp_path / "out",
+        "--vocab-size",
+        256,
+        "--limit",
+        45,
+        "--min-frequency",
+        1,
+    )
+    assert run(texts, *arguments, "--heldout", texts) == 0
+    told = capsys.readouterr()
+    assert "learnt from the first 45 characters" in told.err
+    assert "in 400 texts" in told.out
+    pieces = (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8").split()
+    assert "y" in pieces and "q" not in pieces and "p" not in pieces
+
+
+def test_several_files_and_formats(texts, tmp_path):
+    (tmp_path / "more.txt").write_text("Zwei Zeilen\nZwei Zeilen Zebra Zebra\n")
+    (tmp_path / "t.csv").write_text("text\nXylophon Xylophon\n")
+    out = tmp_path / "out"
+    files = (texts, tmp_path / "more.txt", tmp_path / "t.csv")
+    assert run(*files, "--output", out, "--vocab-size", 320, "--heldout", texts) == 0
+    assert {"zebra", "xylophon", "datei"} <= {*(out / "vocab.txt").read_text().split()}
+
+
+# ------------------------------------------------------------------------------------------------
+# the report
+
+
+def test_figures_by_hand(made):
+    backend = load_tokenizer(str(made / "cased"))
+    backend.backend_tokenizer.model = models.WordPiece(
+        {"[UNK]": 0, "ab": 1, "##c": 2, "d": 3, ".": 4}, unk_token="[UNK]"
+    )
+    backend.unk_token_id = 0
+    figures = measure(backend, ["ab abc.", "ab \u03b1 d"])
+    # Words: ab, abc, ab, \u03b1, d. Tokens: ab, ab ##c ., ab, [UNK], d.
+    assert (figures["words"], figures["tokens"], figures["characters"]) == (5, 7, 13)
+    assert figures["pieces_per_word"] == 6 / 5 and figures["characters_per_token"] == 13 / 7
+    assert figures["complete"] == 3 / 5 and figures["unknown"] == 1 / 5
+    assert figures["unknown_characters"] == {"\u03b1": 1}
+    assert readings(figures, "New") == [
+        "New: 20.00% of words fall to [UNK]: Greek letters (\u03b1)."
+    ]
+
+
+def test_scripts_are_named():
+    told = scripts(dict.fromkeys("\u03b1\u03b2\u03b3\u03b4\u6587\u0434", 1))
+    assert (
+        told
+        == "Greek letters (\u03b1, \u03b2, \u03b3), CJK letters (\u6587), Cyrillic letters (\u0434)"
+    )
+
+
+def test_the_report_is_beside_the_tokenizer(made):
+    report = json.loads((made / "cased" / "tokenizer_report.json").read_text())
+    new, base = report["new"], report["base"]
+    assert new["complete"] > 0.8 > base["complete"] and new["words"] == base["words"] > 30
+    page = (made / "cased" / "tokenizer_report.md").read_text()
+    assert f"| words kept complete | {new['complete']:.1%} | {base['complete']:.1%} |" in page
+    assert report["settings"]["cased"] is True and report["characters"] > 10_000
+    listed = {*report["files"]}
+    assert {"tokenizer.json", "vocab.txt", "tokenizer_config.json"} <= listed
+
+
+# ------------------------------------------------------------------------------------------------
+# bad input
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "empty.txt").write_text("")
+    (folder / "blank.jsonl").write_text('{"text": " "}\n')
+    (folder / "once.txt").write_text("abcdefg\n")
+    maskless = load_tokenizer(str(TOKENIZER))
+    maskless.mask_token = None
+    maskless.save_pretrained(folder / "maskless")
+    from neobert.pretraining.ablation_data import train_tokenizer
+
+    train_tokenizer(["a text", "one more"], "bpe", 300, folder / "bpe")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["{inputs}/empty.txt"], "empty.txt has no text"),
+        (["{inputs}/blank.jsonl"], "blank.jsonl has no text"),
+        (["{inputs}/once.txt"], "has no word of which every character occurs 2 times"),
+        (["{inputs}/none.txt"], "found nothing"),
+        (["{texts}", "--column", "body"], "no column 'body'"),
+        (["{texts}", "--vocab-size", "128"], "is smaller than the alphabet of the texts"),
+        (["{texts}", "--vocab-size", "30464", "--extend", TOKENIZER], "give at least 30,528"),
+        (["{texts}", "--extend", "{inputs}/maskless"], "has no [MASK]"),
+        (["{texts}", "--extend", "{inputs}/bpe"], "cuts words by BPE"),
+        (["{texts}", "--extend", TOKENIZER, "--cased"], "follow the tokenizer that is extended"),
+        (["{texts}", "--base", "{inputs}/none"], "there is no"),
+        (["{texts}", "--vocab-size", "0"], "vocab_size must be at least 64"),
+        (["--cased"], "give TEXTS"),
+        (["{texts}", "--heldout", "{inputs}/empty.txt"], "empty.txt has no text"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    texts, inputs, tmp_path, capsys, arguments, words
+):
+    given = [str(a).format(inputs=inputs, texts=texts) for a in arguments]
+    size = [] if "--vocab-size" in given else ["--vocab-size", "256"]
+    assert run(*given, *size, "--output", tmp_path / "a" / "out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("neobert tokenizer: ") and words in error, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_not_replaced(made, texts, capsys):
+    before = (made / "cased" / "tokenizer.json").read_bytes()
+    assert run(texts, "--output", made / "cased", "--vocab-size", 256) == 2
+    assert "is there already; choose another name" in capsys.readouterr().err
+    assert run(texts, "--output", texts, "--vocab-size", 256) == 2
+    assert (made / "cased" / "tokenizer.json").read_bytes() == before
+
+
+def test_an_error_while_writing_leaves_nothing(texts, tmp_path, monkeypatch):
+    def broken(*given):
+        raise UserError("broken")
+
+    monkeypatch.setattr(vocabulary, "measure", broken)
+    assert run(texts, "--output", tmp_path / "out", "--vocab-size", 256) == 2
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,310 @@
+"""Pins weighted sources: shares of texts in prepared and streamed data, every text of a source once
+in each of its passes, the same bits after any interruption and in several processes, and bad
+weights."""
+
+import itertools
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from data_runs import make_tokenizer, texts_of_batch  # noqa: F401
+from pretrain_runs import arguments_of, log_of, make_corpus, run_of  # noqa: F401
+from safetensors.torch import load_file
+
+
+pytest.importorskip("accelerate")
+
+from neobert.__main__ import main
+from neobert.pretraining import streaming
+from neobert.pretraining import trainer as trainer_module
+from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.prepared import Tokenise, TokenisedTexts, tokenise_texts
+from neobert.pretraining.sources import load_rows, parse_sources
+from neobert.pretraining.streaming import STATE, StreamedBatches, TokenStream
+from neobert.pretraining.weighted import WeightedOrder, shares_of
+
+
+WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
+SHARES = {"mine": 0.9, "general": 0.1}
+
+
+def _texts(mark, count):
+    """Different texts of 3 to 9 words with a word that tells the source."""
+    rng = np.random.default_rng(len(mark))
+    return [f"{mark} {i} {' '.join(rng.choice(WORDS, 1 + i % 7))}" for i in range(count)]
+
+
+def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
+    """`MicroBatches` of prepared sources, and the texts of each source as tuples of ids."""
+    spec = BatchSpec(
+        **{"length": 32, "seed": 5, **({} if "tokens" in spec else {"texts": 4})} | spec
+    )
+    tokens = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
+    special = SpecialTokens.of(tokenizer)
+    own = [
+        {tuple(special.around(row).tolist()) for row in each.rows["input_ids"]} for each in tokens
+    ]
+    windows = Windows(TokenisedTexts.joined(tokens, shares), special, spec)
+    return MicroBatches(windows, TokenMasking(tokenizer), spec, count), own
+
+
+def _drawn(batches, count):
+    return [text for i in range(count) for text in texts_of_batch(batches[i])]
+
+
+def test_a_prepared_pass_has_the_exact_shares(tokenizer):
+    batches, (mine, general) = _batches(tokenizer, {"mine": 900, "general": 300}, 5000)
+    drawn = _drawn(batches, 250)
+    assert sum(text in general for text in drawn) == 100 and len(drawn) == 1000
+    assert len(set(drawn)) == 1000, "900 / 0.9 texts before the first source is exhausted"
+    # The second pass takes other general texts, and the third begins them again.
+    assert len(set(_drawn(batches, 750)) & general) == 300
+    near = [sum(text in general for text in drawn[i : i + 100]) for i in range(0, 1000, 100)]
+    assert 3 <= min(near) and max(near) <= 20, "they must be mixed"
+    assert batches.source_passes(500) == pytest.approx({"mine": 2000 * 0.9 / 900, "general": 2 / 3})
+
+
+def test_each_source_is_read_in_passes_of_its_own():
+    order = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
+    assert order.draws == [100, 100], "so many that the rounding of a share is small"
+    drawn = np.concatenate([order.order(number) for number in range(6)])
+    small, large = drawn[drawn < 30], drawn[drawn >= 30]
+    assert set(Counter(small.tolist()).values()) == {20}, "20 complete passes over its 30 texts"
+    assert len(set(large.tolist())) == 600, "no text twice before the source is exhausted"
+    # A pass follows from its number alone.
+    fresh = WeightedOrder(np.arange(1000), [30, 1000], [0.5, 0.5], (1, 0))
+    assert (fresh.order(4) == order.order(4)).all() and (order.order(3) != order.order(4)).any()
+
+
+def test_shares_of_many_small_sources_add_up():
+    sources = parse_sources(
+        [{"name": f"{i}.txt", "weight": weight} for i, weight in enumerate([3, 1, 4])]
+    )
+    assert list(shares_of(sources).values()) == [3 / 8, 1 / 8, 4 / 8]
+    names = [{"name": f"{folder}/part.txt", "weight": 1} for folder in "ab"]
+    assert list(shares_of(parse_sources(names))) == ["a/part.txt", "b/part.txt"]
+    (alone,) = parse_sources([{"name": "a.txt", "weight": 3}])
+    assert alone.weight is None, "one source needs no sampler"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"tokens": 64},
+        {"tokens": 64, "layout": "packed_without_boundaries"},
+        {"layout": "padded"},
+        {"mixture": {0: 0.5, 8: 0.5}},
+        {"length": 6, "long_texts": "split"},
+    ],
+    ids=str,
+)
+def test_a_prepared_micro_batch_follows_from_its_number(tokenizer, spec):
+    first, (_, general) = _batches(tokenizer, {"mine": 90, "general": 40}, 200, **spec)
+    later, _ = _batches(tokenizer, {"mine": 90, "general": 40}, 200, **spec)
+    for i in (150, 3, 199, 0):
+        assert torch.equal(later[i]["input_ids"], first[i]["input_ids"])
+    if spec.get("length", 32) == 32 and spec.get("layout") != "packed_without_boundaries":
+        drawn = _drawn(first, 200)
+        found, expected = sum(text in general for text in drawn), len(drawn) * 0.1
+        assert abs(found - expected) < 5 * math.sqrt(expected)
+
+
+def _stream(folder, tokenizer, rank=0, world_size=1, workers=0, **spec):
+    spec = BatchSpec(
+        **{"length": 32, "seed": 5, **({} if "texts" in spec else {"tokens": 64})} | spec
+    )
+    rows = {name: load_rows(parse_sources(str(folder / name)), streaming=True) for name in SHARES}
+    return StreamedBatches(
+        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), SHARES),
+        TokenMasking(tokenizer),
+        spec,
+        1000,
+        rank,
+        world_size,
+        workers,
+    )
+
+
+@pytest.fixture(name="folder")
+def make_folder(tmp_path):
+    for name, sizes in {"mine": (80, 80, 80), "general": (45,)}.items():
+        (tmp_path / name).mkdir()
+        for number, size in enumerate(sizes):
+            rows = [json.dumps({"text": text}) for text in _texts(f"{name} {number}", size)]
+            (tmp_path / name / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def test_a_stream_draws_with_the_shares(folder, tokenizer):
+    stream = _stream(folder, tokenizer, texts=4)
+    batches = list(itertools.islice(stream, 500))
+    texts = [text for batch in batches for text in texts_of_batch(batch)]
+    mark = tokenizer.convert_tokens_to_ids("general")
+    general = [text for text in texts if mark in text]
+    deviation = math.sqrt(len(texts) * 0.9 * 0.1)
+    assert abs(len(general) - 0.1 * len(texts)) < 4 * deviation
+    assert len(set(general)) == 45, "all of its texts"
+    assert set(Counter(general[: 45 * 3]).values()) == {3}, "pass after pass"
+    counts = batches[-1][streaming.COUNTS][1]
+    assert counts["passes_general"] == pytest.approx(len(general) / 45, abs=1)
+    assert counts["passes_mine"] == pytest.approx((2000 - len(general)) / 240, abs=0.4)
+
+
+def _in_turn(stream):
+    workers = [
+        stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)
+    ]
+    for worker in itertools.cycle(workers):
+        yield next(worker)
+
+
+SPECS = [
+    {},
+    {"mixture": {0: 0.3, 8: 0.7}},
+    {"texts": 4, "layout": "padded"},
+    {"layout": "packed_without_boundaries"},
+    {"long_texts": "split", "length": 6},
+]
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_any_interruptions_of_a_stream_end_as_none(folder, tokenizer, monkeypatch, case):
+    random = np.random.default_rng(case)
+    monkeypatch.setattr(streaming, "SNAPSHOT_EVERY", int(random.choice([1, 3, 50])))
+    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", int(random.choice([8, 40])))
+    world_size = int(random.choice([1, 2]))
+    given = {
+        "workers": int(random.choice([0, 1, 3])),
+        "world_size": world_size,
+        "rank": int(random.integers(world_size)),
+        **SPECS[case % len(SPECS)],
+    }
+    expected = list(itertools.islice(_in_turn(_stream(folder, tokenizer, **given)), 60))
+    for interruptions in (1, 2, 3):
+        states, consumed, batches = {}, 0, []
+        for stop in (*sorted(random.integers(61, size=interruptions).tolist()), 60):
+            stream = _stream(folder, tokenizer, **given)
+            stream.load_state(json.loads(json.dumps(states)), consumed)
+            batches += (new := list(itertools.islice(_in_turn(stream), stop - consumed)))
+            found = [json.loads(batch[STATE]) for batch in new if STATE in batch]
+            states, consumed = {**states, **{state["worker"]: state for state in found}}, stop
+        for one, two in zip(expected, batches):
+            assert torch.equal(one["input_ids"], two["input_ids"]), given
+            assert one[streaming.COUNTS] == two[streaming.COUNTS]
+
+
+def test_processes_draw_for_themselves(folder, tokenizer):
+    """Two processes see other texts, and together the shares."""
+    seen = [
+        [
+            text
+            for batch in itertools.islice(_stream(folder, tokenizer, rank, 2, texts=4), 100)
+            for text in texts_of_batch(batch)
+        ]
+        for rank in range(2)
+    ]
+    mark = tokenizer.convert_tokens_to_ids("general")
+    sides = [[mark in text for text in texts] for texts in seen]
+    assert sides[0] != sides[1]
+    assert 0.1 == pytest.approx(np.mean(sides), abs=4 * math.sqrt(0.09 / 800))
+
+
+@pytest.fixture(name="weighted")
+def make_weighted(corpus):
+    general = [f"old men sing loud songs number {i}" for i in range(12)]
+    (corpus / "general.txt").write_text("\n".join(general) + "\n")
+    return json.dumps(
+        [
+            {"name": str(corpus / "train.txt"), "weight": 0.9},
+            {"name": str(corpus / "general.txt"), "weight": 0.1},
+        ]
+    )
+
+
+@pytest.mark.parametrize("more", [{}, {"streaming": "true"}], ids=str)
+def test_continuing_twice_equals_not_stopping(corpus, tmp_path, weighted, more):
+    given = {"dataset": weighted, "prepared": corpus / "weighted", "save_steps": 2, **more}
+    run_of(arguments_of(corpus, tmp_path / "whole", **given))
+
+    class Killed(BaseException):
+        pass
+
+    step = trainer_module.PretrainingTrainer.training_step
+    for stop in (3, 6):
+
+        def killed(self, *args, stop=stop, **kwargs):
+            if self.state.global_step == stop:
+                raise Killed
+            return step(self, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer_module.PretrainingTrainer, "training_step", killed)
+            with pytest.raises(Killed):
+                run_of(arguments_of(corpus, tmp_path / "stopped", **given))
+    run_of(arguments_of(corpus, tmp_path / "stopped", **given))
+    log = log_of(tmp_path / "whole")
+    assert log_of(tmp_path / "stopped") == log
+    first, second = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "stopped")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {"passes_general.txt", "passes_train.txt"} <= log[-1].keys()
+
+
+def test_a_source_that_begins_again_is_said(corpus, tmp_path, weighted, capsys):
+    given = json.loads(weighted)
+    given[1]["weight"] = 1.0
+    run_of(arguments_of(corpus, tmp_path, dataset=json.dumps(given), prepared=tmp_path / "p"))
+    assert log_of(tmp_path)[-1]["passes_general.txt"] > 2
+    assert "general.txt has been read 2 times and begins again" in capsys.readouterr().err
+
+
+BAD = [
+    ({"weight": 0}, "weight must be a number above 0, but 0.0 was given"),
+    ({"weight": -1}, "weight must be a number above 0, but -1.0 was given"),
+    ({"weight": math.nan}, "dataset must be made of finite numbers"),
+    ({"weight": math.inf}, "dataset must be made of finite numbers"),
+    ({"weight": "much"}, "weight of dataset must be a number, but 'much' was given"),
+    ({"weight": None}, "has no weight, but others have"),
+    ({"weigth": 1}, "did you mean weight?"),
+    ({"name": "train.txt"}, "is there twice; give it once, with one weight"),
+    ({"name": ""}, "has no name"),
+    ({"name": "none.txt"}, "none.txt"),
+]
+
+
+@pytest.mark.parametrize("wrong, words", BAD, ids=str)
+def test_bad_weights_are_one_sentence(
+    corpus, tmp_path, weighted, capsys, monkeypatch, wrong, words
+):
+    monkeypatch.chdir(corpus)
+    given = json.loads(weighted)
+    given[1] |= wrong
+    if given[1].get("weight", 0) is None:
+        del given[1]["weight"]
+    text = json.dumps(given).replace("NaN", ".nan").replace("Infinity", ".inf")
+    out = tmp_path / "out"
+    assert main(["pretrain", *arguments_of(corpus, out, dataset=text, prepared=None)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and len(error.strip().split("\n")) == 1, error
+    assert not out.exists()
+
+
+def test_other_weights_are_another_run(corpus, tmp_path, weighted, capsys):
+    prepared = tmp_path / "prepared"
+    run_of(arguments_of(corpus, tmp_path / "out", dataset=weighted, prepared=prepared))
+    capsys.readouterr()
+    given = json.loads(weighted)
+    # The same shares in other numbers are the same run.
+    for entry in given:
+        entry["weight"] *= 10
+    again = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
+    assert main(["pretrain", *again]) == 0 and "finished already" in capsys.readouterr().err
+    given[1]["weight"] = 3
+    other = arguments_of(corpus, tmp_path / "out", dataset=json.dumps(given), prepared=prepared)
+    assert main(["pretrain", *other]) == 2
+    assert "holds a run with other settings (data" in capsys.readouterr().err
