@@ -52,6 +52,6 @@ def test_the_page_counts_what_is_above(tmp_path):
     points = [point(0, 0.4, 0.6), point(50, 0.6, 0.55)]
     page = open_text_curve.page(points)
     assert "| 50 | 0.50 | 0.750 |" in page and "| 0 | 0.00 | 0.700 |" in page
-    assert "| 0 | 0.00 | 0 | 1 |" in page and "| 50 | 0.50 | 1 | 0 |" in page
+    assert "| 0 | 0.00 | 0 | 1 | 1 |" in page and "| 50 | 0.50 | 1 | 0 | 1 |" in page
     path = open_text_curve.plot(points, tmp_path / "curve.png", {})
     assert path.read_bytes().startswith(b"\x89PNG")
