@@ -155,7 +155,7 @@ def test_every_task_has_its_page_and_a_command_that_exists():
     rows = table("Find your task")
     assert len(rows) >= 8
     for task, page, cell in rows:
-        assert re.fullmatch(r"\[[\w-]+\]\(docs/\w+\.md(#\w+)?\)", page), task
+        assert re.fullmatch(r"\[[\w-]+\]\(docs/\w+\.md(#[\w-]+)?\)", page), task
         commands = [shlex.split(text) for text in re.findall(r"`((?:python|neobert) .*?)`", cell)]
         assert commands or "`infinity_emb " in cell, f"{task}: no command"
         for words in commands:

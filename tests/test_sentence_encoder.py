@@ -36,6 +36,18 @@ def test_its_code_is_the_repositorys(name):
     assert os.readlink(FOLDER / name) == f"../../{name}" and (FOLDER / name).samefile(ROOT / name)
 
 
+def test_every_engine_reads_as_many_tokens():
+    """Each file that says where a text is cut."""
+    read = {
+        "sentence_bert_config.json": lambda data: data["max_seq_length"],
+        "tokenizer_config.json": lambda data: data["model_max_length"],
+        "tokenizer.json": lambda data: data["truncation"]["max_length"],
+    }
+    assert {length(json.loads((FOLDER / name).read_text())) for name, length in read.items()} == {
+        256
+    }
+
+
 def test_it_is_small():
     size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     assert size <= 24_000_000, f"{size:,} bytes"
