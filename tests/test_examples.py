@@ -69,8 +69,8 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
             "".join(json.dumps(make_row(generator)) + "\n" for _ in range(count))
         )
     path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 100, (
-        f"{path.name} is promised to be under 100 lines."
+    assert len(path.read_text().splitlines()) < 120, (
+        f"{path.name} is promised to be under 120 lines."
     )
     output = tmp_path / "out"
     metrics = example(name).main(
