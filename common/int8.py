@@ -27,6 +27,7 @@ from torch import nn
 from ..modeling_neobert import NeoBERTModel, apply_rotary_pos_emb, at_least_float32, is_tracing
 from .errors import UserError
 from .int8_product import ZERO, pack_weight, product, usable_product
+from .timing import one_thread
 
 
 STEPS = 127  # of a token's largest value
@@ -285,7 +286,7 @@ def _run_sample(encoder):
     Returns:
         {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
     """
-    largest, threads = {}, torch.get_num_threads()
+    largest = {}
 
     def look(layer, inputs):
         largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
@@ -295,11 +296,10 @@ def _run_sample(encoder):
     generator = torch.Generator().manual_seed(0)
     texts, length = SAMPLE[0], min(SAMPLE[1], encoder.config.max_position_embeddings)
     tokens = torch.randint(encoder.config.vocab_size, (texts, length), generator=generator)
-    torch.set_num_threads(1)
     try:
-        hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
+        with one_thread():
+            hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
     finally:
-        torch.set_num_threads(threads)
         for hook in hooks:
             hook.remove()
     return largest, hidden

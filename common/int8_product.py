@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .errors import UserError
+from .timing import best_times, one_thread
 
 
 ZERO = 128  # what stands for 0 among the bytes
@@ -106,10 +107,8 @@ def int8_product():
     """
     if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
         raise UserError(f"torch {torch.__version__} has no int8 product here; give float32")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        with torch.inference_mode():
+        with one_thread(), torch.inference_mode():
             # A reference kernel takes seconds for what is timed below.
             slow = _seconds(16, 64, 2)
             exact = [
@@ -118,8 +117,6 @@ def int8_product():
             times = slow if slow[1] > 50 * slow[0] else _seconds(128, 768, 9)
     except RuntimeError as error:
         raise UserError(f"this processor has no int8 product in torch ({error})") from None
-    finally:
-        torch.set_num_threads(threads)
     if not exact:
         raise UserError("the int8 product of this processor is not exact; give float32")
     return Product(exact[0], times[0] / times[1])
@@ -133,14 +130,11 @@ def _seconds(rows, width, repeats):
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     codes, scales = x.to(torch.uint8), torch.ones(width)
     packed = pack_weight(weight.to(torch.int8))
-    calls = (lambda: F.linear(x, weight), lambda: product(codes, packed, scales))
-    times = ([], [])
-    for _ in range(repeats + 1):  # the first makes the kernel
-        for call, found in zip(calls, times):
-            start = _clock()
-            call()
-            found.append(_clock() - start)
-    return [min(found[1:]) for found in times]
+    calls = {
+        "float32": lambda: F.linear(x, weight),
+        "int8": lambda: product(codes, packed, scales),
+    }
+    return list(best_times(calls, repeats, _clock).values())
 
 
 def usable_product(even_if_slow=False):

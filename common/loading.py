@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from .constants import DTYPES, ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
 from .int8_product import usable_product
+from .timing import best_times, one_thread
 
 
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
@@ -127,27 +127,20 @@ def matrix_rates(width=768, rows=128, repeats=5):
     names = ("float32", "float16", "bfloat16")
     inputs = {name: torch.ones(rows, width, dtype=getattr(torch, name)) for name in names}
 
-    def best_times(names, rows, repeats):
-        times = {name: [] for name in names}
-        for _ in range(repeats + 1):
-            for name in names:
-                start = time.perf_counter()
-                torch.nn.functional.linear(inputs[name][:rows], weights[name])
-                times[name].append(time.perf_counter() - start)
-        return {name: min(found[1:]) for name, found in times.items()}  # the first makes the kernel
+    def seconds(names, rows, repeats):
+        calls = {
+            name: functools.partial(torch.nn.functional.linear, inputs[name][:rows], weights[name])
+            for name in names
+        }
+        return best_times(calls, repeats)
 
     weights = {name: torch.ones(width, width, dtype=x.dtype) for name, x in inputs.items()}
-    threads = torch.get_num_threads()
-    # the ratios are those of all cores, and other work on them disturbs less
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            small = best_times(names, 16, 3)
-            large = best_times(
-                [name for name in names if small[name] <= 2 * small["float32"]], rows, repeats
-            )
-    finally:
-        torch.set_num_threads(threads)
+    # The ratios are those of all cores, and other work on them disturbs less.
+    with one_thread(), torch.inference_mode():
+        small = seconds(names, 16, 3)
+        large = seconds(
+            [name for name in names if small[name] <= 2 * small["float32"]], rows, repeats
+        )
     return {
         name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name])
         for name in names

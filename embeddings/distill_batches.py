@@ -13,7 +13,30 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 PART = 32_768  # units among which neighbours are searched
 
 
-class SimilarLengths(DefaultBatchSampler):
+class _SteppedBatches(DefaultBatchSampler):
+    """Batches of `batch_size` texts, as many for each of the `group` processes of a step; the order
+    of an epoch is a function of the seed and the epoch.
+
+    Args:
+        dataset: of N texts.
+        group: batches of a step, one a process.
+        unused: what the trainer gives to every sampler beside these.
+    """
+
+    def __init__(self, dataset, batch_size, *, seed=0, group=1, **unused):
+        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True, seed=seed)
+        self.count = len(dataset)
+        self.group = group
+
+    def __len__(self):
+        return max(1, self.count // (self.batch_size * self.group)) * self.group
+
+    def epoch_generator(self):
+        """Of the numbers that this epoch draws."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+
+
+class SimilarLengths(_SteppedBatches):
     """Batches of texts of nearly one length: attention on the CPU runs once a length.
 
     Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the
@@ -21,38 +44,19 @@ class SimilarLengths(DefaultBatchSampler):
     step, which wait for each other.
 
     Args:
-        dataset: of N texts.
-        lengths: (N,) tokens of each.
+        lengths: (N,) tokens of each text.
+        others: as of `_SteppedBatches`.
     """
 
     pool = 64
 
-    def __init__(
-        self,
-        dataset,
-        batch_size,
-        drop_last=True,
-        generator=None,
-        seed=0,
-        lengths=None,
-        group=1,
-        **kwargs,
-    ):
-        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
+    def __init__(self, dataset, *args, lengths, **others):
+        super().__init__(dataset, *args, **others)
         self.lengths = torch.from_numpy(np.asarray(lengths))
-        self.group = group
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return max(1, len(self.lengths) // (self.batch_size * self.group)) * self.group
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator)
+        generator = self.epoch_generator()
+        order = torch.randperm(self.count, generator=generator)
         together = self.batch_size * self.group
         groups = []
         for part in order.split(self.pool * together):
@@ -65,47 +69,24 @@ class SimilarLengths(DefaultBatchSampler):
             )
 
 
-class NearTexts(DefaultBatchSampler):
+class NearTexts(_SteppedBatches):
     """Batches of bundles: a unit (texts that belong together) and the units that the teacher finds
     nearest to it and that no bundle before has.
 
     Each epoch makes other bundles, cuts their texts in batches of `batch_size`, and shuffles these.
 
     Args:
-        dataset: of N texts.
         units: list of lists of text numbers; every text is in one.
         near: (U, K) numbers of the units nearest to each, nearest first, as of `nearest_units`.
         neighbours: most units of a bundle beside its first.
-        group: batches of a step, one a process.
+        others: as of `_SteppedBatches`.
     """
 
-    def __init__(
-        self,
-        dataset,
-        batch_size,
-        drop_last=True,
-        generator=None,
-        seed=0,
-        units=None,
-        near=None,
-        neighbours=0,
-        group=1,
-        **kwargs,
-    ):
-        super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True)
+    def __init__(self, dataset, *args, units, near, neighbours=0, **others):
+        super().__init__(dataset, *args, **others)
         self.units = units
         self.near = near
         self.neighbours = neighbours
-        self.count = len(dataset)
-        self.group = group
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):
-        return max(1, self.count // (self.batch_size * self.group)) * self.group
 
     def bundles(self, generator):
         """Lists of unit numbers; each unit is in one."""
@@ -118,7 +99,7 @@ class NearTexts(DefaultBatchSampler):
                 yield found
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        generator = self.epoch_generator()
         order = [text for units in self.bundles(generator) for u in units for text in self.units[u]]
         size = min(self.batch_size, max(1, len(order) // self.group))
         batches = [order[start : start + size] for start in range(0, len(order), size)]

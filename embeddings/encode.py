@@ -178,7 +178,15 @@ def encode(arguments, progress_bar=True, encoder=None):
         plan = Plan.load(run.folder / PLAN, Path(arguments.source)) if run.state != "new" else None
         if plan is None:
             plan, encoder = _begin(run, target, arguments, (keep, alike), rank, encoder)
-        job = Job(arguments, run.folder, target.format, plan, MARK | {"run": run.id}, target.before)
+        job = Job(
+            arguments=arguments,
+            folder=run.folder,
+            format=target.format,
+            plan=plan,
+            mark=MARK | {"run": run.id},
+            digest=settings["model_digest"],
+            first=target.before,
+        )
         summary = _work(job, rank, encoder, progress_bar)
         if rank.rank == 0:
             _finish(run, job, target, summary, rank)
@@ -207,7 +215,7 @@ def _begin(run, target, arguments, columns, rank, encoder):
     alone, base = _processes(arguments, rank) == 1, target.base
     loaded = build_encoder(arguments, arguments.device if alone else "cpu", encoder)
     if base is not None:
-        base.stamp.check_same(loaded.stamp(arguments), base.output)
+        base.stamp.check_same(loaded.stamp(arguments, run.settings["model_digest"]), base.output)
     plan = make_plan(
         Path(arguments.source),
         arguments.text_column,

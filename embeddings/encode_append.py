@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from ..common.errors import UserError, listed
-from ..common.files import new_path, read_json, remove_left_overs, write_json
+from ..common.files import link_or_copy, read_json, remove_left_overs, write_json
 from ..common.runs import locked, split_files, stamps
 from .encode_parts import (
     CUT,
@@ -189,7 +189,7 @@ class Base:
             path = part_path(self.output, number, self.format)
             names.append(path.name)
             if not os.path.lexists(path):
-                _place(part, path)
+                link_or_copy(part, path)
             elif not is_part(path, job.part_mark(number - len(self.parts))):
                 raise UserError(
                     f"{path} is not a part of this run; move it, and give the same command again"
@@ -219,16 +219,6 @@ def _manifest(folder):
     if missing:
         raise UserError(f"{folder} lacks files, or they were changed: {listed(sorted(missing), 5)}")
     return manifest
-
-
-def _place(part, path):
-    """Gives a complete part a second name, on file systems that know such, or copies it."""
-    with contextlib.suppress(OSError):
-        os.link(part, path)
-        return
-    with new_path(path) as temporary, open(part, "rb") as source, open(temporary, "wb") as file:
-        while block := source.read(1 << 22):
-            file.write(block)
 
 
 def remove_run(folder, run):

@@ -45,6 +45,7 @@ class Job:
         format: of the parts.
         plan: the windows.
         mark: in the metadata of every part.
+        digest: of the model.
         first: number of the first text, where the output has others before it.
     """
 
@@ -53,6 +54,7 @@ class Job:
     format: str
     plan: Plan
     mark: dict
+    digest: str
     first: int = 0
 
     @property
@@ -144,9 +146,9 @@ class Loaded(NamedTuple):
     prompt: str
     windows: WindowSettings | None
 
-    def stamp(self, arguments):
-        """The `Stamp` of its vectors."""
-        return Stamp.of(self.encoder, self.prompt, arguments, self.windows)
+    def stamp(self, arguments, digest):
+        """The `Stamp` of its vectors; `digest` is that of the model."""
+        return Stamp.of(self.encoder, self.prompt, arguments, digest, self.windows)
 
     def tokenize(self, texts):
         """(`Windows`, `Cut`) of texts."""
@@ -183,7 +185,7 @@ def encode_windows(loaded, job, numbers, progress):
     arguments, plan = job.arguments, job.plan
     columns = dict.fromkeys([arguments.text_column, *plan.schema.names])
     reader = WindowReader(job.source, columns, plan.windows)
-    mark = {**job.mark, STAMP: loaded.stamp(arguments).text()}
+    mark = {**job.mark, STAMP: loaded.stamp(arguments, job.digest).text()}
     numbers = iter(numbers)
 
     def tokenized():

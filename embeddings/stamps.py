@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..common import __version__
 from ..common.errors import UserError, shortened
-from ..common.identity import model_digest
 
 
 STAMP = "neobert_vectors"  # key of a `Stamp` in the metadata of a part and of an output file
@@ -46,13 +45,14 @@ class Stamp:
     version: str = __version__
 
     @classmethod
-    def of(cls, encoder, prompt, arguments, windows=None):
+    def of(cls, encoder, prompt, arguments, digest, windows=None):
         """The stamp of a run.
 
         Args:
             encoder: `PackedEncoder`.
             prompt: text before each text.
             arguments: `EncodeArguments`.
+            digest: of the model that they name, of `common.identity.model_digest`.
             windows: `WindowSettings`, None where texts are cut.
         """
         folder = Path(arguments.model)
@@ -60,7 +60,7 @@ class Stamp:
         return cls(
             model=folder.resolve().name if folder.exists() else arguments.model,
             revision=None if folder.exists() else getattr(config, "_commit_hash", None),
-            digest=model_digest(arguments.model),
+            digest=digest,
             pooling=encoder.pooling,
             normalized=arguments.normalize or encoder.normalizes,
             prompt=prompt,

@@ -65,7 +65,9 @@ class Encoder:
             self.windows = WindowSettings.of(
                 self.encoder, self.prompt, options.window, options.overlap, options.late
             )
-        self.stamp = Stamp.of(self.encoder, self.prompt, options, self.windows).text()
+        self.stamp = Stamp.of(
+            self.encoder, self.prompt, options, options.model_digest, self.windows
+        ).text()
         (self.system, _, _) = files_of(options.source)
         (self.target, self.root, _) = files_of(options.output)
 
@@ -134,10 +136,11 @@ def main(argv=None):
     parser.add_argument("--late", action="store_true", help="windows from one pass over a text")
     parser.set_defaults(normalize=False, output_dtype="float32")
     options = parser.parse_args(argv)
+    options.model_digest = model_digest(options.model)
     (system, _, sources), (target, root, there) = files_of(options.source), files_of(options.output)
     known = ("prompt_name", "rows", "max_length", "text_column", "dtype", "long_texts")
     settings = {name: getattr(options, name) for name in (*known, "window", "overlap", "late")}
-    settings["model_digest"], path = model_digest(options.model), f"{root}/settings.json"
+    settings["model_digest"], path = options.model_digest, f"{root}/settings.json"
     begun = (
         json.loads(target.open_input_file(path).read())
         if target.get_file_info(path).is_file

@@ -5,15 +5,13 @@ Each function gets the folder of the export, complete but for its card, and adds
 """
 
 import json
-import os
-import shutil
 import zipfile
 from collections.abc import Callable
 from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from ..common.errors import UserError
-from ..common.files import sha256, write_text
+from ..common.files import link_or_copy, sha256, write_text
 
 
 # OpenSearch's names of what pools as the folder says.
@@ -125,7 +123,7 @@ def triton(folder, source, options):
     name = _word(source.name)
     version = _made(folder, "triton", name, "1")
     for path in (folder / "onnx").glob("model.onnx*"):
-        _same(path, version / path.name)
+        link_or_copy(path, version / path.name)
     inputs = ["input_ids", "attention_mask"] + ["token_type_ids"] * options.token_type_ids
     written = [f'name: "{name}"', 'backend: "onnxruntime"', "max_batch_size: 32"]
     for tensor in inputs:
@@ -141,7 +139,7 @@ def triton(folder, source, options):
 def weaviate(folder, source, options):
     """model_quantized.onnx in the root, and the two switches that the container reads."""
     for path in (folder / "onnx").glob("model_quantized.onnx*"):
-        _same(path, folder / path.name)
+        link_or_copy(path, folder / path.name)
     for switch in ("onnx_runtime", "trust_remote_code"):
         write_text(folder / switch, "true")  # compared as it is: no end of line
     write_text(
@@ -176,14 +174,6 @@ def _made(folder, *names):
     place = folder.joinpath(*names)
     place.mkdir(parents=True)
     return place
-
-
-def _same(path, target):
-    """One file under two names, or a copy where the file system has no links."""
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
 
 
 def _word(name):

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from neobert import NeoBERTModel
 from neobert.export import command
+
+from .conftest import mean_vectors
 
 
 pytestmark = pytest.mark.slow
@@ -53,15 +52,7 @@ def _installed():
 
 @pytest.fixture(scope="module")
 def expected():
-    """Mean of the last hidden states of each text, of length 1, one text at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model = NeoBERTModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    with torch.no_grad():
-        rows = [
-            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
-            for text in TEXTS
-        ]
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+    return mean_vectors(FOLDER, TEXTS)
 
 
 def run(*arguments, cwd=ROOT, given=None, code=0):

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from neobert import NeoBERTForSequenceClassification, NeoBERTModel
+from neobert import NeoBERTForSequenceClassification
 from neobert.export import command
 from neobert.export.options import OPTIONS
 
+from ..conftest import mean_vectors
 from .conftest import build
 
 
@@ -160,15 +161,7 @@ def inputs():
 
 @pytest.fixture(scope="module")
 def expected():
-    """Means of length 1, one text at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model = NeoBERTModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    with torch.no_grad():
-        rows = [
-            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
-            for text in TEXTS
-        ]
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+    return mean_vectors(FOLDER, TEXTS)
 
 
 def check(vectors, expected, least):
