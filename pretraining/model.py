@@ -13,6 +13,7 @@ from ..common.files import read_json
 from ..common.loading import check_there, load_tokenizer
 from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
+from ..conversion.temporary import hub_folder_of
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .prepared import tokenizer_fingerprint
 from .transplant import find_rows, random_rows, replace_vocabulary
@@ -219,23 +220,21 @@ def _check_vocabulary(rows, tokenizer, where):
 
 
 def weights_folder(init_from):
-    """Where the weights of `init_from` are: itself, or, of a run's output folder without a final
-    model, its newest complete checkpoint."""
+    """Where the weights of `init_from` are: itself; of a run's output folder without a final model,
+    its newest complete checkpoint; of a raw checkpoint, its Hub folder (`hub_folder_of`)."""
     folder = Path(init_from)
     check_there(init_from)
-    if not folder.is_dir() or (folder / "config.json").is_file():
+    if not folder.exists() or (folder / "config.json").is_file():
         return init_from
-    checkpoint = newest_complete(folder)
+    checkpoint = newest_complete(folder) if folder.is_dir() else None
     if checkpoint is None:
-        raw = (
-            "; convert it first with neobert convert"
-            if (folder / "model_checkpoints").is_dir()
-            else ""
-        )
-        raise UserError(
-            f"init_from {init_from} has neither a model (config.json) nor a complete "
-            f"checkpoint{raw}"
-        )
+        try:
+            return hub_folder_of(init_from).name
+        except UserError as error:
+            raise UserError(
+                f"init_from {init_from} has neither a model (config.json) nor a complete "
+                f"checkpoint: {error}"
+            ) from error
     logger.warning(
         "init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name
     )

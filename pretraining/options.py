@@ -27,8 +27,8 @@ class ModelArguments(Arguments):
     )
     init_from: str | None = option(
         None,
-        "start from these weights (stage 2): a run's output folder, one of its checkpoints, a Hub "
-        "name",
+        "start from these weights (stage 2): a run's output folder, one of its checkpoints, a raw "
+        "checkpoint that neobert convert reads, a Hub folder or name",
         free=True,
     )
     init_embeddings: str | None = option(

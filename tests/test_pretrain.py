@@ -463,6 +463,30 @@ def test_stage_2_starts_from_stage_1(corpus, tmp_path):
     )
 
 
+def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
+    """It gives the numbers of the Hub folder with the same weights."""
+    short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 2}
+    run_of(arguments_of(corpus, tmp_path / "one", **short))
+    model = NeoBERTForMaskedLM.from_pretrained(tmp_path / "one")
+    path = write_raw_checkpoint(
+        model.state_dict(), model.config, tmp_path / "raw", 2, torch.float32
+    )
+    starts = {"folder": tmp_path / "one", "raw": tmp_path / "raw", "file": path}
+    for name, start in starts.items():
+        run_of(
+            arguments_of(
+                corpus, tmp_path / f"of-{name}", **short, init_from=start, model_config="{}"
+            )
+        )
+    weights = {name: load_file(tmp_path / f"of-{name}" / "model.safetensors") for name in starts}
+    before = load_file(tmp_path / "one" / "model.safetensors")
+    for name, tensor in weights["folder"].items():
+        assert torch.equal(weights["raw"][name], tensor) and torch.equal(
+            weights["file"][name], tensor
+        )
+    assert any(not torch.equal(before[name], weights["raw"][name]) for name in before)
+
+
 @pytest.mark.slow
 def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
     """A branch off the stable phase of warmup_stable_decay goes on as the run itself, here with the

@@ -94,7 +94,7 @@ BAD = [
     ({"report_to": "tensorbord"}, "tensorbord"),
     ({"output": "{corpus}/train.txt"}, "is a file"),
     ({"output_dir": "elsewhere"}, "output_dir"),
-    ({"init_from": "{corpus}/raw"}, "convert it first"),
+    ({"init_from": "{corpus}/raw"}, "holds no checkpoint: expected model.safetensors"),
     ({"tokenizer": "{corpus}/backbone"}, "no tokenizer was found in"),
     ({"fp16": "true", "use_cpu": "true"}, "fp16 needs a GPU"),
     ({"long_texts": "spilt", "streaming": "true"}, "long_texts must be one of"),
