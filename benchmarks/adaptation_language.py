@@ -4,7 +4,7 @@ are transplanted or random, and a model from scratch, after equal numbers of tok
     apt-get download manpages-de fortunes-de
     dpkg-deb -x manpages-de_*.deb german && dpkg-deb -x fortunes-de_*.deb german
     neobert convert examples/checkpoint runs/bundled --dtype float32
-    python -m neobert.benchmarks.adaptation_language german --model runs/bundled
+    python -m neobert.benchmarks.adaptation_language german --model runs/bundled --long-steps 2400
 
 | text | from | licence |
 |---|---|---|
@@ -75,9 +75,7 @@ class LanguageArguments(Arguments):
     work: str = option("runs/adaptation_language", "texts, tokenizers and runs, kept")
     steps: int = option(80, "optimizer steps of a run", least=1)
     seeds: int = option(3, "runs of each kind", least=1)
-    longer: str | None = option(
-        None, "a checkpoint that continues German, transplanted: measured too"
-    )
+    long_steps: int = option(0, "of one more run, transplanted; 0: none", least=0)
     vocab_size: int = option(8192, "pieces of a German vocabulary", least=256)
 
 
@@ -200,17 +198,18 @@ def fill(model, tokenizer, text):
 # runs
 
 
-def recipe(given, arm, seed, work):
+def recipe(given, arm, seed, work, steps):
     """The options of one run, as `neobert pretrain` takes them."""
     vocabulary, init_embeddings, warm = ARMS[arm]
     config = read_json(Path(given.model) / "config.json")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     shape += ("max_position_embeddings", "tie_word_embeddings")
+    name = seed if steps == given.steps else f"{seed}-{steps}"
     return {
         "dataset": str(work / "train.jsonl"),
         "prepared": str(work / f"prepared-{vocabulary or 'own'}"),
         "heldout": str(work / "heldout.jsonl"),
-        "output": str(work / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"),
+        "output": str(work / f"{arm.replace(', ', '-').replace(' ', '-')}-{name}"),
         "max_length": 128,
         "tokens_per_batch": TOKENS,
         "tokens_per_step": TOKENS,
@@ -223,11 +222,11 @@ def recipe(given, arm, seed, work):
             else {"model_config": {name: config[name] for name in shape}}
         ),
         "trainer": {
-            "max_steps": given.steps,
+            "max_steps": steps,
             "learning_rate": 2e-3,
-            "warmup_steps": max(1, given.steps // 10),
+            "warmup_steps": max(1, min(steps, 1000) // 10),
             "logging_steps": 25,
-            "save_steps": given.steps,
+            "save_steps": steps,
             "save_total_limit": 1,
             "save_only_model": True,
             "seed": seed,
@@ -247,9 +246,9 @@ def measured(folder, texts):
     }
 
 
-def run(given, arm, seed, work, texts):
+def run(given, arm, seed, work, texts, steps):
     """Trains one arm, or takes the run that is there; returns its figures, kept beside it."""
-    options = recipe(given, arm, seed, work)
+    options = recipe(given, arm, seed, work, steps)
     output = Path(options["output"])
     kept = output.with_name(f"{output.name}.json")
     if not kept.is_file():
@@ -338,7 +337,7 @@ def page(found, given, characters):
             "",
             "## Fill-mask (first seed)",
             "",
-            "So few steps teach which kind of word comes next, hardly which word.",
+            f"{given.steps} steps teach which kind of word comes next, hardly which word.",
             "",
             *lines,
             "## Not measured",
@@ -373,11 +372,11 @@ def main(argv=None):
         for seed in range(1, given.seeds + 1):
             for arm in ARMS:
                 if seed == 1 or ARMS[arm][0] != "cased":  # compares with no other row: once
-                    found[arm].append(run(given, arm, seed, work, texts))
+                    found[arm].append(run(given, arm, seed, work, texts, given.steps))
                 bar.update()
-    if given.longer is not None:
-        steps = read_json(Path(given.longer) / "trainer_state.json")["global_step"]
-        found[f"transplanted, {steps} more steps"] = [measured(given.longer, texts)]
+    if given.long_steps:
+        longer = run(given, "German, transplanted", 1, work, texts, given.long_steps)
+        found[f"German, transplanted, {given.long_steps:,} steps"] = [longer]
     made = environment(dtype="float32")
     data = {"kind": "adaptation_language", "runs": found, "characters": characters}
     title = "An English masked LM onto German"
