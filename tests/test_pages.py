@@ -130,6 +130,7 @@ def test_every_file_and_option_in_the_text_exists(page):
             "override-pooler-config",
             "task",
             "gpu-memory-utilization",
+            "enforce-eager",
         )
         assert name in others or "_" not in name and name.replace("-", "_") in known, (
             f"{page}.md names the option --{name}"
