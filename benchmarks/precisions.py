@@ -315,6 +315,33 @@ def best(rows, kind, group, set_name, threads):
     return max(found, key=lambda pair: pair[1], default=None)
 
 
+def over_float32(rows, columns, header):
+    """Table of how many times as fast as torch in float32 each row is, at one pace of the machine;
+    "" without that row.
+
+    Args:
+        columns: (set, threads) of each column.
+        header: their names.
+    """
+    speeds = {
+        row["engine"]: {(one["set"], one["threads"]): one["corrected"] for one in row["speeds"]}
+        for row in rows
+        if "error" not in row
+    }
+    if "torch-fp32" not in speeds:
+        return ""
+    base = speeds.pop("torch-fp32")
+    lines = [
+        [row["name"], row["precision"]]
+        + [f"{speeds[row['engine']][column] / base[column]:.2f}" for column in columns]
+        for row in rows
+        if row["engine"] in speeds
+    ]
+    return "## Times as fast as torch in float32\n\n" + markdown_table(
+        ["engine", "precision", *header], lines
+    )
+
+
 def page(rows, given, texts):
     """The tables as markdown."""
     columns = [(name, threads) for name in given.sets for threads in given.threads]
@@ -366,6 +393,7 @@ def page(rows, given, texts):
         markdown_table(
             ["engine", "precision", *header, "worst cosine", "memory MiB", "disk MiB"], lines
         ),
+        over_float32(rows, columns, header),
         "## Ours over the fastest other engine and the fastest other model, in the same class of "
         "precision",
         "Of speeds divided by the machine's pace, a float32 matrix product beside every pass. An "
@@ -399,7 +427,7 @@ def page(rows, given, texts):
     ]
     if failed:
         parts += ["## Not measured", "\n".join(failed)]
-    return "\n\n".join(part.strip() for part in parts)
+    return "\n\n".join(part.strip() for part in parts if part)
 
 
 def main(argv=None, small=None):

@@ -79,6 +79,18 @@ def test_speeds_are_tokens_over_seconds(result):
             )
 
 
+def test_every_row_is_compared_with_float32(result):
+    rows, page = result
+    table = page.partition("## Times as fast as torch in float32")[2].partition("##")[0]
+    for name in ("torch-int8", "st-bert-fp32"):
+        row, base = rows[name], rows["torch-fp32"]
+        ratios = [
+            f"{one['corrected'] / exact['corrected']:.2f}"
+            for one, exact in zip(row["speeds"], base["speeds"])
+        ]
+        assert f"| {' | '.join([row['name'], row['precision'], *ratios])} |" in table
+
+
 def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
     rows, _ = result
     batches = [speed["batches"] for speed in rows["st-bert-fp32"]["speeds"]]
