@@ -11,7 +11,7 @@ const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 const QUERIES = [
     ["my internet does not work", "router"],
     ["birds that remember people", "Crows"],
-    ["the earth trembled", "ground shook"],
+    ["we felt a tremor", "ground shook"],
 ];
 
 const module = (path) => import(pathToFileURL(join(modules, path)));
