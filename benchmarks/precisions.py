@@ -10,9 +10,9 @@ node-llama-cpp; an engine whose file or package is missing has a row that says h
 base and ModernBERT base have random weights and as many layers.
 
 Every engine is a process of its own and gets the same token ids. It is tried with several batch
-sizes on the first of --threads, and the best counts. A float32 matrix product beside every timed
-pass tells how fast the machine was then: the ratios between engines are of speeds divided by that
-pace.
+sizes on the first of --threads, and the best counts. A float32 matrix product of one thread beside
+every timed pass tells how fast the machine was then: the ratios between engines are of speeds
+divided by that pace.
 """
 
 import json
@@ -32,6 +32,7 @@ from ..common.errors import UserError, one_line
 from ..common.loading import load_tokenizer
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
+from ..common.timing import one_thread
 from .engines import BATCH_SIZES, ENGINES, Files
 from .measuring import MatrixProduct, between, in_a_process, mib, quartiles, timed
 from .options import check_set
@@ -165,10 +166,15 @@ def measure(name, folder, texts, threads, repeats):
     """
     engine, files, runs, vectors, sizes = ENGINES[name], Files(Path(folder)), [], {}, {}
     product = MatrixProduct("cpu", torch.float32)
+
+    def pace(seconds):
+        """Of one thread: threads of other engines wait busily for a while after a pass."""
+        with one_thread():
+            return product(seconds)
+
     with PeakMemory("cpu") as memory:
         extra = 0
         for count in threads:
-            # also of the matrix product beside engines that do not use torch
             torch.set_num_threads(count)
             session = engine.open(files, count)
             for set_name, given in texts.items():
@@ -178,7 +184,7 @@ def measure(name, folder, texts, threads, repeats):
                     session.batch = sizes[set_name]
                 session(given)  # also compiles for this number of threads
                 passes = [
-                    timed(lambda session=session, given=given: session(given), product=product)
+                    timed(lambda session=session, given=given: session(given), product=pace)
                     for _ in range(repeats)
                 ]
                 seconds, rates = map(list, zip(*passes))
