@@ -140,14 +140,20 @@ def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
     )
 
 
-def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeypatch):
-    """Or the ratios to an engine outside of torch would be those of other numbers of threads."""
-    before = torch.get_num_threads()
+def test_the_pace_is_that_of_one_thread_for_every_engine(tmp_path, monkeypatch):
+    """Threads of an engine that wait busily after a pass would slow a product of all threads. The
+    pass itself has those that were asked for."""
+    before, during = torch.get_num_threads(), []
+
+    def session(texts):
+        during.append(torch.get_num_threads())
+        return np.ones((len(texts), 2))
+
     engine = Engine(
         "x",
         "fp32",
         "",
-        lambda files, threads: lambda texts: np.ones((len(texts), 2)),
+        lambda files, threads: session,
         lambda files: 0,
     )
     monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
@@ -158,7 +164,8 @@ def test_the_pace_is_that_of_the_same_threads_for_every_engine(tmp_path, monkeyp
         runs = precisions.measure("x", tmp_path, {"short": [[1]]}, [1, 2], 1)["runs"]
     finally:
         torch.set_num_threads(before)
-    assert [(run["threads"], run["rates"]) for run in runs] == [(1, [1.0]), (2, [2.0])]
+    assert [(run["threads"], run["rates"]) for run in runs] == [(1, [1.0]), (2, [1.0])]
+    assert sorted(set(during)) == [1, 2] and during[-1] == 2
 
 
 def test_the_worst_cosine():
