@@ -25,7 +25,7 @@ import random
 import re
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -198,18 +198,18 @@ def fill(model, tokenizer, text):
 # runs
 
 
-def recipe(given, arm, seed, work, steps):
+def recipe(given, arm, seed, work):
     """The options of one run, as `neobert pretrain` takes them."""
     vocabulary, init_embeddings, warm = ARMS[arm]
     config = read_json(Path(given.model) / "config.json")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     shape += ("max_position_embeddings", "tie_word_embeddings")
-    name = seed if steps == given.steps else f"{seed}-{steps}"
+    name = f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}-{given.steps}"
     return {
         "dataset": str(work / "train.jsonl"),
         "prepared": str(work / f"prepared-{vocabulary or 'own'}"),
         "heldout": str(work / "heldout.jsonl"),
-        "output": str(work / f"{arm.replace(', ', '-').replace(' ', '-')}-{name}"),
+        "output": str(work / name),
         "max_length": 128,
         "tokens_per_batch": TOKENS,
         "tokens_per_step": TOKENS,
@@ -222,11 +222,11 @@ def recipe(given, arm, seed, work, steps):
             else {"model_config": {name: config[name] for name in shape}}
         ),
         "trainer": {
-            "max_steps": steps,
+            "max_steps": given.steps,
             "learning_rate": 2e-3,
-            "warmup_steps": max(1, min(steps, 1000) // 10),
+            "warmup_steps": max(1, min(given.steps, 1000) // 10),
             "logging_steps": 25,
-            "save_steps": steps,
+            "save_steps": given.steps,
             "save_total_limit": 1,
             "save_only_model": True,
             "seed": seed,
@@ -246,9 +246,9 @@ def measured(folder, texts):
     }
 
 
-def run(given, arm, seed, work, texts, steps):
+def run(given, arm, seed, work, texts):
     """Trains one arm, or takes the run that is there; returns its figures, kept beside it."""
-    options = recipe(given, arm, seed, work, steps)
+    options = recipe(given, arm, seed, work)
     output = Path(options["output"])
     kept = output.with_name(f"{output.name}.json")
     if not kept.is_file():
@@ -372,10 +372,11 @@ def main(argv=None):
         for seed in range(1, given.seeds + 1):
             for arm in ARMS:
                 if seed == 1 or ARMS[arm][0] != "cased":  # compares with no other row: once
-                    found[arm].append(run(given, arm, seed, work, texts, given.steps))
+                    found[arm].append(run(given, arm, seed, work, texts))
                 bar.update()
     if given.long_steps:
-        longer = run(given, "German, transplanted", 1, work, texts, given.long_steps)
+        longer = replace(given, steps=given.long_steps)
+        longer = run(longer, "German, transplanted", 1, work, texts)
         found[f"German, transplanted, {given.long_steps:,} steps"] = [longer]
     made = environment(dtype="float32")
     data = {"kind": "adaptation_language", "runs": found, "characters": characters}

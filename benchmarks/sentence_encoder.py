@@ -24,14 +24,14 @@ from ..common.local_text import sentiment_sentences
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
 from .measuring import between
-from .open_text import WithTeacher, find_teacher
+from .open_text import PairArguments, find_teacher
 
 
 LEAST_SHARE = 0.9
 
 
 @dataclass
-class SentenceEncoderArguments(WithTeacher):
+class SentenceEncoderArguments(PairArguments):
     """Options of `python -m neobert.benchmarks.sentence_encoder`."""
 
     output: str = option("results/distill", "folder of the result")

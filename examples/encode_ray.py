@@ -138,9 +138,9 @@ def main(argv=None):
     options = parser.parse_args(argv)
     options.model_digest = model_digest(options.model)
     (system, _, sources), (target, root, there) = files_of(options.source), files_of(options.output)
-    known = ("prompt_name", "rows", "max_length", "text_column", "dtype", "long_texts")
-    settings = {name: getattr(options, name) for name in (*known, "window", "overlap", "late")}
-    settings["model_digest"], path = options.model_digest, f"{root}/settings.json"
+    known = ("prompt_name", "rows", "max_length", "text_column", "dtype", "long_texts", "window")
+    known += ("overlap", "late", "model_digest")
+    settings, path = {name: getattr(options, name) for name in known}, f"{root}/settings.json"
     begun = (
         json.loads(target.open_input_file(path).read())
         if target.get_file_info(path).is_file
