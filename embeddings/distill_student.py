@@ -1,6 +1,7 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes
 of a small file."""
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def build_student(arguments, teacher, width):
     from sentence_transformers import models as modules
 
     student = _loaded(arguments) if arguments.init_from else _fresh(arguments, teacher)
+    add_blocks(student[0].auto_model, arguments.added_blocks)
     transformer, pooling = student[0], student[1]
     own = transformer.auto_model.config.hidden_size
     parts = [transformer, pooling]
@@ -109,6 +111,20 @@ def _fresh(arguments, teacher):
 
 
 @torch.no_grad()
+def add_blocks(model, count):
+    """Appends `count` blocks to a NeoBERT. Its output stays what it is: each is a copy of the block
+    before it, with zeros for the weights by which a block adds to the residual stream."""
+    blocks = model.transformer_encoder
+    for _ in range(count):
+        block = copy.deepcopy(blocks[-1])
+        block.layer_idx = len(blocks)
+        for linear in (block.wo, list(block.ffn.children())[-1]):
+            torch.nn.init.zeros_(linear.weight)
+        blocks.append(block)
+    model.config.num_hidden_layers = len(blocks)
+
+
+@torch.no_grad()
 def take_embeddings(student, teacher, storage):
     """Copies the teacher's token embeddings into the student, rounded to what will be stored.
 
@@ -153,8 +169,8 @@ def as_shipped(student, keep_projection):
 
 
 def save_student(student, folder, dtype, embedding_dtype):
-    """Writes the sentence encoder with its code: weights in `dtype`, token embeddings in
-    `embedding_dtype`.
+    """Writes the sentence encoder with its code: matrices in `dtype`, token embeddings in
+    `embedding_dtype`. Vectors (of norms) have at least 16 bits.
 
     The config asks for float32, which is what the weights are loaded as where nothing else is asked
     for.
@@ -163,9 +179,11 @@ def save_student(student, folder, dtype, embedding_dtype):
     save_for_all_versions(student, folder)
     copy_code(folder)
     path = folder / "model.safetensors"
-    weights = {
-        name: tensor.to(_STORED_AS[embedding_dtype if name.endswith("encoder.weight") else dtype])
-        for name, tensor in load_file(path).items()
-    }
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        wanted = embedding_dtype if name.endswith("encoder.weight") else dtype
+        if wanted == "float8" and tensor.dim() == 1:
+            wanted = "float16"
+        weights[name] = tensor.to(_STORED_AS[wanted])
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)

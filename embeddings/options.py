@@ -359,6 +359,9 @@ class StudentOptions(Arguments):
         False, "start from the teacher's token embeddings, by PCA where the student is narrower"
     )
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
+    added_blocks: int = option(
+        0, "blocks to append to init_from; at the start they change nothing", least=0
+    )
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)
     max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
     keep_projection: bool = option(
@@ -446,6 +449,8 @@ class DistillArguments(
                 "give either model_config, for a new student, or --init-from, a NeoBERT to start "
                 "from"
             )
+        if self.added_blocks and not self.init_from:
+            raise UserError("added_blocks is for --init-from; a new student has num_hidden_layers")
         check_model_fields(self.model_config, "model_config")
         if not (self.cosine_weight or self.mse_weight or self.similarity_weight):
             raise UserError(

@@ -357,6 +357,43 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
 
 
+def test_a_student_with_added_blocks_begins_where_the_shorter_one_ended(teacher, tmp_path):
+    encoder = SentenceTransformer(teacher, device="cpu")
+    first = build_student(arguments_for(teacher, model_config=STUDENT), encoder, 32)
+    save_student(first, tmp_path, "float32", "float32")
+    longer = build_student(
+        arguments_for(teacher, model_config={}, init_from=str(tmp_path), added_blocks=2),
+        encoder,
+        32,
+    )
+    count = STUDENT["num_hidden_layers"] + 2
+    assert longer[0].auto_model.config.num_hidden_layers == count
+    texts = ["a cat", "two dogs in the sun"]
+    np.testing.assert_allclose(longer.encode(texts), first.encode(texts), atol=1e-6)
+    longer.train()
+    longer(longer.tokenize(texts))["sentence_embedding"].sum().backward()
+    for block in longer[0].auto_model.transformer_encoder[-2:]:
+        assert block.wo.weight.grad.abs().max() > 0 and block.ffn.w3.weight.grad.abs().max() > 0
+    save_student(longer, tmp_path / "longer", "float8", "float8")
+    again = SentenceTransformer(str(tmp_path / "longer"), device="cpu", trust_remote_code=True)
+    assert again[0].auto_model.config.num_hidden_layers == count
+
+
+def test_float8_is_for_matrices(teacher, tmp_path):
+    encoder = SentenceTransformer(teacher, device="cpu")
+    save_student(
+        build_student(arguments_for(teacher, model_config=STUDENT), encoder, 32),
+        tmp_path,
+        "float8",
+        "float8",
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {(t.dim(), t.dtype) for t in weights.values()} == {
+        (2, torch.float8_e5m2),
+        (1, torch.float16),
+    }
+
+
 def test_token_embeddings_come_from_the_teacher(teacher):
     encoder = SentenceTransformer(teacher, device="cpu")
     source = encoder[0].auto_model.get_input_embeddings().weight.detach()
@@ -693,6 +730,7 @@ BAD = {
         {"init_from": "x"},
         "give either model_config, for a new student, or --init-from",
     ),
+    "blocks added to nothing": ({"added_blocks": 1}, "added_blocks is for --init-from"),
     "no loss": ({"cosine_weight": 0, "similarity_weight": 0}, "at least one of cosine_weight"),
     "a wrong config": (
         {"model_config": {"hidden_size": 30, "num_attention_heads": 4}},
