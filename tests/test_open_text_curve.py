@@ -1,5 +1,5 @@
-"""Pins the curve of quality over training: CPU hours of a checkpoint, each text asked once of the
-teacher, and a page whose counts are those of its figures."""
+"""Pins the curve of quality over training and size: CPU hours of an output, each text asked once of
+the teacher, and a page whose counts are those of its figures."""
 
 import json
 
@@ -46,13 +46,19 @@ def test_the_page_counts_what_is_above(tmp_path):
         return {
             "step": step,
             "cpu_hours": step / 100,
+            "blocks": 4,
+            "mb": 22.3,
             "retrieval": {"first test": figures},
             "agreement": {"prose": {"spearman": 0.7}},
         }
 
     points = [point(0, 0.4, 0.6), point(50, 0.6, 0.55)]
     page = open_text_curve.page(points)
-    assert "| 50 | 0.50 | 0.750 |" in page and "| 0 | 0.00 | 0.700 |" in page
-    assert "| 0 | 0.00 | 0 | 1 | 1 |" in page and "| 50 | 0.50 | 1 | 0 | 1 |" in page
-    path = open_text_curve.plot(points, tmp_path / "curve.png", {})
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "| 50 | 0.50 | 4 | 22.3 | 0.750 |" in page and "| 0 | 0.00 | 4 | 22.3 | 0.700 |" in page
+    assert (
+        "| 0 | 0.00 | 4 | 22.3 | 0 | 1 | 1 |" in page
+        and "| 50 | 0.50 | 4 | 22.3 | 1 | 0 | 1 |" in page
+    )
+    for over in open_text_curve.AXES:
+        path = open_text_curve.plot(points, over, tmp_path / "curve.png", {})
+        assert path.read_bytes().startswith(b"\x89PNG")
