@@ -16,7 +16,6 @@ Shape legend: T rows, of a (B, L, D) batch B * L, R those rows filled up, D hidd
 K head_dim, F inner size of the feed-forward.
 """
 
-import copy
 import warnings
 from types import MethodType
 
@@ -24,15 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling_neobert import NeoBERTModel, apply_rotary_pos_emb, at_least_float32, is_tracing
+from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32, is_tracing
 from .errors import UserError
 from .int8_product import ZERO, pack_weight, product, usable_product
-from .timing import one_thread
+from .outliers import encoders_of, linear_layers, run_sample, smooth
 
 
 STEPS = 127  # of a token's largest value
-OUTLIER = 8  # times the median channel: what is smoothed
-SAMPLE, LEAST_COSINE = (4, 64), 0.99  # texts and tokens that are drawn, and what is told about
+LEAST_COSINE = 0.99  # of a drawn token: what is told about
 _ELEMENTS, _TOKENS = 1 << 18, 512  # of a slice of an elementwise pass, a piece of a feed-forward
 _SMALLEST = 1e-30  # of a scale: rows of zeros have one too
 
@@ -85,13 +83,11 @@ class Codes:
 
 
 class Int8Norm(nn.Module):
-    """A norm, its output divided by `factors` (D,), and the bytes of that: (B, L, D) -> `Codes`."""
+    """The bytes of what a norm gives: (B, L, D) -> `Codes`."""
 
-    def __init__(self, norm, factors):
+    def __init__(self, norm):
         super().__init__()
-        self.norm = copy.deepcopy(norm)
-        for parameter in self.norm.parameters():
-            parameter.div_(factors)
+        self.norm = norm
 
     def forward(self, hidden):
         if self.training or hidden.device.type != "cpu":
@@ -220,8 +216,8 @@ def _project(block, hidden, position_embeddings):
 def quantize_int8(model, even_if_slow=False):
     """Gives the blocks of a NeoBERT linear layers of 8 bits, in place, for inference on a CPU.
 
-    Drawn tokens run through the model before and after: the largest values of each channel say
-    which to smooth, and where a token's cosine is below `LEAST_COSINE` a warning says so.
+    Drawn tokens run through the model before and after. Outliers among its channels are smoothed,
+    and where a token's cosine is below `LEAST_COSINE` a warning says so.
 
     Args:
         model: `NeoBERTModel`, one of its heads, or what contains one, such as a
@@ -232,7 +228,7 @@ def quantize_int8(model, even_if_slow=False):
     Raises:
         UserError: another model; training, a GPU; a CPU whose products are slow or not exact.
     """
-    encoders = [m for m in model.modules() if type(m).__name__ == NeoBERTModel.__name__]
+    encoders = encoders_of(model)
     if not encoders:
         raise UserError(f"int8 is for NeoBERT, but a {type(model).__name__} without it was given")
     for encoder in encoders:
@@ -241,10 +237,11 @@ def quantize_int8(model, even_if_slow=False):
     model.eval().requires_grad_(False)
     with torch.inference_mode(False), torch.no_grad():
         for encoder in encoders:
-            largest, exact = _run_sample(encoder)
+            largest, exact = run_sample(encoder)
+            smooth(encoder, largest)
             for block in encoder.transformer_encoder:
-                _quantise(block, steps, largest)
-            _, found = _run_sample(encoder.eval())
+                _quantise(block, steps)
+            _, found = run_sample(encoder.eval())
             cosine = F.cosine_similarity(found.double(), exact.double(), dim=-1).min().item()
             if not cosine >= LEAST_COSINE:
                 warnings.warn(
@@ -280,66 +277,11 @@ def _check(encoder):
         )
 
 
-def _run_sample(encoder):
-    """Runs drawn tokens on one thread, so that every process finds the same numbers.
-
-    Returns:
-        {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
-    """
-    largest = {}
-
-    def look(layer, inputs):
-        largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
-
-    layers = [m for b in encoder.transformer_encoder for m in b.modules() if type(m) is nn.Linear]
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    generator = torch.Generator().manual_seed(0)
-    texts, length = SAMPLE[0], min(SAMPLE[1], encoder.config.max_position_embeddings)
-    tokens = torch.randint(encoder.config.vocab_size, (texts, length), generator=generator)
-    try:
-        with one_thread():
-            hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return largest, hidden
-
-
-def _smoothing(layer, largest):
-    """(K,) powers of two by which the inputs of a layer are divided and its columns multiplied.
-
-    SmoothQuant (arXiv 2211.10438, equation 4, alpha = 1/2), for outliers alone: the bytes of a
-    token are as coarse as its largest channel wants them. 1 for every other channel.
-    """
-    columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
-    ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
-    ratio = torch.where(largest > OUTLIER * largest.median(), ratio - ratio.median(), 0.0)
-    return ratio.round().clamp(-20, 20).exp2()
-
-
-def _quantise(block, steps, largest):
-    """Replaces the linear layers of a block, and what quantises for them.
-
-    Args:
-        largest: from `_run_sample`.
-    """
-    gated = block.config.hidden_act == "swiglu"
-    up, down = (block.ffn.w12, block.ffn.w3) if gated else (block.ffn[0], block.ffn[2])
-    layers = (block.qkv, block.wo, up, down)
-    columns = [_smoothing(layer, largest[layer]) for layer in layers]
-    # What makes the inputs is divided: norms, the rows of the values, the second half of `up`.
-    rows = [torch.ones(layer.out_features) for layer in layers]
-    heads = block.num_heads
-    rows[0].view(heads, 3, -1)[:, 2] = columns[1].view(heads, -1)
-    if gated:
-        rows[2][len(columns[3]) :] = columns[3]
-    else:
-        columns[3].fill_(1)  # nothing linear is before `down`
-    block.attention_norm = Int8Norm(block.attention_norm, columns[0])
-    block.ffn_norm = Int8Norm(block.ffn_norm, columns[2])
-    block.qkv, block.wo, up, down = (
-        Int8Linear((layer.weight.detach() * column).div_(row[:, None]), steps)
-        for layer, column, row in zip(layers, columns, rows)
-    )
-    block.ffn = Int8FeedForward(up, down, gated)
+def _quantise(block, steps):
+    """Replaces the linear layers of a block, and what quantises for them."""
+    layers = (Int8Linear(layer.weight, steps) for layer in linear_layers(block))
+    block.qkv, block.wo, up, down = layers
+    block.attention_norm = Int8Norm(block.attention_norm)
+    block.ffn_norm = Int8Norm(block.ffn_norm)
+    block.ffn = Int8FeedForward(up, down, block.config.hidden_act == "swiglu")
     block.project = MethodType(_project, block)

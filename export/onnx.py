@@ -6,10 +6,14 @@ sentence-transformers. Every graph is run by ONNX Runtime and compared with torc
 is kept.
 """
 
+import copy
+from dataclasses import replace
+
 import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line
+from ..common.outliers import encoders_of, run_sample, smooth
 from . import folder
 from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
@@ -78,9 +82,20 @@ class _Graphs:
 
         if name == "fp16":
             return _trace(Graph(self._source, torch.float16))
+        if name == "int8":
+            return int8(_trace(Graph(_smoothed(self._source))))
         if self._traced is None:
             self._traced = _trace(Graph(self._source))
-        return {"fp32": _copy, "int8": int8, "q4": q4}[name](self._traced)
+        return {"fp32": _copy, "q4": q4}[name](self._traced)
+
+
+def _smoothed(source):
+    """A Source of the same outputs, without outliers that a scale a token would be made for."""
+    model = copy.deepcopy(source.model)
+    for encoder in encoders_of(model):
+        largest, _ = run_sample(encoder)
+        smooth(encoder, largest)
+    return replace(source, model=model)
 
 
 def _copy(graph):

@@ -13,7 +13,7 @@ from encode_runs import embed
 from torch import nn
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
-from neobert.common import int8, int8_product, loading
+from neobert.common import int8, int8_product, loading, outliers
 from neobert.common.blocks import compile_blocks
 from neobert.common.errors import UserError
 from neobert.common.packing import mean_of_sequences, pack
@@ -150,12 +150,10 @@ def test_a_linear_layer_by_hand():
 def test_a_norm_gives_the_bytes_of_its_output(kind):
     norm = (nn.RMSNorm if kind == "rms" else nn.LayerNorm)(48, eps=1e-5)
     nn.init.uniform_(norm.weight, 0.5, 2)
-    factors = torch.ones(48)
-    factors[5] = 4
     x = 3 * torch.randn(2, 9, 48)
     with torch.no_grad():
-        made = int8.Int8Norm(norm, factors).eval()(x)
-        exact = (norm(x) / factors).flatten(0, 1)
+        made = int8.Int8Norm(norm).eval()(x)
+        exact = norm(x).flatten(0, 1)
     found = (made.rows.float() - 128) * made.scales
     torch.testing.assert_close(made.scales[:, 0], exact.abs().amax(1) / 127, rtol=1e-5, atol=0)
     assert ((found - exact).abs() <= 0.501 * made.scales).all()
@@ -168,7 +166,7 @@ def test_outliers_alone_are_smoothed_by_powers_of_two():
     layer.weight.data[:, 9] /= 16
     largest = torch.rand(64) + 1
     largest[3], largest[9] = 80, 80
-    factors = int8._smoothing(layer, largest)
+    factors = outliers.factors(layer, largest)
     assert factors[3] == 8 and factors[9] == 32  # sqrt(80 / 1.5); sqrt(80 / 1.5 * 16)
     assert (factors == 1).sum() == 62
 
@@ -250,6 +248,33 @@ def with_outliers(where):
 
 
 @pytest.mark.parametrize("where", OUTLIERS)
+def test_smoothing_changes_no_bit_of_the_hidden_states(where):
+    model = with_outliers(where)
+    largest, exact = outliers.run_sample(model)
+    outliers.smooth(model, largest)
+    after, hidden = outliers.run_sample(model)
+    assert torch.equal(hidden, exact)
+
+    def spread(largest):
+        return max(float(values.max() / values.median()) for values in largest.values())
+
+    assert spread(after) < (0.7 if where == "states" else 0.5) * spread(largest)
+
+
+def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config):
+    fields = {"norm_type": "layer", "hidden_act": "gelu", "position_embedding_type": "learned"}
+    model = NeoBERTModel(NeoBERTConfig(**tiny_config, **fields)).eval()
+    block = model.transformer_encoder[0]
+    with torch.no_grad():
+        block.attention_norm.weight[3], block.attention_norm.bias[5] = 90, 90
+    largest, exact = outliers.run_sample(model)
+    outliers.smooth(model, largest)
+    after, hidden = outliers.run_sample(model)
+    assert torch.equal(hidden, exact)
+    assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
+
+
+@pytest.mark.parametrize("where", OUTLIERS)
 def test_outliers_of_50_times_the_rest_hold(where):
     """As real encoders have them, in a few channels of norms, of values, or of the states."""
     exact, sequences = with_outliers(where), drawn(20, vocabulary=400)
@@ -259,7 +284,7 @@ def test_outliers_of_50_times_the_rest_hold(where):
 
 
 def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
-    monkeypatch.setattr(int8, "OUTLIER", 1e9)  # nothing is smoothed
+    monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
     with pytest.warns(UserWarning, match=r"of 256 drawn tokens the worst has cosine 0\.[0-8]"):
         quantize_int8(with_outliers("norms"))
 

@@ -15,6 +15,7 @@ from neobert import (
     NeoBERTForTokenClassification,
     NeoBERTModel,
 )
+from neobert.common import outliers
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
 from neobert.export import command, onnx_quantise
@@ -208,21 +209,36 @@ def test_integer_sums_stay_within_16_bits(exported):
     assert max(int(np.abs(weight.astype(int)).max()) for weight in weights) * 255 * 2 < 2**15
 
 
+def exported_int8(folder, out):
+    """What int8 of a model gives: {"token", "pooled"}, its worst cosines."""
+    command.main(["onnx", str(folder), str(out), "--precisions", "int8"])
+    (found,) = json.loads((out / "export.json").read_text())["targets"]["onnx"]["files"].values()
+    return found
+
+
+def test_int8_holds_channels_of_50_times_the_rest(hub_folder, tmp_path, monkeypatch):
+    folder = hub_folder(max_position_embeddings=301)  # a folder of its own
+    model = NeoBERTModel.from_pretrained(folder)
+    with torch.no_grad():
+        for block in model.transformer_encoder:
+            for norm, layer in (
+                (block.attention_norm, block.qkv),
+                (block.ffn_norm, block.ffn.w12),
+            ):
+                norm.weight[[3, 17]] *= 50
+                layer.weight[:, [3, 17]] /= 50
+    model.save_pretrained(folder)
+    found = exported_int8(folder, tmp_path / "out")
+    monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
+    monkeypatch.setitem(target.PRECISIONS, "int8", target.Precision("model_quantized.onnx", 0, 0))
+    without = exported_int8(folder, tmp_path / "without")
+    assert found["pooled"] > 0.99 > 0.95 > without["pooled"]
+
+
 @pytest.mark.slow
 def test_int8_of_the_bundled_encoder(tmp_path):
     """A trained model: what the page on serving says of it."""
-    command.main(
-        [
-            "onnx",
-            str(ROOT / "examples" / "sentence-encoder"),
-            str(tmp_path / "out"),
-            "--precisions",
-            "int8",
-        ]
-    )
-    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["targets"]["onnx"][
-        "files"
-    ].values()
+    found = exported_int8(ROOT / "examples" / "sentence-encoder", tmp_path / "out")
     assert found["pooled"] > 0.999 and found["token"] > 0.94
 
 

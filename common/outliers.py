@@ -1,0 +1,93 @@
+"""Channels of a NeoBERT's hidden states whose values are many times those of the others, made
+smaller before the values of a token share one scale of 8 bits.
+
+SmoothQuant (arXiv 2211.10438): a channel is divided where it is made, in a norm or in the rows of a
+linear layer, and the columns that read it are multiplied. The factors are powers of two, so the
+model's outputs stay the same bits.
+"""
+
+import torch
+from torch import nn
+
+from ..modeling_neobert import NeoBERTModel
+from .timing import one_thread
+
+
+TIMES = 8  # the median channel: what is an outlier
+_TEXTS, _LENGTH = 4, 64  # that are drawn
+_SMALLEST = 1e-30
+
+
+def encoders_of(model):
+    """Every `NeoBERTModel` in a model, which may be one itself, by its name: a folder may have
+    brought its code."""
+    return [m for m in model.modules() if type(m).__name__ == NeoBERTModel.__name__]
+
+
+def linear_layers(block):
+    """(qkv, wo, up, down), the linear layers of a `NeoBERTBlock`."""
+    ffn = block.ffn
+    up, down = (ffn.w12, ffn.w3) if block.config.hidden_act == "swiglu" else (ffn[0], ffn[2])
+    return block.qkv, block.wo, up, down
+
+
+def run_sample(encoder):
+    """Runs drawn tokens on one thread, so that every process finds the same numbers.
+
+    Args:
+        encoder: `NeoBERTModel`.
+    Returns:
+        {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
+    """
+    largest = {}
+
+    def look(layer, inputs):
+        largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
+
+    layers = [m for b in encoder.transformer_encoder for m in b.modules() if type(m) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    generator = torch.Generator().manual_seed(0)
+    length = min(_LENGTH, encoder.config.max_position_embeddings)
+    tokens = torch.randint(encoder.config.vocab_size, (_TEXTS, length), generator=generator)
+    try:
+        with torch.no_grad(), one_thread():
+            hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return largest, hidden
+
+
+def factors(layer, largest):
+    """(K,) powers of two by which the inputs of a layer are divided and its columns multiplied.
+
+    Equation 4 of SmoothQuant with alpha = 1/2, for outliers alone: the bytes of a token are as
+    coarse as its largest channel wants them. 1 for every other channel.
+    """
+    columns = layer.weight.float().abs().amax(0).clamp(min=_SMALLEST)
+    ratio = (largest.clamp(min=_SMALLEST) / columns).log2() / 2
+    ratio = torch.where(largest > TIMES * largest.median(), ratio - ratio.median(), 0.0)
+    return ratio.round().clamp(-20, 20).exp2()
+
+
+@torch.no_grad()
+def smooth(encoder, largest):
+    """Smooths the outliers of a `NeoBERTModel`, in place.
+
+    Args:
+        largest: from `run_sample`.
+    """
+    for block in encoder.transformer_encoder:
+        qkv, wo, up, down = layers = linear_layers(block)
+        found = [factors(layer, largest[layer]) for layer in layers]
+        if block.config.hidden_act != "swiglu":
+            found[3].fill_(1)  # nothing linear is before `down`
+        for layer, columns in zip(layers, found):
+            layer.weight.mul_(columns)
+        for norm, columns in ((block.attention_norm, found[0]), (block.ffn_norm, found[2])):
+            for parameter in norm.parameters():
+                parameter.div_(columns)
+        values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
+        values.div_(found[1].view(block.num_heads, -1, 1))
+        if block.config.hidden_act == "swiglu":  # the second half is what the gate multiplies
+            up.weight[len(found[3]) :].div_(found[3][:, None])
