@@ -179,16 +179,9 @@ def page(given, data):
         both = [f"{scores[name][task]:.1f}" for name in ("teacher", "student")]
         cells.append([task, *both, f"{share:.3f}", "yes" if share >= LEAST_SHARE else "no"])
     last = data["training"]["agreement"][-1]
-    # After the fit of a linear map vectors are rotated, and have no cosine to the teacher's.
-    fitted = data["training"].get("fitted", {})
     names = [name.removesuffix("_spearman") for name in last if name.endswith("_spearman")]
     agreed = [
-        [
-            name.replace("_", " "),
-            f"{last[f'{name}_cosine']:.3f}",
-            f"{last[f'{name}_spearman']:.3f}",
-            f"{fitted[f'{name}_spearman']:.3f}" if fitted else "",
-        ]
+        [name.replace("_", " "), f"{last[f'{name}_cosine']:.3f}", f"{last[f'{name}_spearman']:.3f}"]
         for name in names
     ]
     return f"""{millions["student"]:.1f}M parameters in {megabytes["student"]:.1f} MB; the teacher has {millions["teacher"]:.1f}M in {megabytes["teacher"]:.1f} MB. Scores in percent, without instructions.
@@ -197,7 +190,7 @@ def page(given, data):
 Agreement with the teacher at the end of training, on texts that were not trained on (`held out`: the same sources; the others: kinds of text
 that are not in the training texts):
 
-{markdown_table(["texts", "mean cosine", "Spearman of pair similarities", "after the fit"], agreed)}
+{markdown_table(["texts", "mean cosine", "Spearman of pair similarities"], agreed)}
 ![agreement over training](distill.png)
 
 Sentences per second in `SentenceTransformer.encode`, batches of 64, {given.rounds} rounds in turns, medians:

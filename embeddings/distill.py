@@ -36,7 +36,6 @@ from .distill_data import (
     token_lengths,
     training_dataset,
 )
-from .distill_fit import check_fit, fit_student
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import as_shipped, build_student, save_student
 from .options import OPTIONS
@@ -202,8 +201,6 @@ def train(arguments, trainer_options):
     teacher = load_teacher(arguments, "cpu")
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
     del teacher
-    if arguments.fit_texts:
-        check_fit(student)
     packing = student[0].auto_model.config._attn_implementation
     set_attention(student[0].auto_model, arguments.attn_implementation)
     with checkpoints.claim(run, arguments.overwrite, work / "checkpoints"):
@@ -244,8 +241,6 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         )
     uncompile_blocks(model)
     model.set_attn_implementation(packing)
-    if arguments.fit_texts and training.process_index == 0:
-        fit_student(student, texts.train, vectors["train"], arguments.fit_texts)
     figures = {
         "texts": {
             "train": len(texts.train),
@@ -334,11 +329,7 @@ def write_student(arguments, student, sets, figures):
             arguments.dtype,
             arguments.embedding_dtype,
         )
-        if arguments.fit_texts:  # the vectors are rotated
-            found = figures["precision"] = precision_check(folder, sets, ("spearman",))
-            figures["fitted"] = {k: v for k, v in found["float32"].items() if k != "to_float32"}
-        else:
-            figures["precision"] = precision_check(folder, sets)
+        figures["precision"] = precision_check(folder, sets)
         write_json(folder / FIGURES, figures)
         write_card(folder, arguments, figures)
     remove_checkpoints(Path(arguments.work) / "checkpoints")
@@ -353,7 +344,7 @@ def main(argv=None):
             f"{arguments.output}: finished already with these settings; --overwrite trains it anew"
         )
     elif checkpoints.is_main():
-        last = figures.get("fitted") or (figures["agreement"] or [{}])[-1]
+        last = figures["agreement"][-1] if figures["agreement"] else {}
         agreed = "".join(
             f"; {name.replace('_', ' ')} {value:.3f}"
             for name, value in last.items()

@@ -15,12 +15,11 @@ from .packed_encoder import PackedEncoder
 LEAST_COSINE = 0.99
 
 
-def precision_check(folder, sets, measures=("cosine", "spearman")):
+def precision_check(folder, sets):
     """Loads the saved student in float32, bfloat16 and float16.
 
     Args:
         sets: {name: (texts, teacher's vectors)}.
-        measures: of `agreement`.
     Returns:
         {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine",
         "<set>_spearman": agreement with the teacher}}.
@@ -41,8 +40,7 @@ def precision_check(folder, sets, measures=("cosine", "spearman")):
                     f"{cosine:.4f}); save it with --dtype float32"
                 )
             figures["to_float32"] = min(cosine, figures.get("to_float32", 1.0))
-            agreed = agreement(own, vectors)
-            figures |= {f"{name}_{key}": agreed[key] for key in measures}
+            figures |= {f"{name}_{key}": value for key, value in agreement(own, vectors).items()}
         found[dtype] = figures
         del encoder
     return found

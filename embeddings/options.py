@@ -369,12 +369,6 @@ class StudentOptions(Arguments):
         "where the widths differ: whether the linear map to the teacher's width stays, as a Dense "
         "module",
     )
-    fit_texts: int = option(
-        0,
-        "training texts by which, at the end, a linear map to the teacher's vectors is fitted and "
-        "taken into the weights; after it only similarities are like the teacher's",
-        least=0,
-    )
     dtype: str = option("float32", "of the saved weights", choices=STORAGE_DTYPES)
     embedding_dtype: str = option(
         "float32", "of the saved token embeddings", choices=STORAGE_DTYPES
