@@ -2,7 +2,7 @@
 of `open_text` for several outputs of `neobert distill`.
 
     python -m neobert.benchmarks.open_text_curve runs/first runs/second --output results/curve
-    python -m neobert.benchmarks.open_text_curve runs/2 runs/4 --over mb --output results/size
+    python -m neobert.benchmarks.open_text_curve runs/2 runs/4 --over blocks --output results/size
 
 The CPU hours of an output are those of all processes of its run and of the runs before it, by its
 figures.json; the teacher's vectors come on top.
@@ -35,7 +35,7 @@ from .open_text import (
 )
 
 
-AXES = {"cpu_hours": "CPU hours", "mb": "MB of the file"}
+AXES = {"cpu_hours": "CPU hours", "blocks": "blocks"}
 
 
 @dataclass
