@@ -53,6 +53,11 @@ def mib(count):
     return "" if count is None else f"{count / 2**20:,.0f}"
 
 
+def weight_megabytes(folder):
+    """Size of the weights of a Hub folder, in 10^6 bytes."""
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 1e6
+
+
 def ratio(others, mine):
     """How many times as long the others took: the median over repeats, and its quartiles.
 

@@ -460,25 +460,24 @@ def retrieval_table(retrieval):
     return markdown_table(["MRR", "queries", *SYSTEMS, "ours / teacher"], rows)
 
 
-def above_each(retrieval, name, alone):
-    """In how many tests BM25 and the encoder `alone`, joined as the system `name`, are above each
-    alone."""
+def above(retrieval, name, *others):
+    """In how many tests the MRR of the system `name` is above that of every other one."""
     return sum(
-        found[name]["mrr"] > max(found["BM25"]["mrr"], found[alone]["mrr"])
+        found[name]["mrr"] > max(found[other]["mrr"] for other in others)
         for found in retrieval.values()
     )
 
 
 def summary(retrieval):
     """Three sentences: how often each is better."""
-    ahead = sum(found["BM25"]["mrr"] > found[OURS]["mrr"] for found in retrieval.values())
     count = len(retrieval)
     return (
-        f"By MRR, BM25 is above this encoder in {ahead} of {count} tests. Both joined by "
-        f"reciprocal rank fusion are above each alone in {above_each(retrieval, BOTH, OURS)} of "
-        f"{count}, joined by weighted scores in {above_each(retrieval, WEIGHTED, OURS)} of "
-        f"{count}. BM25 and the teacher, joined by ranks, are above each alone in "
-        f"{above_each(retrieval, TEACHER_TOO, 'teacher')} of {count}."
+        f"By MRR, BM25 is above this encoder in {above(retrieval, 'BM25', OURS)} of {count} tests. "
+        "Both joined by reciprocal rank fusion are above each alone in "
+        f"{above(retrieval, BOTH, 'BM25', OURS)} of {count}, joined by weighted scores in "
+        f"{above(retrieval, WEIGHTED, 'BM25', OURS)} of {count}. BM25 and the teacher, joined by "
+        f"ranks, are above each alone in {above(retrieval, TEACHER_TOO, 'BM25', 'teacher')} of "
+        f"{count}."
     )
 
 

@@ -7,7 +7,6 @@ Both run in sentence-transformers' `encode`, in turns within one run. The tasks 
 embeddings/local_tasks.py, without instructions.
 """
 
-import json
 import statistics
 import sys
 import time
@@ -20,10 +19,11 @@ from ..common import figures
 from ..common.arguments import Options, option
 from ..common.commands import guarded
 from ..common.errors import require
+from ..common.files import read_json
 from ..common.local_text import sentiment_sentences
 from ..common.results import environment, markdown_table, write_result
 from ..embeddings.local_tasks import LOCAL_TASKS, wordnet_definitions
-from .measuring import between
+from .measuring import between, weight_megabytes
 from .open_text import PairArguments, find_teacher
 
 
@@ -220,11 +220,8 @@ def main(argv=None):
         "parameters": {
             name: sum(p.numel() for p in model.parameters()) for name, model in models.items()
         },
-        "megabytes": {
-            name: sum(f.stat().st_size for f in Path(folder).glob("*.safetensors")) / 1e6
-            for name, folder in folders.items()
-        },
-        "training": json.loads((Path(given.model) / "figures.json").read_text()),
+        "megabytes": {name: weight_megabytes(folder) for name, folder in folders.items()},
+        "training": read_json(Path(given.model) / "figures.json"),
     }
     print(
         write_result(

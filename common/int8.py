@@ -26,7 +26,7 @@ from torch import nn
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32, is_tracing
 from .errors import UserError
 from .int8_product import ZERO, pack_weight, product, usable_product
-from .outliers import encoders_of, linear_layers, run_sample, smooth
+from .outliers import drawn_states, encoders_of, linear_layers, smooth
 
 
 STEPS = 127  # of a token's largest value
@@ -237,11 +237,10 @@ def quantize_int8(model, even_if_slow=False):
     model.eval().requires_grad_(False)
     with torch.inference_mode(False), torch.no_grad():
         for encoder in encoders:
-            largest, exact = run_sample(encoder)
-            smooth(encoder, largest)
+            exact = smooth(encoder)
             for block in encoder.transformer_encoder:
                 _quantise(block, steps)
-            _, found = run_sample(encoder.eval())
+            found = drawn_states(encoder.eval())
             cosine = F.cosine_similarity(found.double(), exact.double(), dim=-1).min().item()
             if not cosine >= LEAST_COSINE:
                 warnings.warn(

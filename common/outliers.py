@@ -7,7 +7,6 @@ model's outputs stay the same bits.
 """
 
 import torch
-from torch import nn
 
 from ..modeling_neobert import NeoBERTModel
 from .timing import one_thread
@@ -31,11 +30,20 @@ def linear_layers(block):
     return block.qkv, block.wo, up, down
 
 
-def run_sample(encoder):
-    """Runs drawn tokens on one thread, so that every process finds the same numbers.
+@torch.no_grad()
+def drawn_states(encoder):
+    """Hidden states of a `NeoBERTModel` for drawn tokens, on one thread, so that every process
+    finds the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(_LENGTH, encoder.config.max_position_embeddings)
+    tokens = torch.randint(encoder.config.vocab_size, (_TEXTS, length), generator=generator)
+    with one_thread():
+        return encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
 
-    Args:
-        encoder: `NeoBERTModel`.
+
+def largest_inputs(encoder):
+    """Runs drawn tokens through a `NeoBERTModel`.
+
     Returns:
         {linear layer of a block: (K,) largest values of its inputs}, and the hidden states.
     """
@@ -44,18 +52,16 @@ def run_sample(encoder):
     def look(layer, inputs):
         largest[layer] = inputs[0].flatten(0, -2).abs().amax(0).float()
 
-    layers = [m for b in encoder.transformer_encoder for m in b.modules() if type(m) is nn.Linear]
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    generator = torch.Generator().manual_seed(0)
-    length = min(_LENGTH, encoder.config.max_position_embeddings)
-    tokens = torch.randint(encoder.config.vocab_size, (_TEXTS, length), generator=generator)
+    hooks = [
+        layer.register_forward_pre_hook(look)
+        for block in encoder.transformer_encoder
+        for layer in linear_layers(block)
+    ]
     try:
-        with torch.no_grad(), one_thread():
-            hidden = encoder(input_ids=tokens, unpad_inputs=False, return_dict=False)[0]
+        return largest, drawn_states(encoder)
     finally:
         for hook in hooks:
             hook.remove()
-    return largest, hidden
 
 
 def factors(layer, largest):
@@ -71,12 +77,9 @@ def factors(layer, largest):
 
 
 @torch.no_grad()
-def smooth(encoder, largest):
-    """Smooths the outliers of a `NeoBERTModel`, in place.
-
-    Args:
-        largest: from `run_sample`.
-    """
+def smooth(encoder):
+    """Smooths the outliers of a `NeoBERTModel`, in place; returns its `drawn_states`."""
+    largest, hidden = largest_inputs(encoder)
     for block in encoder.transformer_encoder:
         qkv, wo, up, down = layers = linear_layers(block)
         found = [factors(layer, largest[layer]) for layer in layers]
@@ -91,3 +94,4 @@ def smooth(encoder, largest):
         values.div_(found[1].view(block.num_heads, -1, 1))
         if block.config.hidden_act == "swiglu":  # the second half is what the gate multiplies
             up.weight[len(found[3]) :].div_(found[3][:, None])
+    return hidden

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ..common.errors import UserError
 from ..common.files import write_json
 from ..common.loading import WEIGHT_DTYPES, copy_code
+from ..common.outliers import linear_layers
 from ..common.pooling import save_for_all_versions
 from .packed_encoder import load_sentence_transformer
 
@@ -118,7 +119,8 @@ def add_blocks(model, count):
     for _ in range(count):
         block = copy.deepcopy(blocks[-1])
         block.layer_idx = len(blocks)
-        for linear in (block.wo, list(block.ffn.children())[-1]):
+        _, wo, _, down = linear_layers(block)
+        for linear in (wo, down):
             torch.nn.init.zeros_(linear.weight)
         blocks.append(block)
     model.config.num_hidden_layers = len(blocks)

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError, one_line
-from ..common.outliers import encoders_of, run_sample, smooth
+from ..common.outliers import encoders_of, smooth
 from . import folder
 from .check import Precision
 from .graph import INPUTS, Graph, example, quiet_tracing
@@ -93,8 +93,7 @@ def _smoothed(source):
     """A Source of the same outputs, without outliers that a scale a token would be made for."""
     model = copy.deepcopy(source.model)
     for encoder in encoders_of(model):
-        largest, _ = run_sample(encoder)
-        smooth(encoder, largest)
+        smooth(encoder)
     return replace(source, model=model)
 
 

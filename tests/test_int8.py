@@ -250,9 +250,9 @@ def with_outliers(where):
 @pytest.mark.parametrize("where", OUTLIERS)
 def test_smoothing_changes_no_bit_of_the_hidden_states(where):
     model = with_outliers(where)
-    largest, exact = outliers.run_sample(model)
-    outliers.smooth(model, largest)
-    after, hidden = outliers.run_sample(model)
+    largest, exact = outliers.largest_inputs(model)
+    outliers.smooth(model)
+    after, hidden = outliers.largest_inputs(model)
     assert torch.equal(hidden, exact)
 
     def spread(largest):
@@ -267,9 +267,9 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
     block = model.transformer_encoder[0]
     with torch.no_grad():
         block.attention_norm.weight[3], block.attention_norm.bias[5] = 90, 90
-    largest, exact = outliers.run_sample(model)
-    outliers.smooth(model, largest)
-    after, hidden = outliers.run_sample(model)
+    largest, exact = outliers.largest_inputs(model)
+    outliers.smooth(model)
+    after, hidden = outliers.largest_inputs(model)
     assert torch.equal(hidden, exact)
     assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
 
