@@ -1,0 +1,115 @@
+"""Outputs that are made at once: complete or not there. What exists is never replaced.
+
+A folder is made in `.NAME.tmp` beside its place, a file as `.NAME.tmp`, flushed to the disk and
+renamed. A process that is killed leaves `.NAME.tmp`, which the next one that makes NAME clears.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import UserError
+
+
+def check_new(output, name="the output"):
+    """Raises UserError unless `output`, the value of the argument `name`, is not there, or is an
+    empty folder, in a place where a folder can be made."""
+    if not str(output):
+        raise UserError(f"{name} is empty; give a name that is not there yet")
+    place = Path(os.path.realpath(output))
+    for parent in place.parents:
+        if parent.exists() and not parent.is_dir():
+            raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
+    if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
+        kind = "a folder with files in it" if place.is_dir() else "a file"
+        raise UserError(
+            f"{name} {output} is there already, {kind}; remove it yourself (rm -r {output}), or "
+            "choose another name"
+        )
+
+
+def apart(output, *inputs):
+    """Raises UserError when the output is an input, is inside of one, or holds one."""
+    place = Path(os.path.realpath(output))
+    for path in inputs:
+        source = Path(os.path.realpath(path))
+        if place == source or place in source.parents or source in place.parents:
+            raise UserError(
+                f"the output {output} and the input {path} are in one another; choose an output "
+                "elsewhere"
+            )
+
+
+@contextlib.contextmanager
+def new_folder(output):
+    """An empty folder that takes the place `output` when the block ends well, and vanishes when it
+    does not; parents that were made for it too.
+
+    Raises:
+        UserError: as `check_new`, also for what came meanwhile; another process is making it.
+    """
+    check_new(output)
+    place = Path(os.path.realpath(output))
+    work = place.with_name(f".{place.name}.tmp")
+    with _parents(place), _locked(work, output):
+        folder = work / "new"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+        check_new(output)
+        os.rename(folder, place)
+
+
+@contextlib.contextmanager
+def new_file(path):
+    """A binary file that takes the name `path` when the block ends well, and vanishes when it does
+    not. One process at a time may make it."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _parents(path):
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def _parents(path):
+    """The folders above `path`; those that were made here are removed after an error."""
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in made:
+            with contextlib.suppress(OSError):  # another process has put something into it
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _locked(work, output):
+    """The folder `work`, which this process alone has; it is removed at the end."""
+    work.mkdir(exist_ok=True)
+    lock = FileLock(work / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"another process is making {output}; wait until it has ended") from None
+    try:
+        yield
+    finally:
+        lock.release()
+        shutil.rmtree(work, ignore_errors=True)

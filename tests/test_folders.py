@@ -1,0 +1,154 @@
+"""Pins how outputs are made: complete or not there; nothing that exists is replaced; what a killed
+process left goes; a second process is refused; rights are the umask's."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from neobert.common.errors import UserError
+from neobert.common.folders import apart, check_new, new_file, new_folder
+
+
+def everything(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def make(output, text="x"):
+    with new_folder(output) as folder:
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text(text)
+
+
+@pytest.mark.parametrize("prepare", [None, "mkdir", "link"])
+def test_a_new_folder(tmp_path, prepare):
+    """In parents that are not there; in the place of an empty folder; where a link leads."""
+    output = tmp_path / "a" / "b"
+    if prepare:
+        (tmp_path / "a").mkdir()
+    if prepare == "mkdir":
+        output.mkdir()
+    if prepare == "link":
+        output.symlink_to(tmp_path / "target")
+    make(output)
+    assert (output / "below" / "file").read_text() == "x"
+    assert everything(tmp_path / "a")[:1] == ["b"] and ".b.tmp" not in everything(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "output, sentence",
+    [
+        ("", "is empty; give a name"),
+        ("full", "full is there already, a folder with files in it; remove it yourself (rm -r"),
+        ("file", "file is there already, a file"),
+        ("file/below", "cannot be made there: .*file is a file"),
+        ("to_file", "to_file is there already, a file"),
+    ],
+)
+def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "to_file").symlink_to("file")
+    before = everything(tmp_path)
+    pattern = sentence if ".*" in sentence else re.escape(sentence)
+    for refuse in (check_new, make):
+        with pytest.raises(UserError, match=pattern):
+            refuse(output)
+    assert everything(tmp_path) == before and (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    """Neither the folder nor the parents that were made for it; a file that was there stays."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a" / "b") as folder:
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+    for name in ("there/file", "c/file"):
+        with pytest.raises(ZeroDivisionError), new_file(tmp_path / name) as file:
+            file.write(b"x")
+            1 / 0  # noqa: B018
+    assert everything(tmp_path) == ["there", "there/file"]
+    assert (tmp_path / "there" / "file").read_text() == "old"
+
+
+def test_what_came_meanwhile_stays(tmp_path):
+    with pytest.raises(UserError, match="is there already"), new_folder(tmp_path / "a") as folder:
+        (folder / "new").write_text("x")
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "mine").write_text("mine")
+    assert everything(tmp_path) == ["a", "a/mine"]
+
+
+KILLED = """
+import os, signal, sys
+from neobert.common.folders import new_folder
+with new_folder(sys.argv[1]) as folder:
+    (folder / "half").write_text("x")
+    print("begun", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_and_a_kill(tmp_path):
+    """The second process is refused while the first lives, and clears what it left when it was
+    killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path / "a"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"begun\n"
+    with pytest.raises(UserError, match="another process is making"):
+        make(tmp_path / "a")
+    process.kill()
+    process.communicate()
+    assert ".a.tmp/new/half" in everything(tmp_path), "the process was not killed half way"
+    make(tmp_path / "a")
+    assert everything(tmp_path) == ["a", "a/below", "a/below/file"]
+
+
+def test_a_new_file(tmp_path):
+    for content in (b"one", b"two"):
+        (tmp_path / ".file.tmp").write_bytes(b"left by a killed process, and longer")
+        with new_file(tmp_path / "file") as file:
+            file.write(content)
+        assert (tmp_path / "file").read_bytes() == content
+    assert everything(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError("not on this file system")
+
+    for name in ("chmod", "fchmod", "link"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(shutil, "copystat", refuse)
+    umask = os.umask(0o027)
+    try:
+        make(tmp_path / "a")
+        with new_file(tmp_path / "b") as file:
+            file.write(b"x")
+    finally:
+        os.umask(umask)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/below/file", "b")]
+    assert modes == [0o750, 0o640, 0o640]
+
+
+@pytest.mark.parametrize(
+    "output, refused",
+    [("in", True), ("in/out", True), (".", True), ("link/out", True), ("out", False), ("i", False)],
+)
+def test_apart(tmp_path, output, refused):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to("in")
+    if not refused:
+        return apart(tmp_path / output, tmp_path / "in")
+    with pytest.raises(UserError, match="are in one another"):
+        apart(tmp_path / output, tmp_path / "other", tmp_path / "in")
