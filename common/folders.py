@@ -14,15 +14,20 @@ from filelock import FileLock, Timeout
 from .errors import UserError
 
 
+def check_place(output, name="the output"):
+    """Raises UserError when nothing can be made at `output`, the value of the argument `name`."""
+    if not str(output):
+        raise UserError(f"{name} is empty; give a name that is not there yet")
+    for parent in Path(os.path.realpath(output)).parents:
+        if parent.exists() and not parent.is_dir():
+            raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
+
+
 def check_new(output, name="the output"):
     """Raises UserError unless `output`, the value of the argument `name`, is not there, or is an
     empty folder, in a place where a folder can be made."""
-    if not str(output):
-        raise UserError(f"{name} is empty; give a name that is not there yet")
+    check_place(output, name)
     place = Path(os.path.realpath(output))
-    for parent in place.parents:
-        if parent.exists() and not parent.is_dir():
-            raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
     if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
         kind = "a folder with files in it" if place.is_dir() else "a file"
         raise UserError(
@@ -61,8 +66,7 @@ def new_folder(output):
         yield folder
         for path in folder.rglob("*"):
             if path.is_file():
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
+                flush(path)
         check_new(output)
         os.rename(folder, place)
 
@@ -83,6 +87,17 @@ def new_file(path):
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def flush(path):
+    """Puts a file that is written on the disk, with the rights that the umask leaves: safetensors
+    writes for its owner alone."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    umask = os.umask(0o022)
+    os.umask(umask)
+    with contextlib.suppress(OSError):  # FAT, SMB and some FUSE mounts know no rights
+        os.chmod(path, 0o666 & ~umask)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,158 @@
+"""The output folder of a command that works for long: whose run it holds, whether that is finished,
+and that no second process has it.
+
+    output = Output("runs/mine", "contrastive", settings)
+    if output.state() == "finished": ...
+    with output.claim():                  # checkpoints and what else the work needs go into it
+        with output.final_files() as folder:
+            model.save_pretrained(folder)
+        output.finish(steps=100)
+
+`run.json` says which run has begun in a folder. `result.json`, the last file, says that it is
+finished. Nothing that is there before is ever replaced or removed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import UserError, listed, shortened
+from .files import read_json, redacted, write_json
+from .folders import check_place, flush
+
+
+RUN, RESULT, LOCK = "run.json", "result.json", ".lock"
+_FINAL = ".final.tmp"
+
+
+def run_settings(*options):
+    """{name: value} of the options that a run is known by: all fields of these dataclasses but
+    those with `free=True`."""
+    return {
+        field.name: asdict(group)[field.name]
+        for group in options
+        for field in fields(group)
+        if field.init and not field.metadata.get("free")
+    }
+
+
+def differences(previous, settings):
+    """What differs between two dicts of settings, in words: "seed 1, now 2"; "" where nothing
+    does."""
+
+    def short(value):
+        return shortened(repr(value), 60)
+
+    return listed(
+        (
+            f"{name} {short(previous.get(name))}, now {short(settings.get(name))}"
+            for name in {**previous, **settings}
+            if previous.get(name) != settings.get(name)
+        ),
+        5,
+    )
+
+
+class Output:
+    """The run of a command in its output folder.
+
+    Args:
+        folder: may not be there yet.
+        command: name of the command.
+        settings: what the run is known by: options, and digests of what is read.
+        result: name of the last file.
+        beside: names of what may be in the folder before the run: `prepared`, for example.
+    Attributes:
+        settings: of JSON types and without secrets.
+    """
+
+    def __init__(self, folder, command, settings, result=RESULT, beside=()):
+        self.folder, self.command = Path(folder), command
+        self.settings = json.loads(json.dumps(redacted(settings), default=str))
+        self.result, self.beside = self.folder / result, {*beside, LOCK}
+
+    def state(self):
+        """ "new", "begun" or "finished", as the folder says; changes nothing.
+
+        Raises:
+            UserError: it holds other files, or a run with other settings that has written some.
+        """
+        check_place(self.folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"the output {self.folder} is a file; choose another name")
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        names = {path.name for path in paths if not re.fullmatch(r"\..*\.tmp", path.name)}
+        for path, state in ((self.result, "finished"), (self.folder / RUN, "begun")):
+            if path.name not in names:
+                continue
+            record = read_json(path)
+            if record.get("command") != self.command or "settings" not in record:
+                break
+            other = differences(record["settings"], self.settings)
+            if not other:
+                return state
+            if not names - self.beside - {RUN}:
+                return "new"  # that run ended before it had written anything
+            raise UserError(
+                f"{self.folder} holds a run with other settings ({other}); give the same, or "
+                "choose another output"
+            )
+        if others := sorted(names - self.beside):
+            raise UserError(
+                f"{self.folder} holds other files ({listed(others, 3)}); choose another output, or "
+                "remove it yourself"
+            )
+        return "new"
+
+    @contextlib.contextmanager
+    def claim(self):
+        """Within it no other process has the folder, which is made if it is not there.
+
+        Raises:
+            UserError: another process has it, or as `state`.
+        """
+        self.state()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(self.folder / LOCK).acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"{self.folder} is in use by another run; wait until it has ended, or choose "
+                "another output"
+            ) from None
+        with lock:
+            if self.state() == "new":
+                write_json(self.folder / RUN, {"command": self.command, "settings": self.settings})
+            yield self
+
+    @property
+    def scratch(self):
+        """The folder of `final_files`."""
+        return self.folder / _FINAL
+
+    @contextlib.contextmanager
+    def final_files(self):
+        """An empty folder, whose files come into the output, one rename each, when the block ends
+        well."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir()
+        yield self.scratch
+        for path in sorted(path for path in self.scratch.rglob("*") if path.is_file()):
+            flush(path)
+            target = self.folder / path.relative_to(self.scratch)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+        shutil.rmtree(self.scratch)
+
+    def finish(self, **content):
+        """Writes the last file: command, settings, and `content`."""
+        write_json(
+            self.result, {"command": self.command, "settings": self.settings, **redacted(content)}
+        )
+        (self.folder / RUN).unlink(missing_ok=True)

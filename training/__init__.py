@@ -1,0 +1,1 @@
+"""What the trainers of pre-training, fine-tuning and embeddings share (docs/development.md)."""
