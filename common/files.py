@@ -13,6 +13,8 @@ import stat
 from pathlib import Path
 
 from .errors import UserError, one_line
+from .folders import flush as settle
+from .folders import new_file
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,19 +168,6 @@ def read_json(path, limit=TEXT_LIMIT):
 # writing
 
 
-def settle(path):
-    """Puts a file that is written on the disk, and gives it or a folder the rights that the umask
-    leaves: some libraries give others."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    if os.path.isdir(path):
-        os.chmod(path, 0o777 & ~umask)
-        return
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-    os.chmod(path, 0o666 & ~umask)
-
-
 @contextlib.contextmanager
 def new_path(path, check=None):
     """A file beside `path`, for what opens it by its name: it takes the name `path` when the block
@@ -202,14 +191,6 @@ def new_path(path, check=None):
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def new_file(path):
-    """A temporary binary file, renamed to `path` on success (flushed to the disk before) and
-    deleted on error."""
-    with new_path(path) as temporary, open(temporary, "wb") as file:
-        yield file
 
 
 def is_alive(pid):

@@ -52,6 +52,13 @@ def model_digest(model):
     return files_digest({path for pattern in _FILES for path in folder.glob(pattern)})
 
 
+def known_by(model):
+    """What a run knows a model by: a folder by its digest, wherever it lies; a model of the Hub by
+    its name and commit."""
+    digest = model_digest(model)
+    return digest if Path(model).is_dir() else f"{model}@{digest}"
+
+
 def files_digest(paths):
     """Twelve hex digits of the SHA-256 over the content of files, in the order of their names."""
     digest = hashlib.sha256()

@@ -92,7 +92,7 @@ class Output:
             if path.name not in names:
                 continue
             record = read_json(path)
-            if record.get("command") != self.command or "settings" not in record:
+            if record.get("neobert") != self.command:
                 break
             other = differences(record["settings"], self.settings)
             if not other:
@@ -128,7 +128,7 @@ class Output:
             ) from None
         with lock:
             if self.state() == "new":
-                write_json(self.folder / RUN, {"command": self.command, "settings": self.settings})
+                write_json(self.folder / RUN, {"neobert": self.command, "settings": self.settings})
             yield self
 
     @property
@@ -151,8 +151,8 @@ class Output:
         shutil.rmtree(self.scratch)
 
     def finish(self, **content):
-        """Writes the last file: command, settings, and `content`."""
+        """Writes the last file: the command, the settings, and `content`."""
         write_json(
-            self.result, {"command": self.command, "settings": self.settings, **redacted(content)}
+            self.result, {"neobert": self.command, "settings": self.settings, **redacted(content)}
         )
         (self.folder / RUN).unlink(missing_ok=True)

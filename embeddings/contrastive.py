@@ -7,8 +7,9 @@ drawn by size^alpha; an instruction before the query; mean pooling. The output f
 """
 
 import functools
-import json
+import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,16 +20,16 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
-from ..common import checkpoints
-from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError, one_line
-from ..common.identity import files_digest, model_digest
+from ..common.folders import apart
+from ..common.identity import files_digest, known_by
 from ..common.lora import lora_config, trainable_parameters
-from ..common.outputs import check_apart, check_folder
+from ..common.output import Output, run_settings
 from ..common.pooling import save_for_all_versions
-from ..common.results import environment, shown
-from ..common.runs import Run, run_settings
+from ..common.results import environment
 from ..common.trainer_options import number_options, training_arguments
+from ..training import checkpoints
+from ..training.checkpoints import RunTrainer
 from .contrastive_card import write_card
 from .contrastive_data import (
     PairSource,
@@ -55,22 +56,8 @@ FIXED = {
 }
 
 
-class ContrastiveTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops where the logged loss or, at the end, a weight is not a
-    finite number."""
-
-    def log(self, logs, *args, **kwargs):
-        if "loss" in logs:
-            self.check_finite(torch.tensor(logs["loss"]))
-        super().log(logs, *args, **kwargs)
-
-    def check_finite(self, *tensors):
-        if not all(tensor.isfinite().all() for tensor in tensors):
-            raise UserError(
-                f"training diverged after step {self.state.global_step} with learning_rate "
-                f"{self.args.learning_rate:g}, and no encoder was "
-                "saved; give a lower learning_rate, and --overwrite or another output"
-            )
+class ContrastiveTrainer(RunTrainer, SentenceTransformerTrainer):
+    """The library's trainer, whose runs go on after an interruption."""
 
 
 def check(arguments, training):
@@ -87,7 +74,6 @@ def check(arguments, training):
             f"eval_strategy is {training.eval_strategy.value!r}, but there are no rows to evaluate "
             "on; use neobert mteb"
         )
-    check_folder(arguments.output, "output")
     if training.per_device_train_batch_size < 2:
         given = training.per_device_train_batch_size
         raise UserError(
@@ -102,7 +88,7 @@ def check(arguments, training):
         arguments.heldout,
         *(source.path for source in sources if source.is_local),
     ]
-    check_apart(arguments.output, *(path for path in local if path and Path(path).exists()))
+    apart(arguments.output, *(path for path in local if path and Path(path).exists()))
     return sources
 
 
@@ -198,21 +184,6 @@ def model_prompts(prompts, arguments):
     return {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
 
 
-def save_encoder(model, run, scratch, sources, arguments, extra):
-    """Writes the SentenceTransformer folder beside what the output holds; last modules.json, and
-    the marker.
-
-    Args:
-        run: the `Run`.
-        scratch: its scratch folder, which may hold an adapter.
-        sources: the `PairSource`s.
-        extra: more for contrastive.json.
-    """
-    save_for_all_versions(model, scratch)
-    write_card(scratch, arguments, sources, model.max_seq_length, extra["training"])
-    run.finish(run.move_in(scratch, "modules.json"), **extra)
-
-
 def merge_lora(model, adapter_folder, arguments):
     """Saves the adapter alone and returns the model with it merged into plain weights."""
     from peft import PeftModel
@@ -225,25 +196,19 @@ def merge_lora(model, adapter_folder, arguments):
     return plain
 
 
-def _recipe(arguments, training, sources):
-    """The settings that a run is known by, with digests of the model that it starts from and of its
-    local files."""
-    recipe = number_options(training.to_dict()) | run_settings(arguments)
-    recipe |= {"processes": training.world_size, "model_digest": model_digest(arguments.model)}
-    recipe["instructions"] = {source.name: source.instruction for source in sources}
-    recipe["files"] = {
-        source.name: files_digest([source.path]) for source in sources if source.is_local
-    }
-    return _without_folders(json.loads(json.dumps(recipe, default=str)))
-
-
-def _without_folders(value):
-    """`value` with every path in it as results show it: the file may be published."""
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    return shown(value) if isinstance(value, str) else value
+def _settings(arguments, training, sources):
+    """What a run is known by."""
+    settings = number_options(training.to_dict()) | run_settings(arguments)
+    for name in ("pairs", "instructions"):
+        del settings[name]  # they are in the data sets
+    settings["datasets"] = [
+        asdict(source) | ({"path": files_digest([source.path])} if source.is_local else {})
+        for source in sources
+    ]
+    settings["model"] = known_by(arguments.model)
+    settings["tokenizer"] = arguments.tokenizer and known_by(arguments.tokenizer)
+    settings["processes"] = training.world_size
+    return settings
 
 
 def train(arguments, training):
@@ -261,9 +226,8 @@ def train(arguments, training):
         UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
     """
     sources = check(arguments, training)
-    run = Run(arguments.output, "contrastive", _recipe(arguments, training, sources), key="recipe")
-    if run.inspect(arguments.overwrite) == "finished":
-        remove_checkpoints(training.output_dir)
+    output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
+    if output.state() == "finished":
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())
@@ -277,30 +241,30 @@ def train(arguments, training):
             if heldout and training.process_index == 0
             else None
         )
-    with checkpoints.claim(run, arguments.overwrite, training.output_dir):
-        if run.state == "finished":
-            return None
+    with checkpoints.claim(output):
         trainer = build_trainer(model, data, prompts, arguments, training)
         summary = _train(trainer, data, arguments)
         if trainer.is_world_process_zero():
-            trained, scratch = trainer.accelerator.unwrap_model(trainer.model), run.scratch()
-            if arguments.lora:
-                trained = merge_lora(trained, scratch / "adapter", arguments)
-            trained.prompts = model_prompts(prompts, arguments)
-            if heldout:
-                summary["heldout"] = {
-                    "questions": len(heldout[0]),
-                    "texts": len(heldout[1]),
-                    "before": before,
-                }
-                summary["heldout"]["after"] = measure(trained.to(training.device), *heldout)
+            trained = trainer.accelerator.unwrap_model(trainer.model)
+            with output.final_files() as folder:
+                if arguments.lora:
+                    trained = merge_lora(trained, folder / "adapter", arguments)
+                trained.prompts = model_prompts(prompts, arguments)
+                if heldout:
+                    summary["heldout"] = {
+                        "questions": len(heldout[0]),
+                        "texts": len(heldout[1]),
+                        "before": before,
+                        "after": measure(trained.to(training.device), *heldout),
+                    }
+                save_for_all_versions(trained, folder)
+                write_card(folder, arguments, sources, trained.max_seq_length, summary)
             dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
-            extra = {
-                "training": summary,
-                "environment": environment(dtype=dtype, processes=training.world_size),
-            }
-            save_encoder(trained, run, scratch, sources, arguments, extra)
-            remove_checkpoints(training.output_dir)
+            output.finish(
+                training=summary,
+                environment=environment(dtype=dtype, processes=training.world_size),
+            )
+            shutil.rmtree(training.output_dir, ignore_errors=True)
     return summary
 
 
@@ -320,15 +284,14 @@ def _train(trainer, data, arguments):
                 f"{name}: {size:,} rows, {rows[name]} a batch, drawn with probability "
                 f"{drawn[name]:.3f}"
             )
-    outcome = checkpoints.train(trainer)
-    trainer.check_finite(*trainer.model.parameters())
+    checkpoints.train(trainer)
     trainable, total = trainable_parameters(trainer.model)
     return {
         "rows": sizes,
         "rows_per_batch": rows,
         "probabilities": drawn,
         "steps": trainer.state.global_step,
-        "seconds": outcome.metrics.get("train_runtime"),
+        "seconds": checkpoints.spent(trainer)["seconds"],
         "trainable_parameters": trainable,
         "parameters": total,
         "losses": [
@@ -361,9 +324,7 @@ def main(argv=None):
     summary = train(arguments, training)
     if training.process_index == 0:
         if summary is None:
-            print(
-                f"{arguments.output}: finished already with this recipe; --overwrite trains again"
-            )
+            print(f"{arguments.output}: finished already with this recipe")
         else:
             seconds = f" in {summary['seconds']:.0f} s" if summary["seconds"] else ""
             print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps{seconds}")

@@ -5,34 +5,33 @@ The teacher is any model of sentence-transformers; its vectors are computed once
 student is a new NeoBERT of any size, or one that exists. It trains with sentence-transformers'
 trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
 
-Two folders: `--work` holds the teacher's vectors and the checkpoints of a run that is not finished;
-`--output` appears when it is, complete.
+`--work` keeps the teacher's vectors, which several runs may share; checkpoints are in the output
+until it is finished.
 """
 
 import functools
-import time
+import shutil
 from pathlib import Path
 
-import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import set_seed
 
-from ..common import checkpoints
 from ..common.blocks import compile_blocks, uncompile_blocks
-from ..common.checkpoint_files import remove_checkpoints
-from ..common.errors import UserError
-from ..common.files import read_json, write_json
-from ..common.identity import files_digest, model_digest
+from ..common.files import read_json
+from ..common.folders import apart, check_place
+from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model, choose_device, set_attention
-from ..common.outputs import check_apart, check_folder, check_replaceable, new_folder
-from ..common.results import environment, shown
-from ..common.runs import Run, changed_settings, run_settings
+from ..common.output import Output, run_settings
+from ..common.results import environment
 from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
+from ..training import checkpoints
+from ..training.checkpoints import RunTrainer
 from .distill_batches import NearTexts, SimilarLengths, nearest_units
 from .distill_card import precision_check, write_card
 from .distill_data import (
     TeacherVectors,
     read_texts,
+    texts_digest,
     token_lengths,
     training_dataset,
 )
@@ -45,85 +44,31 @@ from .packed_encoder import PackedEncoder
 FIGURES = "figures.json"
 
 
-class DistillTrainer(SentenceTransformerTrainer):
-    """The library's trainer; it stops where the loss is not finite, and logs the CPU seconds of its
-    process since the training began, those before an interruption among them."""
-
-    counted = time.process_time()
-
-    def log(self, logs, *args, **kwargs):
-        if "loss" in logs:
-            history = [row for row in self.state.log_history if "cpu_seconds" in row]
-            before, now = history[-1]["cpu_seconds"] if history else 0.0, time.process_time()
-            logs["cpu_seconds"] = before + now - self.counted
-            self.counted = now
-        if not torch.isfinite(torch.tensor(float(logs.get("loss", 0.0)))):
-            raise UserError(
-                f"training diverged at step {self.state.global_step} with learning_rate "
-                f"{self.args.learning_rate:g}, and nothing was written "
-                "to the output; give a lower --learning-rate and --overwrite"
-            )
-        super().log(logs, *args, **kwargs)
+class DistillTrainer(RunTrainer, SentenceTransformerTrainer):
+    """The library's trainer, whose runs go on after an interruption."""
 
 
 def check(arguments):
     """Finds what is wrong with the folders before any work begins."""
-    output, work = Path(arguments.output), Path(arguments.work)
     sources, others = arguments.sources()
-    for path, name in ((output, "output"), (work, "work")):
-        check_folder(path, name)
-        check_apart(
-            path,
-            *(
-                p
-                for p in (
-                    arguments.teacher,
-                    arguments.init_from,
-                    *(s.path for s in sources + others),
-                )
-                if p and Path(p).exists()
-            ),
-        )
-    check_apart(work, output)
+    paths = (arguments.teacher, arguments.init_from, *(s.path for s in sources + others))
+    inputs = [path for path in paths if path and Path(path).exists()]
+    check_place(arguments.work, "work")
+    apart(arguments.output, arguments.work, *inputs)
+    apart(arguments.work, *inputs)
     for model in filter(None, (arguments.teacher, arguments.init_from)):
         check_model(model)
-    if output.is_dir() and any(output.iterdir()):
-        check_replaceable(output, "distill")
-
-
-def is_finished(arguments, settings):
-    """Whether the output is a student of these very settings, and is not to be made anew.
-
-    Raises:
-        UserError: it is one of other settings.
-    """
-    path = Path(arguments.output) / FIGURES
-    if arguments.overwrite or not path.is_file():
-        return False
-    changed = changed_settings(read_json(path)["settings"], settings)
-    if changed:
-        raise UserError(
-            f"{arguments.output} holds a finished student of other settings ({', '.join(changed)} "
-            "differ); give another --output, "
-            "or --overwrite to train it anew"
-        )
-    return True
 
 
 def settings_of(arguments, trainer_options, sources, others):
     """What a run is known by: its settings, with digests of its texts and of the weights it starts
     from."""
     settings = run_settings(arguments)
-    # An evaluation only measures here.
-    settings["trainer"] = {
-        name: value
-        for name, value in number_options(trainer_options).items()
-        if not name.startswith("eval_")
-    }
-    # the weights are known by their digest, wherever they are
-    settings["teacher"] = shown(arguments.teacher)
-    settings["teacher_digest"] = model_digest(arguments.teacher)
-    settings["init_digest"] = model_digest(arguments.init_from) if arguments.init_from else None
+    for name, value in number_options(trainer_options).items():
+        if not name.startswith("eval_"):  # an evaluation only measures here
+            settings[name] = value
+    settings["teacher"] = known_by(arguments.teacher)
+    settings["init_from"] = arguments.init_from and known_by(arguments.init_from)
     settings["text_digests"] = {
         source.name: files_digest([source.path]) for source in sources + others
     }
@@ -181,21 +126,20 @@ def train(arguments, trainer_options):
     check(arguments)
     sources, others = arguments.sources()
     device = choose_device(arguments.device)
-    work = Path(arguments.work)
     fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps"), **BLOCKS_ONLY}
     if device.type == "cpu":
         fixed["use_cpu"] = True
     training = training_arguments(
-        work / "checkpoints", trainer_options, fixed, base=SentenceTransformerTrainingArguments
+        Path(arguments.output) / "checkpoints",
+        trainer_options,
+        fixed,
+        base=SentenceTransformerTrainingArguments,
     )
-    settings = {
-        **settings_of(arguments, trainer_options, sources, others),
-        "processes": training.world_size,
-    }
-    run = Run(work, "distill", settings, name="run.json", takes=lambda name: name != "vectors")
-    if is_finished(arguments, run.settings):
+    settings = settings_of(arguments, trainer_options, sources, others)
+    settings["processes"] = training.world_size
+    output = Output(arguments.output, "distill", settings, result=FIGURES)
+    if output.state() == "finished":
         return None
-    run.inspect(arguments.overwrite)
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
     set_seed(training.seed)
     teacher = load_teacher(arguments, "cpu")
@@ -203,27 +147,20 @@ def train(arguments, trainer_options):
     del teacher
     packing = student[0].auto_model.config._attn_implementation
     set_attention(student[0].auto_model, arguments.attn_implementation)
-    with checkpoints.claim(run, arguments.overwrite, work / "checkpoints"):
-        if run.before and training.process_index == 0:
-            lengths_file(work, run.before["run"]).unlink(missing_ok=True)
+    with checkpoints.claim(output):
         with training.main_process_first(desc="teacher vectors"):
             vectors = teacher_vectors(arguments, texts, device)
-        return _train(arguments, training, run, texts, vectors, student, packing)
+        return _train(arguments, training, output, texts, vectors, student, packing)
 
 
-def lengths_file(work, run):
-    """File of the texts' lengths of the run with this id."""
-    return work / f"lengths-{run}.npy"
-
-
-def _train(arguments, training, run, texts, vectors, student, packing):
+def _train(arguments, training, output, texts, vectors, student, packing):
     """Trains `student` and writes it with the attention implementation `packing`."""
     model = student[0].auto_model
     if arguments.compile:
         compile_blocks(model)
-    training.batch_sampler = _batches(arguments, training, run, texts, vectors, student.tokenizer)
+    training.batch_sampler = _batches(arguments, training, texts, vectors, student.tokenizer)
     sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
-    sets = {name: (rows, found.rows(range(len(rows)))) for name, (rows, found) in sets.items()}
+    sets = {name: (rows, kept.rows(range(len(rows)))) for name, (rows, kept) in sets.items()}
     trainer = DistillTrainer(
         model=student,
         args=training,
@@ -231,14 +168,8 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         loss=DistillLoss(student, arguments),
         evaluator=Agreement(sets) if sets else None,
     )
-    trainer.counted = time.process_time()
-    outcome = checkpoints.train(trainer)
+    checkpoints.train(trainer)
     history = trainer.state.log_history
-    if not all(parameter.isfinite().all() for parameter in student.parameters()):
-        raise UserError(
-            f"training diverged with learning_rate {training.learning_rate:g}; give a lower "
-            "--learning-rate and --overwrite"
-        )
     uncompile_blocks(model)
     model.set_attn_implementation(packing)
     figures = {
@@ -249,7 +180,7 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         },
         "steps": trainer.state.global_step,
         "epochs": trainer.state.epoch,
-        "seconds": outcome.metrics.get("train_runtime"),
+        "seconds": checkpoints.spent(trainer)["seconds"],
         "losses": [
             {
                 key: entry[key]
@@ -268,7 +199,6 @@ def _train(arguments, training, run, texts, vectors, student, packing):
             for entry in history
             if any(key.endswith("_spearman") for key in entry)
         ],
-        "settings": run.settings,
         "earlier": earlier_runs(arguments.init_from),
         "environment": environment(
             dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
@@ -276,7 +206,13 @@ def _train(arguments, training, run, texts, vectors, student, packing):
         ),
     }
     if training.process_index == 0:
-        write_student(arguments, student, sets, figures)
+        with output.final_files() as folder:
+            shipped = as_shipped(student.to("cpu"), arguments.keep_projection)
+            save_student(shipped, folder, arguments.dtype, arguments.embedding_dtype)
+            figures["precision"] = precision_check(folder, sets)
+            write_card(folder, arguments, figures)
+        output.finish(**figures)
+        shutil.rmtree(training.output_dir)
     return figures
 
 
@@ -293,7 +229,7 @@ def earlier_runs(init_from):
     )
 
 
-def _batches(arguments, training, run, texts, vectors, tokenizer):
+def _batches(arguments, training, texts, vectors, tokenizer):
     """What makes the trainer's batch sampler: by likeness where `neighbours` or pairs are given,
     else by length."""
     if arguments.neighbours or len(texts.units) < len(texts.train):
@@ -307,7 +243,9 @@ def _batches(arguments, training, run, texts, vectors, tokenizer):
             group=training.world_size,
         )
     with training.main_process_first(desc="lengths"):
-        path = lengths_file(run.folder, run.id)
+        path = (
+            Path(arguments.work) / f"lengths-{arguments.max_length}-{texts_digest(texts.train)}.npy"
+        )
         lengths = token_lengths(texts.train, tokenizer, arguments.max_length, path)
     return functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
 
@@ -319,30 +257,12 @@ def _measured(texts):
         yield name, rows, f"other-{name}"
 
 
-def write_student(arguments, student, sets, figures):
-    """Writes the output folder: the encoder with its code, its figures and its card, after a check
-    in each precision."""
-    with new_folder(arguments.output, "distill", replace=arguments.overwrite) as folder:
-        save_student(
-            as_shipped(student.to("cpu"), arguments.keep_projection),
-            folder,
-            arguments.dtype,
-            arguments.embedding_dtype,
-        )
-        figures["precision"] = precision_check(folder, sets)
-        write_json(folder / FIGURES, figures)
-        write_card(folder, arguments, figures)
-    remove_checkpoints(Path(arguments.work) / "checkpoints")
-
-
 def main(argv=None):
     """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
     arguments, trainer_options = OPTIONS["distill"].read(argv or [])
     figures = train(arguments, trainer_options)
     if checkpoints.is_main() and figures is None:
-        print(
-            f"{arguments.output}: finished already with these settings; --overwrite trains it anew"
-        )
+        print(f"{arguments.output}: finished already with these settings")
     elif checkpoints.is_main():
         last = figures["agreement"][-1] if figures["agreement"] else {}
         agreed = "".join(

@@ -2,6 +2,7 @@
 of a small file."""
 
 import copy
+import sys
 import tempfile
 from pathlib import Path
 
@@ -186,6 +187,9 @@ def save_student(student, folder, dtype, embedding_dtype):
         wanted = embedding_dtype if name.endswith("encoder.weight") else dtype
         if wanted == "float8" and tensor.dim() == 1:
             wanted = "float16"
-        weights[name] = tensor.to(_STORED_AS[wanted])
+        stored = tensor.to(_STORED_AS[wanted])
+        if not stored.float().isfinite().all():
+            print(f"{name} does not fit into {wanted} and is kept in float32", file=sys.stderr)
+            stored = tensor
+        weights[name] = stored
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)

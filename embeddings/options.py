@@ -173,11 +173,6 @@ class PairsOptions(Arguments):
     datasets: list[dict] = option(
         default_factory=list, help="data sets (see contrastive_data.PairSource); in a YAML recipe"
     )
-    overwrite: bool = option(
-        False,
-        "train anew where the output is an encoder of this command; any other file is left alone",
-        free=True,
-    )
 
 
 @dataclass(kw_only=True)
@@ -342,9 +337,6 @@ class TeacherOptions(Arguments):
     )
     work: str | None = option(
         None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True
-    )
-    overwrite: bool = option(
-        False, "train anew, also where output holds a student of this command", free=True
     )
     trust_remote_code: bool = option(
         False, "run the Python code that the teacher or the student brings"

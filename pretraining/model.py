@@ -6,7 +6,6 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from ..common.checkpoint_files import newest_complete
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.files import read_json
@@ -15,6 +14,7 @@ from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion.temporary import hub_folder_of
 from ..modeling_neobert import NeoBERTForMaskedLM
+from ..training.checkpoints import newest_checkpoint
 from .prepared import tokenizer_fingerprint
 from .transplant import find_rows, random_rows, replace_vocabulary
 
@@ -226,8 +226,8 @@ def weights_folder(init_from):
     check_there(init_from)
     if not folder.exists() or (folder / "config.json").is_file():
         return init_from
-    checkpoint = newest_complete(folder) if folder.is_dir() else None
-    if checkpoint is None:
+    newest = newest_checkpoint(folder) if folder.is_dir() else None
+    if newest is None:
         try:
             return hub_folder_of(init_from).name
         except UserError as error:
@@ -236,6 +236,6 @@ def weights_folder(init_from):
                 f"checkpoint: {error}"
             ) from error
     logger.warning(
-        "init_from %s has not finished; its weights are those of %s", init_from, checkpoint.name
+        "init_from %s has not finished; its weights are those of %s", init_from, newest[1].name
     )
-    return str(checkpoint)
+    return str(newest[1])

@@ -5,7 +5,7 @@
 checkpoint.
 """
 
-import fnmatch
+import contextlib
 import functools
 import json
 import os
@@ -18,17 +18,16 @@ import torch
 from transformers import TrainingArguments
 
 from ..common.blocks import compile_blocks
-from ..common.checkpoints import claim, train
 from ..common.errors import UserError
-from ..common.files import read_json, redacted, remove_left_overs, write_json
-from ..common.identity import model_digest
+from ..common.files import read_json, redacted
+from ..common.folders import apart
+from ..common.identity import known_by
 from ..common.loading import set_attention
-from ..common.outputs import check_apart, check_folder
+from ..common.output import Output, run_settings
 from ..common.results import environment
-from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
+from ..training.checkpoints import claim, spent, train
 from . import adaptation_report
-from .averaging import averaged_steps, check_average, keep_better
 from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
 from .model import choose_tokenizer, make_model, new_rows, weights_folder
@@ -123,9 +122,7 @@ def read_run(argv):
 
 def make_run(model, data, batch, run, given):
     """A `Given` from its options and Trainer's `given` ones."""
-    given = Given(model, data, batch, run, make_training_arguments(run, batch, given))
-    check_average(given)
-    return given
+    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
 
 
 def run_of(recipe):
@@ -141,14 +138,6 @@ def run_of(recipe):
 
 # ------------------------------------------------------------------------------------------------
 # checks
-
-
-# Names of what a run writes into its output: a folder without a run has none of them.
-_WRITTEN = (
-    *("recipe.json", "log.jsonl", "result.json", "checkpoint-*", "raw", "config.json"),
-    "adaptation.*",
-    *("*.safetensors", "*.bin", "*token*", "vocab*", "*.py"),
-)
 
 
 def _inputs(run):
@@ -168,76 +157,57 @@ def _inputs(run):
     ]
 
 
-def _check(run, tokenizer, model):
+def _check(run):
     """Raises UserError for options that do not go together."""
-    training, batch = run.training, run.batch
-    if batch.layout == "padded" and tokenizer.pad_token_id is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no padding token, which layout padded "
-            "needs; add [PAD], or give layout: packed"
-        )
+    training, plugin = run.training, run.training.deepspeed_plugin
     strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
     if run.data.heldout is None and strategy != "no":
         raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
-    limit = model.config.context_length
-    if batch.max_length > limit:
-        raise UserError(
-            f"max_length {batch.max_length} is more than the {limit} tokens of the model's context"
-        )
-    sharded = (
-        training.deepspeed_plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    )
-    complete = {
+    sharded = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    for name, value in {
         "init_optimizer": run.model.init_optimizer,
         "measure": run.data.measure,
-        "average_last": run.run.average_last,
-    }
-    for name in filter(complete.get, complete) if sharded else ():
-        raise UserError(
-            f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
-            "recipes/accelerate/ddp.yaml"
-        )
-    if training.deepspeed_plugin is not None and training.deepspeed_plugin.zero_stage == 3:
-        config = training.deepspeed_plugin.hf_ds_config
-        if not config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save"):
+    }.items():
+        if sharded and value:
+            raise UserError(
+                f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
+                "recipes/accelerate/ddp.yaml"
+            )
+    if plugin is not None and plugin.zero_stage == 3:
+        if run.model.init_embeddings:
+            raise UserError(
+                "init_embeddings needs all of the embedding in one process; ZeRO-3 cuts it: use "
+                "recipes/accelerate/zero2.yaml"
+            )
+        gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if not plugin.hf_ds_config.get_value(gathered):
             raise UserError(
                 "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under "
                 "deepspeed_config, as recipes/accelerate/zero3.yaml does"
             )
-    output = run.output
-    check_folder(output, "output")
-    check_apart(
-        output,
-        *_inputs(run),
-        *filter(None, [run.model.init_from if os.path.exists(run.model.init_from or "") else None]),
-    )
+    inputs = _inputs(run)
+    if run.model.init_from and os.path.exists(run.model.init_from):
+        inputs.append(run.model.init_from)
+    apart(run.output, *inputs)
+    for name in run.sets:
+        apart(run.prepared / name, *_inputs(run))
 
 
-def _owner(run, tokenizer):
-    """The `Run` of the output, known by the numbers of a run."""
-    values = run_settings(run.model, run.data, run.batch, run.run)
-    # An evaluation only measures here.
-    values |= {
-        name: value
-        for name, value in number_options(run.training.to_dict()).items()
-        if not name.startswith("eval_")
-    }
-    values |= {
+def _output(run, tokenizer):
+    """The `Output`, known by what decides the numbers of a run."""
+    settings = run_settings(run.model, run.data, run.batch, run.run)
+    for name, value in number_options(run.training.to_dict()).items():
+        if not name.startswith("eval_"):  # an evaluation only measures here
+            settings[name] = value
+    settings |= {
         "streaming": run.streams,
         "data": source_digest(run.data.sources, tokenizer),
         "world_size": run.training.world_size,
+        "init_from": run.start and known_by(run.start),
     }
-    values["init_from"] = None if run.start is None else model_digest(run.start)
     if run.streams:  # each worker reads a share of its own
-        values["dataloader_num_workers"] = run.training.dataloader_num_workers
-    return Run(
-        run.output,
-        "pretrain",
-        values,
-        name="recipe.json",
-        key=None,
-        takes=lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in _WRITTEN),
-    )
+        settings["dataloader_num_workers"] = run.training.dataloader_num_workers
+    return Output(run.output, "pretrain", settings, beside=["prepared"])
 
 
 def _heldout_text(run, tokenizer):
@@ -247,34 +217,6 @@ def _heldout_text(run, tokenizer):
         for name, sources in run.data.heldout_sources.items()
     }
     return digests.get("", digests or None)
-
-
-def _finished(owner, heldout):
-    """result.json, where the output holds the finished model of this very run, measured on this
-    held-out text (`_heldout_text`); or None."""
-    path = owner.folder / "result.json"
-    if owner.inspect(overwrite=None) != "finished" or not path.is_file():
-        return None
-    result = read_json(path)
-    return result if heldout == result.get("heldout") else None
-
-
-def _new_rows(run, tokenizer):
-    """`Rows` that replace the vocabulary of the weights, told once; None where theirs stays."""
-    training = run.training
-    if (
-        run.model.init_embeddings
-        and training.deepspeed_plugin is not None
-        and training.deepspeed_plugin.zero_stage == 3
-    ):
-        raise UserError(
-            "init_embeddings needs all of the embedding in one process; ZeRO-3 cuts it: use "
-            "recipes/accelerate/zero2.yaml"
-        )
-    rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
-    if rows is not None and training.process_index == 0:
-        print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
-    return rows
 
 
 def _moments(run):
@@ -296,53 +238,56 @@ def _moments(run):
 def execute(run):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without
     held-out text)."""
-    batch, training = run.batch, run.training
+    training, is_first = run.training, run.training.process_index == 0
+    _check(run)
     tokenizer = choose_tokenizer(run.model.tokenizer, run.start, run.model.init_embeddings)
-    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
-    masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
-    inputs = _inputs(run)
-    for name in run.sets:
-        check_apart(run.prepared / name, *inputs)
     if run.data.prepare:
         for name, sources in run.sets.items():
             prepared_tokens(run, name, sources, tokenizer)
         return {}
     check_text(run)
-    rows = _new_rows(run, tokenizer)
+
+    output = _output(run, tokenizer)
+    heldout_text = _heldout_text(run, tokenizer)
+    if not run.data.measure and output.state() == "finished":
+        result = read_json(output.result)
+        if result.get("heldout") == heldout_text:
+            if is_first:
+                print(f"{run.output}: finished already, after {result['steps']:,} steps")
+                _write_raw(run, result["steps"])
+            return {name: value for name, value in result.items() if name.startswith("eval_")}
+
+    rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
+    if rows is not None and is_first:
+        print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
     model = make_model(run.model.model_config, run.start, tokenizer, training.seed, rows)
+    limit = model.config.context_length
+    if run.batch.max_length > limit:
+        raise UserError(
+            f"max_length {run.batch.max_length} is more than the {limit} tokens of the model's "
+            "context"
+        )
     if run.run.attn_implementation:
         set_attention(model, run.run.attn_implementation)
     if run.run.compile:
         compile_blocks(model)
-    moments = _moments(run)
-    _check(run, tokenizer, model)
+    heldout = heldout_batches(run, tokenizer)
     if run.data.measure:
         return PretrainingTrainer(
             model=model.to(training.device),
             args=training,
-            eval_dataset=heldout_batches(run, tokenizer),
+            eval_dataset=heldout,
             processing_class=tokenizer,
             run=run.run,
         ).measure()
-    owner = _owner(run, tokenizer)
-    heldout_text = _heldout_text(run, tokenizer)
-    if (result := _finished(owner, heldout_text)) is not None:
-        if training.process_index == 0:
-            print(
-                f"{run.output}: finished already, after {training.max_steps:,} steps",
-                file=sys.stderr,
-            )
-            _write_raw(run, result["steps"])
-        return {name: value for name, value in result.items() if name.startswith("eval_")}
 
+    shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
+    masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
     tokens, batches = training_batches(run, tokenizer, masking)
     training.ignore_data_skip = training.ignore_data_skip or run.streams
-    heldout = heldout_batches(run, tokenizer)
-    with claim(owner, overwrite=None):
-        if training.process_index == 0:
-            remove_left_overs(run.output)
-        if torch.cuda.is_available():
-            torch.set_float32_matmul_precision("high")  # TF32
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")  # TF32
+    with claim(output):
         trainer = PretrainingTrainer(
             model=model,
             args=training,
@@ -350,74 +295,57 @@ def execute(run):
             eval_dataset=heldout or None,
             processing_class=tokenizer,
             run=run.run,
-            moments=moments,
+            moments=_moments(run),
         )
-        spent = train(
-            trainer,
-            run.run.keep_every,
-            before=trainer.load_stream if run.streams else None,
-            keep=averaged_steps(training, run.run.average_last) if run.run.average_last else (),
-        ).metrics
-        more = {
-            "seconds": spent["train_runtime"],
-            "cpu_seconds": spent["cpu_seconds"],
-            "heldout": heldout_text,
-            **({} if rows is None else {"init_rows": rows.counts}),
-        }
-        return _finish(run, owner, trainer, tokens, more)
+        train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
+        metrics = trainer.evaluate()
+        for name, batches in heldout.items():
+            # A streamed run has no training tokens at hand to count: the held-out ones give the
+            # baseline its best case.
+            frequent = unigram(batches.windows.texts if tokens is None else tokens, tokenizer)
+            metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(batches, frequent)
+        _finish(run, output, trainer, metrics, heldout_text, rows)
+    return metrics
 
 
-def _finish(run, owner, trainer, tokens, more):
-    """Saves the final model and what it reached: the files come in one after another, config.json,
-    which makes it a model, near the end."""
-    training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
-    if run.run.average_last:
-        metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
-    for name, heldout in (trainer.eval_dataset or {}).items():
-        # A streamed run has no training tokens at hand to count: the held-out ones give the
-        # baseline its best case.
-        frequent = unigram(heldout.windows.texts if tokens is None else tokens, tokenizer)
-        metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(heldout, frequent)
-    if trainer.is_world_process_zero():
-        owner.scratch()
-    trainer.accelerator.wait_for_everyone()
-    folder = owner.scratch_folder
-    trainer.save_model(str(folder))
-    trainer.accelerator.wait_for_everyone()
-    if trainer.is_world_process_zero():
-        if not any(folder.glob("*.safetensors")):
+def _finish(run, output, trainer, metrics, heldout_text, rows):
+    """Saves the final model, and last what it reached."""
+    training, is_first = trainer.args, trainer.is_world_process_zero()
+    with output.final_files() if is_first else contextlib.nullcontext():
+        trainer.accelerator.wait_for_everyone()
+        trainer.save_model(str(output.scratch))
+        trainer.accelerator.wait_for_everyone()
+        if not is_first:
+            return
+        if not any(output.scratch.glob("*.safetensors")):
             raise UserError(
                 f"the final weights of {run.output} were not saved by this kind of training; the "
                 "last checkpoint has them"
             )
         trainer.write_log()
+        dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
         result = environment(
+            dtype=dtype if dtype == "float32" else f"{dtype} autocast",
             processes=training.world_size,
             distributed=trainer.accelerator.distributed_type.value,
             steps=trainer.state.global_step,
             tokens_seen=trainer.state.num_input_tokens_seen,
-            parameters=_parameters(folder),
-            **more,
-            dtype="bfloat16 autocast"
-            if training.bf16
-            else "float16 autocast"
-            if training.fp16
-            else "float32",
+            parameters=_parameters(output.scratch),
+            **spent(trainer),
+            heldout=heldout_text,
+            **({} if rows is None else {"init_rows": rows.counts}),
+            **metrics,
         )
-        write_json(folder / "result.json", {**result, **metrics})
         if run.start is not None and metrics:
             adaptation_report.write_report(
-                folder / "adaptation",
+                output.scratch / "adaptation",
                 trainer.state.log_history,
                 metrics,
                 result,
                 shares_of(run.data.sources),
             )
-        names = owner.move_in(folder, "config.json", "result.json")
-        _write_raw(run, trainer.state.global_step)
-        owner.finish([*names, "log.jsonl"])
-    trainer.accelerator.wait_for_everyone()
-    return metrics
+    _write_raw(run, trainer.state.global_step)
+    output.finish(**result)
 
 
 def _write_raw(run, step):

@@ -2,7 +2,6 @@
 complete micro-batches."""
 
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -12,10 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from ..common import optimisation
-from ..common.checkpoint_files import complete
-from ..common.errors import UserError
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
+from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
 from .heldout import evaluate_batches, masked_correct, metric_name, piece_characters
 from .streaming import COUNTS, STATE
@@ -82,14 +80,13 @@ class _Records(TrainerCallback):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
 
 
-class PretrainingTrainer(Trainer):
+class PretrainingTrainer(RunTrainer, Trainer):
     """Trainer over `MicroBatches` or `StreamedBatches`, one item of which is a complete
     micro-batch.
 
     Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
     over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, mfu,
     tokens_seen, as epoch the passes over the data, and passes_NAME of each weighted source.
-    UserError for a loss, or weights to be saved, that are not finite.
 
     Args:
         run: RunArguments.
@@ -190,9 +187,6 @@ class PretrainingTrainer(Trainer):
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
-            # Here all processes have the same number, and no step waits for the device.
-            if not math.isfinite(logs["loss"]):
-                raise self._diverged(f"the loss at step {self.state.global_step} is not finite")
             counts = self._reduced_counts()
             now = time.perf_counter()
             seconds = now - (self._window_start or now)
@@ -266,32 +260,12 @@ class PretrainingTrainer(Trainer):
     # ------------------------------------------------------------------------------------------
     # saving
 
-    def _diverged(self, what):
-        newest = max(complete(self.args.output_dir).items(), default=None)
-        start = (
-            "from the beginning (there is no checkpoint)"
-            if newest is None
-            else f"init_from {newest[1]} (the last checkpoint)"
-        )
-        return UserError(
-            f"the run has diverged: {what}; start again {start} with a lower learning_rate and "
-            "another output"
-        )
-
     def save_model(self, output_dir=None, _internal_call=False):
-        # A process of FSDP or ZeRO-3 looks at its own part of the weights.
-        weights = (
-            getattr(parameter, "to_local", parameter.detach)()
-            for parameter in self.model.parameters()
-        )
-        if not all(torch.isfinite(weight).all() for weight in weights):
-            raise self._diverged(f"the weights after step {self.state.global_step} are not finite")
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             name_tokenizer_class(output_dir or self.args.output_dir)
 
     def _save_checkpoint(self, *args, **kwargs):
-        super()._save_checkpoint(*args, **kwargs)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if isinstance(self.train_dataset, IterableDataset):
             consumed = self.state.global_step * self.args.gradient_accumulation_steps
@@ -300,6 +274,7 @@ class PretrainingTrainer(Trainer):
             )
         if self.args.should_save:
             self.write_log()
+        super()._save_checkpoint(*args, **kwargs)
 
     def load_stream(self, checkpoint):
         """Lets the stream go on from a checkpoint."""

@@ -66,7 +66,7 @@ def run_of(arguments):
 def log_of(out):
     """Logged records of the steps, without what the clock decides."""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    timed = ("tokens_per_second", "mfu")
+    timed = ("tokens_per_second", "mfu", "seconds", "cpu_seconds")
     return [
         {name: value for name, value in record.items() if name not in timed}
         for record in records

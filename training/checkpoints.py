@@ -4,15 +4,14 @@ never interrupted.
     with claim(output):          # an `Output`: no second run works in its folder
         train(trainer)           # from the newest checkpoint that can be read; Stopped on SIGTERM
 
-Checkpoints are Trainer's own. `trainer_state.json` is the last file of each: `RunTrainer` sees to it
-that by then all processes have written theirs.
+Checkpoints are Trainer's own. `trainer_state.json` is the last file of each: `RunTrainer` sees to
+it that by then all processes have written theirs.
 """
 
 import contextlib
 import functools
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -26,7 +25,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import distributed
 from transformers import TrainerCallback
-from transformers.trainer_utils import TrainOutput
 
 from ..common.errors import Stopped, UserError, one_line
 from ..common.memory import keep_freed_memory
@@ -120,23 +118,33 @@ def read_state(checkpoint):
     return state
 
 
-def newest_step(folder):
-    """Step of the newest checkpoint that can be read, or None. Those after it, which the run makes
-    again, are removed; one line on stderr names them."""
+def newest_checkpoint(folder):
+    """(step, folder) of the newest checkpoint that can be read, or None; one line on stderr names
+    those that cannot."""
     damaged = []
-    chosen = None
+    newest = None
     for step, path in reversed(checkpoints(folder).items()):
         try:
             read_state(path)
-            chosen = step
+            newest = step, path
             break
         except (OSError, ValueError) as error:
             damaged.append(f"{path.name} ({one_line(error, 80)})")
-            shutil.rmtree(path)
     if damaged:
-        start = "beginning anew" if chosen is None else f"going on from checkpoint-{chosen}"
+        start = f"going on from {newest[1].name}" if newest else "there is no other"
         print(f"{folder}: cannot be read: {', '.join(damaged)}; {start}", file=sys.stderr)
-    return chosen
+    return newest
+
+
+def _step_to_continue(folder):
+    """Step of the newest checkpoint that can be read, or None. Those after it, which the run makes
+    again, are removed."""
+    newest = newest_checkpoint(folder)
+    step = newest[0] if newest else None
+    for later, path in checkpoints(folder).items():
+        if step is None or later > step:
+            shutil.rmtree(path)
+    return step
 
 
 def remove_old(folder, limit, keep_every=0, best=None):
@@ -156,8 +164,8 @@ class RunTrainer:
     """Mixin for Trainers: complete checkpoints, time that goes on counting, and a run that has
     diverged ends.
 
-    Every record with a loss gets `seconds` and `cpu_seconds` of the training so far, those before an
-    interruption among them.
+    Every record with a loss gets `seconds` and `cpu_seconds` of the training so far, those before
+    an interruption among them.
     """
 
     _last_clock = None
@@ -272,7 +280,7 @@ def train(trainer, keep_every=0, on_resume=None):
         UserError: the run has diverged; a process does not find the checkpoint.
     """
     args = trainer.args
-    step = on_main(lambda: newest_step(args.output_dir))
+    step = on_main(lambda: _step_to_continue(args.output_dir))
     checkpoint = None if step is None else Path(args.output_dir) / f"checkpoint-{step}"
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(

@@ -1,0 +1,231 @@
+"""Pins the contract of every command that writes (docs/development.md): what exists is never
+touched, complete or nothing, a run is known by its settings and what it reads, one process at a
+time has a folder, the same bits after any interruption, no secret in any file."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from contract_runs import command
+from filelock import FileLock
+from jsonl import write_jsonl
+
+
+pytest.importorskip("sentence_transformers")
+
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+COLOURS = "red green blue black white brown grey pink".split()
+ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
+TRAINER = ["--logging-steps", "1", "--save-steps", "2", "--use-cpu", "true"]
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory, tokenizer_dir):
+    """Folder of what the commands read: texts, pairs, GLUE rows, a small masked LM."""
+    folder = tmp_path_factory.mktemp("inputs")
+    texts = [
+        f"a {colour} {animal} and {number % 7} of its friends are in the garden."
+        for number, (colour, animal) in enumerate((c, a) for c in COLOURS for a in ANIMALS)
+    ]
+    (folder / "texts.txt").write_text("\n".join(texts) + "\n")
+    rows = [{"anchor": text, "positive": f"{i} {text[2:12]}"} for i, text in enumerate(texts)]
+    write_jsonl(folder / "pairs.jsonl", rows)
+    for split, count in (("train", 48), ("validation", 8)):
+        rows = [{"sentence": texts[i], "label": i % 2, "idx": i} for i in range(count)]
+        write_jsonl(folder / "glue" / "sst2" / f"{split}.jsonl", rows)
+    torch.manual_seed(0)
+    NeoBERTForMaskedLM(NeoBERTConfig(**SIZES)).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / "model")
+    return folder
+
+
+def pretrain(inputs, output):
+    return [
+        *("pretrain", "--dataset", inputs / "texts.txt", "--output", output),
+        *("--model-config", json.dumps(SIZES), "--max-length", "32", "--tokens-per-batch", "128"),
+        *("--max-steps", "6", "--warmup-steps", "1", "--report-to", "none", *TRAINER),
+        *("--peak-tflops", "0.01"),
+    ]
+
+
+def contrastive(inputs, output):
+    return [
+        *("contrastive", "--model", inputs / "model", "--pairs", inputs / "pairs.jsonl"),
+        *("--output", output, "--max-length", "32", "--per-device-train-batch-size", "8"),
+        *("--max-steps", "6", *TRAINER),
+    ]
+
+
+def distill(inputs, output):
+    return [
+        *("distill", inputs / "model", "--texts", inputs / "texts.txt", "--output", output),
+        *("--model-config", json.dumps({**SIZES, "hidden_size": 16}), "--held-out-percent", "20"),
+        *("--max-steps", "6", "--per-device-train-batch-size", "8", "--eval-steps", "3", *TRAINER),
+    ]
+
+
+RUNS = {  # a setting in place of another, and one of the weights that it makes
+    pretrain: ("--seed", "model.safetensors"),
+    contrastive: ("--seed", "model.safetensors"),
+    distill: ("--seed", "model.safetensors"),
+}
+runs = pytest.mark.parametrize("make", RUNS, ids=lambda make: make.__name__)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`command` in a folder of its own."""
+    return lambda argv, **more: command(argv, tmp_path / "out", tmp_path / "log", **more)
+
+
+@pytest.fixture(scope="session")
+def finished(inputs, tmp_path_factory):
+    """Folder of the finished output of a command, its writes: made once."""
+    made = {}
+
+    def folder_of(make):
+        if make not in made:
+            place = tmp_path_factory.mktemp(make.__name__)
+            code, printed, writes = command(make(inputs, place / "out"), place, place / "log")
+            assert code == 0, printed
+            made[make] = place / "out", writes
+        return made[make]
+
+    return folder_of
+
+
+def contents(folder):
+    """{name: bytes} of a folder."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def result_of(folder):
+    """Names of all files, and the bytes of the model's."""
+    made = contents(folder)
+    kept = {name: data for name, data in made.items() if name.endswith(("safetensors", "r.json"))}
+    return sorted(made), kept
+
+
+# ------------------------------------------------------------------------------------------------
+# what exists is never touched
+
+
+@runs
+def test_a_folder_with_other_files_is_refused_and_left_as_it_is(make, inputs, run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    code, printed, _ = run(make(inputs, tmp_path / "out"), no_model=True)
+    assert code == 2 and "notes.txt" in printed and "choose another output" in printed, printed
+    assert contents(tmp_path / "out") == {"notes.txt": b"mine"}
+
+
+@runs
+def test_a_finished_run_is_finished_and_another_one_is_refused(make, inputs, run, finished):
+    output, _ = finished(make)
+    before = contents(output)
+    code, printed, _ = run(make(inputs, output), no_model=True)
+    assert code == 0 and "finished already" in printed, printed
+    code, printed, _ = run([*make(inputs, output), RUNS[make][0], "7"], no_model=True)
+    assert code == 2 and "other settings" in printed and "now 7" in printed, printed
+    assert contents(output) == before
+
+
+@runs
+def test_what_is_read_may_be_fetched_again_and_the_output_copied(
+    make, inputs, run, finished, tmp_path
+):
+    """Other times and another folder, the same bytes; other bytes are another run."""
+    shutil.copytree(inputs, tmp_path / "again", copy_function=shutil.copyfile)
+    shutil.copytree(finished(make)[0], tmp_path / "out", copy_function=shutil.copyfile)
+    code, printed, _ = run(make(tmp_path / "again", tmp_path / "out"), no_model=True)
+    assert code == 0 and "finished already" in printed, printed
+    for name in ("texts.txt", "pairs.jsonl"):
+        path = tmp_path / "again" / name
+        path.write_text(path.read_text().replace("garden", "meadow"))
+    code, printed, _ = run(make(tmp_path / "again", tmp_path / "out"), no_model=True)
+    assert code == 2 and "other settings" in printed, printed
+
+
+@runs
+def test_a_second_process_is_refused(make, inputs, run, tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"):
+        code, printed, _ = run(make(inputs, tmp_path / "out"))
+    assert code == 2 and "in use by another run" in printed, printed
+    assert set(contents(tmp_path / "out")) <= {".lock"} | {
+        name for name in contents(tmp_path / "out") if name.startswith("prepared")
+    }
+
+
+@runs
+def test_an_empty_name_is_refused(make, inputs, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, printed, _ = run(make(inputs, ""), no_model=True)
+    assert code == 2 and "output" in printed and "empty" in printed, printed
+
+
+# ------------------------------------------------------------------------------------------------
+# complete or nothing, the same bits
+
+
+def interrupted(make, inputs, run, finished, tmp_path, **kills):
+    """Kills a run, each time otherwise, and compares what its continuation makes."""
+    for kill in kills["kills"]:
+        code, printed, _ = run(make(inputs, tmp_path / "out"), **kill)
+        assert code in (0, 9, -9), printed
+        if not (tmp_path / "out" / "result.json").exists():
+            assert not (tmp_path / "out" / "README.md").exists() or code, "half an output"
+    code, printed, _ = run(make(inputs, tmp_path / "out"))
+    assert code == 0, printed
+    assert result_of(tmp_path / "out") == result_of(finished(make)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+@runs
+def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
+    """Twice in a row: at a write of each sixth of the run, and at one of any."""
+    writes = finished(make)[1]
+    pick = random.Random(f"{make.__name__} {part}")
+    first = pick.randint(1 + part * writes // 6, max(1, (part + 1) * writes // 6))
+    kills = [{"kill_at": first}, {"kill_at": pick.randint(1, writes)}]
+    interrupted(make, inputs, run, finished, tmp_path, kills=kills)
+
+
+@pytest.mark.slow
+@runs
+def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
+    pick = random.Random(make.__name__)
+    kills = [{"kill_after": pick.uniform(0.2, 6)} for _ in range(3)]
+    interrupted(make, inputs, run, finished, tmp_path, kills=kills)
+
+
+# ------------------------------------------------------------------------------------------------
+# secrets, strange file systems
+
+
+@runs
+def test_no_secret_is_written_and_chmod_and_hard_links_are_not_needed(
+    make, inputs, run, finished, tmp_path
+):
+    secret = "hf_0123456789abcdefghijklmnopqrstuvwx"
+    argv = [*make(inputs, tmp_path / "out"), "--hub-token", secret]
+    code, printed, _ = run(argv, strange=True)
+    assert code == 0, printed
+    assert not [name for name, data in contents(tmp_path).items() if secret.encode() in data]
+    assert result_of(tmp_path / "out") == result_of(finished(make)[0])
