@@ -152,7 +152,6 @@ class Output:
 
     def finish(self, **content):
         """Writes the last file: the command, the settings, and `content`."""
-        write_json(
-            self.result, {"neobert": self.command, "settings": self.settings, **redacted(content)}
-        )
-        (self.folder / RUN).unlink(missing_ok=True)
+        record = {"neobert": self.command, "settings": self.settings, **redacted(content)}
+        write_json(self.folder / RUN, record)
+        os.replace(self.folder / RUN, self.result)

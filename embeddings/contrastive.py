@@ -228,6 +228,7 @@ def train(arguments, training):
     sources = check(arguments, training)
     output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
     if output.state() == "finished":
+        shutil.rmtree(training.output_dir, ignore_errors=True)
         return None
     set_seed(training.seed)
     model = load_sentence_transformer(**arguments.loading())

@@ -139,6 +139,7 @@ def train(arguments, trainer_options):
     settings["processes"] = training.world_size
     output = Output(arguments.output, "distill", settings, result=FIGURES)
     if output.state() == "finished":
+        shutil.rmtree(training.output_dir, ignore_errors=True)
         return None
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
     set_seed(training.seed)
