@@ -128,10 +128,8 @@ class BatchArguments(Arguments):
         "packed: nothing padded; packed_without_boundaries is ablation M6",
         choices=LAYOUTS,
     )
-    texts_per_batch: int | None = option(
-        None, "texts of a micro-batch on each device, packed or padded", least=1
-    )
-    tokens_per_batch: int | None = option(None, "or its tokens, at most, without padding", least=3)
+    texts_per_batch: int | None = option(None, "texts of a micro-batch on each device", least=1)
+    tokens_per_batch: int | None = option(None, "or its tokens, at most", least=3)
     texts_per_step: int | None = option(
         None,
         "texts of an optimizer step over all devices; gradient_accumulation_steps then follows "
@@ -225,12 +223,6 @@ class RunArguments(Arguments):
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
-    average_last: int | None = option(
-        None,
-        "make the mean of the last N checkpoints the final model, where it has fewer bits a "
-        "character on the held-out text",
-        least=2,
-    )
     raw_checkpoint: str | None = option(
         None,
         "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",

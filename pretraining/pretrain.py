@@ -28,7 +28,6 @@ from ..common.results import environment
 from ..common.runs import Run, run_settings
 from ..common.trainer_options import number_options
 from . import adaptation_report
-from .averaging import averaged_steps, check_average, keep_better
 from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
 from .model import choose_tokenizer, make_model, new_rows, weights_folder
@@ -123,9 +122,7 @@ def read_run(argv):
 
 def make_run(model, data, batch, run, given):
     """A `Given` from its options and Trainer's `given` ones."""
-    given = Given(model, data, batch, run, make_training_arguments(run, batch, given))
-    check_average(given)
-    return given
+    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
 
 
 def run_of(recipe):
@@ -168,14 +165,9 @@ def _inputs(run):
     ]
 
 
-def _check(run, tokenizer, model):
+def _check(run, model):
     """Raises UserError for options that do not go together."""
     training, batch = run.training, run.batch
-    if batch.layout == "padded" and tokenizer.pad_token_id is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no padding token, which layout padded "
-            "needs; add [PAD], or give layout: packed"
-        )
     strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
     if run.data.heldout is None and strategy != "no":
         raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
@@ -190,7 +182,6 @@ def _check(run, tokenizer, model):
     complete = {
         "init_optimizer": run.model.init_optimizer,
         "measure": run.data.measure,
-        "average_last": run.run.average_last,
     }
     for name in filter(complete.get, complete) if sharded else ():
         raise UserError(
@@ -315,15 +306,17 @@ def execute(run):
     if run.run.compile:
         compile_blocks(model)
     moments = _moments(run)
-    _check(run, tokenizer, model)
+    _check(run, model)
     if run.data.measure:
-        return PretrainingTrainer(
+        trainer = PretrainingTrainer(
             model=model.to(training.device),
             args=training,
             eval_dataset=heldout_batches(run, tokenizer),
             processing_class=tokenizer,
             run=run.run,
-        ).measure()
+        )
+        start = {} if rows is None else adaptation_report.measure_start(run, trainer)
+        return {**start, **trainer.measure()}
     owner = _owner(run, tokenizer)
     heldout_text = _heldout_text(run, tokenizer)
     if (result := _finished(owner, heldout_text)) is not None:
@@ -351,12 +344,14 @@ def execute(run):
             processing_class=tokenizer,
             run=run.run,
             moments=moments,
+            measure_start=None
+            if rows is None or not heldout
+            else functools.partial(adaptation_report.measure_start, run),
         )
         spent = train(
             trainer,
             run.run.keep_every,
             before=trainer.load_stream if run.streams else None,
-            keep=averaged_steps(training, run.run.average_last) if run.run.average_last else (),
         ).metrics
         more = {
             "seconds": spent["train_runtime"],
@@ -371,8 +366,6 @@ def _finish(run, owner, trainer, tokens, more):
     """Saves the final model and what it reached: the files come in one after another, config.json,
     which makes it a model, near the end."""
     training, tokenizer, metrics = trainer.args, trainer.processing_class, trainer.evaluate()
-    if run.run.average_last:
-        metrics, more["average_last"] = keep_better(trainer, run.run.average_last, metrics)
     for name, heldout in (trainer.eval_dataset or {}).items():
         # A streamed run has no training tokens at hand to count: the held-out ones give the
         # baseline its best case.
