@@ -33,7 +33,7 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources, texts
 from neobert.pretraining import trainer as trainer_module
-from neobert.pretraining.heldout import evaluate_batches, masked_correct
+from neobert.pretraining.heldout import masked_correct
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
