@@ -16,7 +16,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from pretrain_runs import TINY, arguments_of, log_of, make_corpus, run_of  # noqa: F401
+from pretrain_runs import (  # noqa: F401
+    TINY,
+    arguments_of,
+    log_of,
+    make_corpus,
+    run_of,
+    save_bpe,
+)
 from safetensors.torch import load_file
 
 from neobert import __main__ as cli
@@ -740,12 +747,9 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     """The start's own tokenizer is the default: the words of another one would meet other rows of
     its embedding."""
-    from neobert.pretraining.ablation_data import train_tokenizer
-
-    texts = (corpus / "train.txt").read_text().splitlines()
-    for kind in ("wordpiece", "bpe"):
-        train_tokenizer(texts, kind, 120, tmp_path / kind)
-    own = tmp_path / "wordpiece"
+    lines, own = (corpus / "train.txt").read_text().splitlines(), tmp_path / "own"
+    for name, size in (("own", 300), ("bpe", 280)):
+        save_bpe(lines, tmp_path / name, size)
     short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "prepared": None}
     run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
     size = load_tokenizer(own).get_vocab()
