@@ -89,12 +89,6 @@ COMMANDS = {
     "pretrain": Command(
         "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN
     ),
-    "ablations": Command(
-        "pre-training",
-        "the paper's ladder M0 to M9 at a reduced size",
-        "pretraining.ablations",
-        (*_TRAIN, "sklearn", "matplotlib"),
-    ),
     "pseudo-perplexity": Command(
         "pre-training",
         "pseudo-perplexity against text length",

@@ -1,1 +1,1 @@
-"""Masked-LM pre-training, its ablations, and pseudo-perplexity (docs/pretraining.md)."""
+"""Masked-LM pre-training, adaptation, and pseudo-perplexity (docs/pretraining.md)."""

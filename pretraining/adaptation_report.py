@@ -1,162 +1,146 @@
 """What a run with init_from won and lost: `adaptation.md` in its output, with the figures in
-`adaptation.json` and a chart."""
+`adaptation.json`.
 
-import importlib.util
+Three models are told apart: the one that was given, with its own tokenizer; where the vocabulary is
+replaced, that with its new rows before the first step; and the one after the run. Gains and losses
+are against the first.
+"""
 
-from ..common import figures
+from ..common.errors import UserError
+from ..common.loading import load_tokenizer
 from ..common.results import markdown_table, write_result
-from .heldout import metric_name
+from .heldout import measure_sets, metric_name, unigram, unigram_accuracy
+from .model import make_model
+from .texts import heldout_set
 
 
-# (metric, its name, decimals, whether more is better)
-_METRICS = (
-    ("masked_accuracy", "masked accuracy", 3, True),
-    ("bits_per_character", "bits a character", 3, False),
-)
+MEASURES = {
+    "bits_per_character": "bits a character",
+    "masked_accuracy": "masked accuracy",
+    "unigram_accuracy": "always the most frequent token",
+}
 ALONE = "held-out text"  # the name of a set without one
+_ENVIRONMENT = ("command", "commit", "date", "hardware", "threads", "python", "versions", "dtype")
+_NOTE = (
+    "Bits a character: the masked-LM loss in bits, summed over the masked tokens, by the "
+    "characters of their text; fewer is better. It compares vocabularies, masked accuracy does "
+    "not. Below masked accuracy is what always saying the most frequent token would reach on the "
+    "same masked tokens. ± is the standard error over the batches of held-out text. What a "
+    "vocabulary has no piece for ([UNK]) counts nowhere."
+)
 
 
-def curve_of(history, names):
-    """{set: {metric: [(step, value), ...]}} of a Trainer's log; of a step the last measurement."""
-    curve = {name: {metric: {} for metric, *_ in _METRICS} for name in names}
+def measure_start(run, trainer):
+    """Metrics of the model that a run was given, with its own tokenizer: `start_...`; {} where its
+    folder has none. A set that it cannot read has none.
+
+    Args:
+        run: `Given`, with init_embeddings.
+        trainer: `PretrainingTrainer`, for its device and processes.
+    """
+    try:
+        tokenizer = load_tokenizer(run.start, padding=False)
+    except UserError:  # init_embeddings random does without
+        return {}
+    fields = dict(run.model.model_config or {})
+    for name in ("vocab_size", "pad_token_id"):  # of the new vocabulary
+        fields.pop(name, None)
+    model = make_model(fields, run.start, tokenizer, run.training.seed).to(trainer.args.device)
+    sets = {}
+    for name in run.data.heldout_sources:
+        try:
+            sets[name] = heldout_set(run, name, tokenizer, "start-")
+        except UserError:  # the old vocabulary has no piece for this text
+            continue
+    metrics = measure_sets(model, sets, tokenizer, trainer.args.device, trainer.accelerator)
+    for name, batches in sets.items():
+        token = unigram(batches.windows.texts, tokenizer)
+        metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(batches, token)
+    return {name.replace("eval", "start", 1): value for name, value in metrics.items()}
+
+
+def compare(history, metrics, replaced):
+    """{set: {measure: {"given", "untrained", "after": value, None where it was not measured}}}.
+
+    Args:
+        history: `log_history` of the run.
+        metrics: of the final model.
+        replaced: whether the run replaced the vocabulary of its start.
+    """
+    first = {}
     for record in history:
-        for name, metrics in curve.items():
-            for metric, points in metrics.items():
-                if metric_name(name, metric) in record:
-                    points[record["step"]] = record[metric_name(name, metric)]
-    return {
-        name: {metric: sorted(points.items()) for metric, points in metrics.items()}
-        for name, metrics in curve.items()
-    }
+        if record["step"] == 0:
+            first |= record
+    ending = "bits_per_character"
+    keys = (key.removeprefix("eval_") for key in metrics if key.endswith(ending))
+    sets = {key.removesuffix(ending).rstrip("_"): {} for key in keys}
+    for name, measures in sets.items():
+        for measure in (*MEASURES, *(f"{measure}_error" for measure in MEASURES)):
+            after = metrics.get(metric_name(name, measure))
+            untrained = first.get(metric_name(name, measure))
+            if measure == "unigram_accuracy":  # says nothing of the weights
+                untrained = after
+            start = first.get(metric_name(name, measure, "start")) if replaced else untrained
+            measures[measure] = {"given": start, "untrained": untrained, "after": after}
+    return sets
 
 
-def before_and_after(curve, metrics):
-    """{set: {metric: {"before": value at step 0 or None, "after": value of the final model}}}."""
-    return {
-        name: {
-            metric: {
-                "before": dict(points).get(0),
-                "after": metrics[metric_name(name, metric)],
-            }
-            for metric, points in found.items()
-        }
-        for name, found in curve.items()
-    }
-
-
-def _cells(values, digits):
-    before, after = values["before"], values["after"]
-    if before is None:  # a set that was named after the first step
-        return ["-", f"{after:.{digits}f}", "-"]
-    return [f"{before:.{digits}f}", f"{after:.{digits}f}", f"{after - before:+.{digits}f}"]
-
-
-def _reading(sets):
-    """One sentence a set: gained or lost, by bits a character."""
-    lines = []
-    for name, metrics in sets.items():
-        before, after = metrics["bits_per_character"].values()
-        if before:
-            word = "Gained" if after < before else "Lost"
-            change = 100 * abs(after - before) / before
-            less = "fewer" if after < before else "more"
-            lines.append(f"{word} on {name or ALONE}: {change:.1f} % {less} bits a character.")
-    return " ".join(lines)
+def _cell(value, error):
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def write_report(output, history, metrics, result, sources):
-    """Writes OUTPUT.md, .json and, where matplotlib is installed, .png.
+    """Writes OUTPUT.md and OUTPUT.json.
 
     Args:
         output: path without its ending.
-        history: `log_history` of the run.
-        metrics: of the final model.
+        history, metrics: as of `compare`.
         result: content of result.json: environment, steps, tokens_seen, seconds, cpu_seconds,
-            average_last.
+            init_rows where the vocabulary was replaced.
         sources: {name: share of the texts} of weighted sources, or {}.
     """
-    names = [
-        name.removeprefix("eval_").removesuffix("bits_per_character").rstrip("_")
-        for name in metrics
-        if name.endswith("bits_per_character")
-    ]
-    curve = curve_of(history, names)
-    sets = before_and_after(curve, metrics)
-    rows = [
-        [
-            name or ALONE,
-            *(cell for metric, _, digits, _ in _METRICS for cell in _cells(found[metric], digits)),
-        ]
-        for name, found in sets.items()
-    ]
-    header = ["held-out text"]
-    for _, title, *_ in _METRICS:
-        header += [f"{title} before", "after", "change"]
-    chart = importlib.util.find_spec("matplotlib") is not None
-    if chart:
-        draw(curve, output.with_name(f"{output.name}.png"), result)
-    parts = [
-        _reading(sets),
-        markdown_table(header, rows),
+    replaced = "init_rows" in result
+    sets = compare(history, metrics, replaced)
+    columns = {"given": "the model given"}
+    if replaced:
+        columns["untrained"] = "with its new rows, untrained"
+    columns["after"] = "after"
+    words, rows = [], []
+    for name, measures in sets.items():
+        for measure, title in MEASURES.items():
+            values, errors = measures[measure], measures[f"{measure}_error"]
+            cells = [_cell(values[key], errors[key]) for key in columns]
+            change = ""
+            if values["given"] is not None and (measure == "bits_per_character" or not replaced):
+                change = f"{values['after'] - values['given']:+.3f}"
+            rows.append([name or ALONE, title, *cells, change])
+        bits = measures["bits_per_character"]
+        if bits["given"]:
+            change = 100 * (bits["after"] / bits["given"] - 1)
+            word, more = ("Gained", "fewer") if change < 0 else ("Lost", "more")
+            words.append(f"{word} on {name or ALONE}: {abs(change):.1f} % {more} bits a character.")
+    header = ["held-out text", "measure", *columns.values(), "change"]
+    costs = (
         f"{result['steps']:,} steps, {result['tokens_seen']:,} tokens, {result['seconds']:,.0f} "
-        f"seconds ({result['cpu_seconds']:,.0f} CPU seconds of the first process).",
-        _read(sources, history),
-        _averaged(result.get("average_last")),
-        f"![Before and after]({output.name}.png)" if chart else "",
-        "Bits a character: the masked-LM loss in bits, summed over the masked tokens, by the "
-        "characters of their text; fewer is better. It compares vocabularies, masked accuracy does "
-        "not. Both are measured on the same masked tokens each time.",
-    ]
-    described = {key: value for key, value in result.items() if key not in ("before", *metrics)}
+        f"seconds ({result['cpu_seconds']:,.0f} CPU seconds of the first process)."
+    )
+    parts = [" ".join(words), markdown_table(header, rows), costs]
+    if sources:
+        last = next((record for record in reversed(history) if "loss" in record), {})
+        read = [
+            [name, f"{100 * share:.1f} %", f"{last.get(f'passes_{name}', 0):.2g}"]
+            for name, share in sources.items()
+        ]
+        parts.append(markdown_table(["source", "share of the texts", "passes"], read))
+    described = {key: value for key, value in result.items() if key not in metrics}
+    environment = {key: described.pop(key) for key in _ENVIRONMENT if key in described}
+    curve = [record for record in history if any(key.startswith("eval_") for key in record)]
     write_result(
         output,
         "Adaptation: before and after",
-        {key: described.pop(key) for key in _ENVIRONMENT if key in described},
+        environment,
         {**described, "sources": sources, "sets": sets, "curve": curve},
-        "\n\n".join(part.strip() for part in parts if part),
+        "\n\n".join(part.strip() for part in (*parts, _NOTE)),
     )
-
-
-_ENVIRONMENT = (
-    *("command", "commit", "date", "hardware", "threads", "python", "versions"),
-    *("dtype", "processes"),
-)
-
-
-def _read(sources, history):
-    """How often each weighted source was read."""
-    last = next((record for record in reversed(history) if "loss" in record), {})
-    if not sources:
-        return ""
-    rows = [
-        [name, f"{100 * share:.1f} %", f"{last.get(f'passes_{name}', 0):.2g}"]
-        for name, share in sources.items()
-    ]
-    return markdown_table(["source", "share of the texts", "passes"], rows)
-
-
-def _averaged(found):
-    if not found:
-        return ""
-    bits = found["bits_per_character"]
-    return (
-        f"Mean of checkpoints {', '.join(map(str, found['steps']))}: {bits['mean']:.4f} bits a "
-        f"character (mean of the held-out sets); last weights: {bits['last']:.4f}. Kept: the "
-        f"{found['kept']}."
-    )
-
-
-def draw(curve, path, environment):
-    """The two measures over the steps, a line for each held-out set; filled markers at the start
-    and at the end are those of the table."""
-    figure, panels = figures.subplots(
-        "Held-out text while training", "step", columns=2, size=(9.6, 3.8)
-    )
-    for panel, (metric, title, _, more) in zip(panels, _METRICS):
-        for number, (name, found) in enumerate(curve.items()):
-            if found[metric]:
-                steps, values = zip(*found[metric])
-                figures.line(panel, steps, values, name or ALONE, number)
-        panel.set_ylabel(f"{title} ({'more' if more else 'fewer'} is better)")
-        panel.legend()
-    figures.save(figure, path, environment)

@@ -22,11 +22,11 @@ class BatchSpec:
     """What a micro-batch is made of; checked when it is made.
 
     Args:
-        layout: "packed": texts side by side, (1, T), with their boundaries; "padded": (B, L) with a
-            mask; "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts,
-            which attend to each other.
+        layout: "packed": texts side by side, (1, T), with their boundaries;
+            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which
+            attend to each other.
         tokens: of a packed micro-batch at most; rows x length of one without boundaries.
-        texts: of a padded or packed micro-batch, in place of `tokens`.
+        texts: of a packed micro-batch, in place of `tokens`.
         length: tokens of a text at most, special tokens included.
         mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of
             these parts. A mapping will do.
@@ -62,9 +62,8 @@ class BatchSpec:
             )
         if (self.tokens is None) == (self.texts is None):
             raise UserError("give either tokens_per_batch or texts_per_batch")
-        unit = {"padded": "texts", "packed_without_boundaries": "tokens"}.get(self.layout)
-        if unit and getattr(self, unit) is None:
-            raise UserError(f"layout {self.layout} needs {unit}_per_batch")
+        if self.layout == "packed_without_boundaries" and self.tokens is None:
+            raise UserError(f"layout {self.layout} needs tokens_per_batch")
         if self.texts is not None and self.texts < 1:
             raise UserError(f"texts_per_batch must be at least 1, but {self.texts} was given")
         if self.tokens is not None and self.tokens < self.length:
@@ -108,11 +107,10 @@ def _parts(mixture):
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids before and after every text, and of padding (None if the tokenizer has none)."""
+    """Ids before and after every text."""
 
     first: int
     last: int
-    pad: int | None
 
     @classmethod
     def of(cls, tokenizer):
@@ -125,7 +123,7 @@ class SpecialTokens:
                 f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a "
                 "text ([CLS], [SEP])"
             )
-        return cls(first, last, tokenizer.pad_token_id)
+        return cls(first, last)
 
     def around(self, body):
         """`body` between the two, an int64 array."""
@@ -288,24 +286,20 @@ class MicroBatches(torch.utils.data.Dataset):
         texts = self.windows.read(ids)
         if tokens is not None:
             texts = [np.concatenate(texts)[skip : skip + tokens]]
-        return masked_batch(
-            texts, self.spec, self.windows.special, self.masking, int(i), i / self.count
-        )
+        return masked_batch(texts, self.spec, self.masking, int(i), i / self.count)
 
 
-def masked_batch(texts, spec, special, masking, number, progress):
+def masked_batch(texts, spec, masking, number, progress):
     """A micro-batch as the model takes it.
 
     Args:
         texts: list of int64 arrays; for "packed_without_boundaries" one array of all tokens.
-        spec: `BatchSpec`. special: `SpecialTokens`. masking: `TokenMasking`.
+        spec: `BatchSpec`. masking: `TokenMasking`.
         number: of the micro-batch in the run, which its masks follow from.
         progress: share of the run that came before it, for a mask schedule.
     """
     if spec.layout == "packed":
         batch = pack(sorted(texts, key=len))
-    elif spec.layout == "padded":
-        batch = pad(texts, special.pad)
     else:
         batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.length))}
     batch["input_ids"], batch["labels"] = masking(
@@ -314,22 +308,11 @@ def masked_batch(texts, spec, special, masking, number, progress):
     return batch
 
 
-def pad(texts, pad_token_id):
-    """dict: input_ids and attention_mask, (B, longest text) int64."""
-    longest = max(map(len, texts))
-    input_ids = torch.full((len(texts), longest), pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, text in enumerate(texts):
-        input_ids[row, : len(text)] = torch.from_numpy(text)
-        attention_mask[row, : len(text)] = 1
-    return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-
 def batch_counts(batch):
     """What a batch costs, as integers or 0-dimensional tensors: nothing waits for a GPU.
 
     Returns:
-        dict: tokens (without padding), squares (sum over texts of length^2), masked (tokens with a
+        dict: tokens, squares (sum over texts of length^2), masked (tokens with a
         label).
     """
     masked = (batch["labels"] != -100).sum()
@@ -339,8 +322,5 @@ def batch_counts(batch):
             "squares": batch["cu_seq_lens_q"].diff().long().square().sum(),
             "masked": masked,
         }
-    if "attention_mask" in batch:
-        lengths = batch["attention_mask"].sum(dim=-1)
-        return {"tokens": lengths.sum(), "squares": lengths.square().sum(), "masked": masked}
     rows, length = batch["input_ids"].shape
     return {"tokens": rows * length, "squares": rows * length**2, "masked": masked}

@@ -125,39 +125,39 @@ def evaluate_batches(model, batches, device=None, accelerator=None, characters=N
         characters: as `piece_characters` returns them, or None.
     Returns:
         dict: loss (mean cross-entropy over masked tokens, nats), masked_accuracy, masked_tokens,
-        and with `characters` bits_per_character.
+        with `characters` bits_per_character; where there are several batches the standard errors
+        over them, masked_accuracy_error and bits_per_character_error.
     """
-    rank, world = (
-        (accelerator.process_index, accelerator.num_processes)
-        if accelerator is not None
-        else (0, 1)
-    )
+    rank, world = 0, 1
+    if accelerator is not None:
+        rank, world = accelerator.process_index, accelerator.num_processes
     device = device if device is not None else next(model.parameters()).device
-    sums = torch.zeros(4, dtype=torch.float64)  # nats, right ones, masked tokens, their characters
+    # Of each batch nats, right ones, masked tokens, their characters: sums, and sums of products.
+    totals = torch.zeros(5, 4, dtype=torch.float64)
     training = model.training
     model.eval()
     # Every process computes the same number of batches, as sharded models need; repeated ones do
     # not count.
     for i in range(rank, math.ceil(len(batches) / world) * world, world):
-        given = batches[min(i, len(batches) - 1)]
+        inputs = batches[min(i, len(batches) - 1)]
         batch = {
             name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in given.items()
+            for name, value in inputs.items()
         }
         context = accelerator.autocast() if accelerator is not None else torch.no_grad()
         with context:
             outputs = model(**batch)
         if i < len(batches):
             right, count = map(int, masked_correct(outputs.logits, batch["labels"]))
-            hidden = given["labels"][given["labels"] != -100]
+            hidden = inputs["labels"][inputs["labels"] != -100]
             length = 0 if characters is None else int(characters[hidden].sum())
-            sums += torch.tensor(
-                [float(outputs.loss) * count, right, count, length], dtype=torch.float64
-            )
+            values = [float(outputs.loss) * count if count else 0.0, right, count, length]
+            values = torch.tensor(values, dtype=torch.float64)
+            totals += torch.cat([values[None], torch.outer(values, values)])
     model.train(training)
     if world > 1:
-        sums = accelerator.reduce(sums.to(device), reduction="sum")
-    nats, correct, masked, length = sums.tolist()
+        totals = accelerator.reduce(totals.to(device), reduction="sum")
+    nats, correct, masked, length = totals[0].tolist()
     metrics = {
         "loss": nats / masked,
         "masked_accuracy": correct / masked,
@@ -165,13 +165,54 @@ def evaluate_batches(model, batches, device=None, accelerator=None, characters=N
     }
     if characters is not None:
         metrics["bits_per_character"] = nats / math.log(2) / max(1, length)
+    if len(batches) > 1:
+        metrics["masked_accuracy_error"] = _ratio_error(totals, 1, 2, len(batches))
+        if characters is not None:
+            error = _ratio_error(totals, 0, 3, len(batches))
+            metrics["bits_per_character_error"] = error / math.log(2)
     return metrics
 
 
-def metric_name(name, metric):
+def _ratio_error(totals, above, below, count):
+    """Standard error of sum(a) / sum(b) over `count` batches: that of the mean of a - ratio * b, by
+    the mean of b.
+
+    Args:
+        totals: (1 + n, n) sums of n values of each batch, and sums of their products.
+        above, below: which values a and b are.
+    """
+    sums, products = totals[0], totals[1:]
+    ratio = sums[above] / sums[below].clamp(min=1)
+    squares = (
+        products[above, above]
+        - 2 * ratio * products[above, below]
+        + ratio**2 * products[below, below]
+    )
+    variance = squares.clamp(min=0) * count / (count - 1)
+    return float(variance.sqrt() / sums[below].clamp(min=1))
+
+
+def measure_sets(model, sets, tokenizer, device, accelerator):
+    """`evaluate_batches` of every held-out set.
+
+    Args:
+        sets: {name: `MicroBatches`}, tokenised by `tokenizer`.
+        accelerator: of the run, whose processes share the batches.
+    Returns:
+        {`metric_name`: value}.
+    """
+    characters, metrics = piece_characters(tokenizer), {}
+    for name, batches in sets.items():
+        measured = evaluate_batches(model, batches, device, accelerator, characters)
+        metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
+    return metrics
+
+
+def metric_name(name, metric, prefix="eval"):
     """A metric's key in the log and in result.json: eval_loss, or of the held-out set `name`
-    eval_NAME_loss."""
-    return f"eval_{name}_{metric}" if name else f"eval_{metric}"
+    eval_NAME_loss. Those of the model given, where a run replaces its vocabulary, begin with
+    start_."""
+    return f"{prefix}_{name}_{metric}" if name else f"{prefix}_{metric}"
 
 
 def unigram(tokens, tokenizer, sample=2_000_000):

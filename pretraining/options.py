@@ -1,7 +1,6 @@
-"""Options of `neobert pretrain`, `tokenizer`, `ablations` and `pseudo-perplexity`, with the paper's
-values as defaults. Imports neither torch nor transformers."""
+"""Options of `neobert pretrain`, `tokenizer` and `pseudo-perplexity`, with the paper's values
+as defaults. Imports neither torch nor transformers."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,6 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, option
 from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
-from ..common.outputs import check_folder
-from ..common.rows import read_rows
-from .ablation_recipes import PUBLISHED, RUNGS, SCALES
 from .vocabulary_options import TOKENIZER_OPTIONS
 
 
@@ -128,10 +124,8 @@ class BatchArguments(Arguments):
         "packed: nothing padded; packed_without_boundaries is ablation M6",
         choices=LAYOUTS,
     )
-    texts_per_batch: int | None = option(
-        None, "texts of a micro-batch on each device, packed or padded", least=1
-    )
-    tokens_per_batch: int | None = option(None, "or its tokens, at most, without padding", least=3)
+    texts_per_batch: int | None = option(None, "texts of a micro-batch on each device", least=1)
+    tokens_per_batch: int | None = option(None, "or its tokens, at most", least=3)
     texts_per_step: int | None = option(
         None,
         "texts of an optimizer step over all devices; gradient_accumulation_steps then follows "
@@ -225,12 +219,6 @@ class RunArguments(Arguments):
     )
     attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
-    average_last: int | None = option(
-        None,
-        "make the mean of the last N checkpoints the final model, where it has fewer bits a "
-        "character on the held-out text",
-        least=2,
-    )
     raw_checkpoint: str | None = option(
         None,
         "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",
@@ -243,8 +231,7 @@ GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
 
 
 # Options of transformers' Trainer with the paper's values (section 4). Its warm-up of 2,000 steps
-# is 5 % of the steps in a run of fewer
-# than 40,000.
+# is 5 % of the steps in a run of fewer than 40,000.
 TRAINER = {
     "max_steps": 1_000_000,
     "learning_rate": 6e-4,
@@ -259,74 +246,6 @@ TRAINER = {
     "save_total_limit": 2,
     "report_to": "tensorboard",
 }
-
-
-@dataclass
-class AblationArguments(Arguments):
-    """Options of `neobert ablations`."""
-
-    scale: str = option(
-        "small",
-        "size; for the paper's run the recipes with neobert pretrain",
-        choices=tuple(SCALES),
-    )
-    seeds: int = option(3, "runs of each rung", least=1)
-    steps: int | None = option(None, "optimizer steps of a run; default: the scale's", least=1)
-    rungs: str = option(
-        ",".join(PUBLISHED), f"which rungs, separated by commas, among {', '.join(RUNGS)}"
-    )
-    work: str | None = option(
-        None, "models and data; a finished run is not run again; default runs/ablations_SCALE"
-    )
-    output: str = option("results", "folder of the table, the chart and the numbers")
-    curated: str | None = option(
-        None, "jsonl with text in place of Wiki + Books (M0, M1); default: WordNet"
-    )
-    diverse: str | None = option(
-        None, "jsonl with text in place of RefinedWeb (M2 on); default: WordNet and GCIDE"
-    )
-    heldout: str | None = option(
-        None, "jsonl with text that no rung sees; default: held-out part of both"
-    )
-    probe: str | None = option(
-        None, "jsonl with text and label (0, 1); default: rated movie-review sentences"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        from .ablation_data import COLUMNS
-
-        self.sizes = (
-            SCALES[self.scale]
-            if self.steps is None
-            else dataclasses.replace(SCALES[self.scale], steps=self.steps)
-        )
-        names = [name.strip() for name in self.rungs.split(",") if name.strip()]
-        unknown = sorted(set(names) - set(RUNGS))
-        if unknown or not names:
-            raise UserError(
-                f"there is no rung {(unknown or [self.rungs])[0]!r}; choose among "
-                f"{', '.join(RUNGS)}"
-            )
-        self.rung_names = [name for name in RUNGS if name in names]
-        self.work = self.work or f"runs/ablations_{self.scale}"
-        for name in ("work", "output"):
-            check_folder(getattr(self, name), name)
-        for name in COLUMNS:
-            if getattr(self, name) is not None:
-                labels = {
-                    row.get("label")
-                    for _, row in read_rows(getattr(self, name), COLUMNS[name], ["text"])
-                }
-        if self.probe is not None and labels != {0, 1}:
-            raise UserError(
-                f"probe {self.probe}: the labels must be 0 and 1, and both must be there"
-            )
-
-    @property
-    def report(self):
-        """Path of the report without its ending."""
-        return Path(self.output) / f"ablations_{self.scale}"
 
 
 LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
@@ -432,13 +351,6 @@ OPTIONS = {
         GROUPS,
         "neobert pretrain recipes/example_small.yaml --dataset texts.txt --output runs/first",
         TRAINER,
-    ),
-    "ablations": Options(
-        "neobert ablations",
-        "The paper's ladder M0 to M9 (Table 2) at a size for one CPU, each rung measured the same "
-        "way.",
-        (AblationArguments,),
-        "neobert ablations --scale small",
     ),
     "pseudo-perplexity": Options(
         "neobert pseudo-perplexity",

@@ -47,7 +47,17 @@ class TokenisedTexts:
         Args:
             tokens: list of `TokenisedTexts`.
             shares: {name in the log: share of the texts} of each.
+        Raises:
+            UserError: a share is less than one text in a pass over all of them.
         """
+        count = sum(len(each.lengths) for each in tokens)
+        for name, share in shares.items():
+            if share * count < 1:
+                raise UserError(
+                    f"the weight of {name} is a share of {share:.1g}, less than one of all "
+                    f"{count:,} texts; give it a weight of {1 / count:.1g} of the others' or "
+                    "more, or leave it out"
+                )
         parts = zip(shares, (len(each.lengths) for each in tokens), shares.values())
         return cls(
             concatenate_datasets([each.rows for each in tokens]),

@@ -253,7 +253,10 @@ def execute(run):
         result = read_json(output.result)
         if result.get("heldout") == heldout_text:
             if is_first:
-                print(f"{run.output}: finished already, after {result['steps']:,} steps")
+                print(
+                    f"{run.output}: finished already, after {result['steps']:,} steps",
+                    file=sys.stderr,
+                )
                 _write_raw(run, result["steps"])
             return {name: value for name, value in result.items() if name.startswith("eval_")}
 
@@ -273,13 +276,15 @@ def execute(run):
         compile_blocks(model)
     heldout = heldout_batches(run, tokenizer)
     if run.data.measure:
-        return PretrainingTrainer(
+        trainer = PretrainingTrainer(
             model=model.to(training.device),
             args=training,
             eval_dataset=heldout,
             processing_class=tokenizer,
             run=run.run,
-        ).measure()
+        )
+        start = {} if rows is None else adaptation_report.measure_start(run, trainer)
+        return {**start, **trainer.measure()}
 
     shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
@@ -296,6 +301,9 @@ def execute(run):
             processing_class=tokenizer,
             run=run.run,
             moments=_moments(run),
+            measure_start=None
+            if rows is None or not heldout
+            else functools.partial(adaptation_report.measure_start, run),
         )
         train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
         metrics = trainer.evaluate()

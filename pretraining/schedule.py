@@ -64,8 +64,8 @@ def make_training_arguments(run, batch, given):
     accelerated = torch.accelerator.is_available()
     if given.get("bf16") and not (given.get("use_cpu") or accelerated):
         raise UserError(
-            "bf16 was given, but there is no GPU or other accelerator, and most CPUs are slow in "
-            "it; leave it out, or give use_cpu"
+            "bf16 is on, but there is no GPU or other accelerator, and most CPUs are slow in it; "
+            "give --bf16 false, or --use-cpu true"
         )
     given.setdefault("dataloader_pin_memory", accelerated)
     training = training_arguments(run.output, given, _FIXED)

@@ -62,7 +62,6 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         self.rank = rank
         self.world_size = world_size
         self.workers = max(1, workers)
-        self.in_workers = workers > 0
         self.shares = np.cumsum([share for _, share in spec.mixture])[:-1]
         self.start, self.saved = 0, {}
 
@@ -120,9 +119,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             number = i * self.world_size + self.rank
             texts = self._texts(readers[self._part(number)])
             if i >= self.start:
-                batch = masked_batch(
-                    texts, self.spec, self.source.special, self.masking, number, number / self.count
-                )
+                batch = masked_batch(texts, self.spec, self.masking, number, number / self.count)
                 batch[COUNTS] = (worker, self._counts(readers))
                 if state is not None:
                     batch[STATE] = json.dumps(state)

@@ -60,13 +60,17 @@ def check_text(run):
 
 def heldout_batches(run, tokenizer):
     """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
-    spec, batch, found = run.spec.of_all_texts(run.spec.seed + 1), run.batch, {}
+    return {name: heldout_set(run, name, tokenizer) for name in run.data.heldout_sources}
+
+
+def heldout_set(run, name, tokenizer, prefix=""):
+    """`MicroBatches` of one held-out set; `prefix` of its folder in `prepared`."""
+    spec, batch = run.spec.of_all_texts(run.spec.seed + 1), run.batch
+    sources, folder = run.data.heldout_sources[name], prefix + folder_of(name)
+    tokens = prepared_tokens(run, folder, sources, tokenizer)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
-    for name, sources in run.data.heldout_sources.items():
-        tokens = prepared_tokens(run, folder_of(name), sources, tokenizer)
-        masking = TokenMasking(tokenizer, *shares)
-        found[name] = make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
-    return found
+    masking = TokenMasking(tokenizer, *shares)
+    return make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
 
 
 def training_batches(run, tokenizer, masking):

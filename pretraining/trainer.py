@@ -15,7 +15,7 @@ from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
 from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
-from .heldout import evaluate_batches, masked_correct, metric_name, piece_characters
+from .heldout import masked_correct, measure_sets
 from .streaming import COUNTS, STATE
 
 
@@ -66,15 +66,17 @@ class _Records(TrainerCallback):
     continued run miss nothing; and what the held-out text says before the first step.
 
     Args:
-        measure: `PretrainingTrainer.evaluate`.
+        trainer: `PretrainingTrainer`.
     """
 
-    def __init__(self, measure):
-        self.measure = measure
+    def __init__(self, trainer):
+        self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            self.measure()
+            if self.trainer.measure_start is not None:
+                self.trainer.log(self.trainer.measure_start(self.trainer))
+            self.trainer.evaluate()
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
@@ -91,17 +93,18 @@ class PretrainingTrainer(RunTrainer, Trainer):
     Args:
         run: RunArguments.
         moments: file of an optimizer's state to begin with, or None.
+        measure_start: called with the trainer before the first step, returns metrics of the model
+            given, which are logged; or None.
         others: as of Trainer.
     """
 
-    def __init__(self, *others, run, moments=None, **more):
+    def __init__(self, *others, run, moments=None, measure_start=None, **more):
         super().__init__(*others, data_collator=_only_item, **more)
-        self.add_callback(_Records(self.evaluate))
-        self.run, self.moments = run, moments
+        self.add_callback(_Records(self))
+        self.run, self.moments, self.measure_start = run, moments, measure_start
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
         self._window_start = None
         self._peak = None
-        self._characters = None  # of every piece
         self._stream = {"states": {}, "counts": {}}  # by loader worker
         self._passes = {}  # of weighted sources, that were said
 
@@ -300,21 +303,14 @@ class PretrainingTrainer(RunTrainer, Trainer):
         return metrics
 
     def measure(self):
-        """`evaluate_batches` of every held-out set, {name: `MicroBatches`}; the batches are shared
-        between the processes."""
-        if self._characters is None:
-            self._characters = piece_characters(self.processing_class)
-        metrics = {}
-        for name, batches in (self.eval_dataset or {}).items():
-            measured = evaluate_batches(
-                self.model_wrapped if self.is_fsdp_enabled else self.model,
-                batches,
-                self.args.device,
-                self.accelerator,
-                self._characters,
-            )
-            metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
-        return metrics
+        """`measure_sets` of the held-out text; the batches are shared between the processes."""
+        return measure_sets(
+            self.model_wrapped if self.is_fsdp_enabled else self.model,
+            self.eval_dataset or {},
+            self.processing_class,
+            self.args.device,
+            self.accelerator,
+        )
 
 
 def _only_item(items):

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 
 from neobert.pretraining import pretrain
 
@@ -72,3 +74,13 @@ def log_of(out):
         for record in records
         if "loss" in record
     ]
+
+
+def save_bpe(texts, folder, size=300):
+    """Puts a cased byte-level BPE tokenizer that was learnt from texts into a folder."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(texts, vocab_size=size, special_tokens=special)
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, **names)
+    tokenizer.save_pretrained(str(folder))

@@ -1,20 +1,15 @@
-"""Pins the ladder's recipes to the paper's Table 2: what each rung changes and nothing else; and
-the small-scale ladder's machinery."""
+"""Pins the ladder's recipes to the paper's Table 2, what each rung changes and nothing else, and
+those of both stages to the paper's values."""
 
-import json
-from unittest.mock import Mock
-
-import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from neobert import __main__ as cli
-from neobert.common.constants import TOKENIZER
+from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.optimisation import make_schedule
+from neobert.common.published import ABLATIONS
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.pretraining import ablation_recipes, ablation_report, pretrain
+from neobert.pretraining import pretrain
 from neobert.pretraining.schedule import paper_schedule
 
 
@@ -100,7 +95,7 @@ CHANGES = {
 
 
 def _flat(name):
-    recipe = ablation_recipes.rung_recipe(name)
+    recipe = read_yaml(RECIPES / "ablations" / f"{name}.yaml")
     recipe.pop("output")
     sections = [recipe.pop(name) for name in ("model_config", "trainer")]
     return {**recipe, **sections[0], **sections[1]}
@@ -116,6 +111,14 @@ def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
         if before.get(key) != after.get(key)
     }
     assert changed == allowed, f"{rung} against {base}"
+
+
+def test_every_rung_of_table_2_has_a_recipe():
+    """But for the last, a search of hyper-parameters."""
+    published = {rung.lower() for rung, *_ in ABLATIONS} - {"m10"}
+    recipes = {path.stem for path in (RECIPES / "ablations").glob("*.yaml")}
+    assert published == {name for name in recipes if "_" not in name}
+    assert {"m0", *CHANGES} == recipes
 
 
 def test_m0_is_the_papers_bert():
@@ -151,8 +154,7 @@ def test_m0_is_the_papers_bert():
 
 def _parameters(rung):
     """Parameters from the shapes of PAPER section 2: tied nowhere, decoder with a bias."""
-    values = ablation_recipes.rung_recipe(rung)["model_config"]
-    config = NeoBERTConfig(**values)
+    config = NeoBERTConfig(**read_yaml(RECIPES / "ablations" / f"{rung}.yaml")["model_config"])
     hidden, inner, vocabulary = config.hidden_size, config.ffn_inner_size, config.vocab_size
     block = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden
     return 2 * vocabulary * hidden + vocabulary + config.num_hidden_layers * block + hidden
@@ -170,7 +172,7 @@ def test_m7_and_m8_are_the_250m_models():
     [(1, 1_000_000, 1024, {}), (2, 50_000, 4096, {"mixture": {0: 0.2, 1024: 0.4, 2048: 0.4}})],
 )
 def test_the_stages_have_the_papers_values(stage, steps, length, keys):
-    path = ablation_recipes.CONFIGS.parent / f"neobert_stage{stage}.yaml"
+    path = RECIPES / f"neobert_stage{stage}.yaml"
     # bf16 is refused where the device has none; it is checked from the file.
     run = pretrain.read_run([str(path), "--bf16", "false", "--report-to", "none"])
     expected = {
@@ -250,9 +252,7 @@ def test_the_defaults_are_the_papers_too():
     )
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ablation_recipes.RECIPES.rglob("*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
     if (
         path.parent.name == "accelerate"
@@ -279,256 +279,4 @@ def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
         last == pytest.approx(0.0, abs=1e-4)
         if training.lr_scheduler_type == "linear" or "wsd" in path.stem
         else last == pytest.approx(0.1)
-    )
-
-
-def test_shrinking_keeps_what_the_rungs_differ_in():
-    scale = ablation_recipes.SCALES["small"]
-    small = {
-        name: ablation_recipes.shrink(ablation_recipes.rung_recipe(name), scale)
-        for name in ablation_recipes.RUNGS
-    }
-    shapes = {
-        name: (
-            small[name]["model_config"]["num_hidden_layers"],
-            small[name]["model_config"]["hidden_size"],
-        )
-        for name in small
-    }
-    # 12 layers of 768 become 2 of 64; 16 of 1,056 in proportion 3 of 88; 28 of 768: 5 of 64.
-    assert (
-        shapes["m0"] == (2, 64)
-        and shapes["m7"] == (3, 88)
-        and shapes["m8"] == (5, 64) == shapes["m9"]
-    ), shapes
-    assert small["m0"]["model_config"]["decoder_init_range"] == pytest.approx(
-        0.02 * 12**0.5, abs=1e-4
-    ), "0.02 at 768 is 0.069 at 64"
-    assert (
-        small["m6"]["layout"] == "packed_without_boundaries"
-        and small["m9"]["max_length"] == 2 * small["m8"]["max_length"]
-    )
-    assert (
-        small["m9"]["texts_per_step"] == 2 * small["m8"]["texts_per_step"]
-        and small["m9"]["texts_per_batch"] == 32
-    )
-    assert (
-        small["m6"]["tokens_per_step"]
-        == small["m5"]["texts_per_step"] * small["m5"]["max_length"]
-        == 1024
-    )
-    trainer = {name: small[name]["trainer"] for name in small}
-    assert (
-        trainer["m0"]["weight_decay"] == 0.0
-        and trainer["m4"]["weight_decay"] == 0.1
-        and small["m5"]["mlm_probability"] == 0.2
-    )
-    # 90 % of 1,500 steps less the warm-up of 150; the last 20 % of them.
-    assert [
-        trainer[name]["lr_scheduler_kwargs"]["num_decay_steps"] for name in ("m4", "m9", "m9_wsd")
-    ] == [1200, 1200, 300]
-    assert small["m9_mask_schedule"]["mask_schedule"] == [0.3, 0.15]
-
-
-@pytest.fixture
-def corpora(tmp_path):
-    rng = np.random.default_rng(0)
-    words = ["good", "bad", "river", "stone", "music", "paper", "Table", "winter"]
-
-    def write(name, count, label=False):
-        rows = []
-        for _ in range(count):
-            row = {"text": " ".join(rng.choice(words, rng.integers(3, 9)))}
-            rows.append({**row, "label": int("good" in row["text"])} if label else row)
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-        return str(tmp_path / f"{name}.jsonl")
-
-    return {
-        "curated": write("curated", 150),
-        "diverse": write("diverse", 200),
-        "heldout": write("heldout", 20),
-        "probe": write("probe", 40, True),
-    }
-
-
-@pytest.mark.slow
-def test_the_ladder_runs_measures_and_reports(corpora, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = [
-        "--scale",
-        "tiny",
-        "--seeds",
-        "1",
-        "--rungs",
-        "m0,m3,m6",
-        "--work",
-        "work",
-        "--output",
-        "results",
-    ]
-    arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
-    assert cli.main(["ablations", *arguments]) == 0
-    result = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())
-    assert [(row["rung"], row["seed"]) for row in result["runs"]] == [
-        ("m0", 0),
-        ("m3", 0),
-        ("m6", 0),
-    ]
-    for row in result["runs"]:
-        assert (
-            0 <= row["probe_accuracy"] <= 1
-            and 0 <= row["masked_accuracy"] <= 1
-            and row["masked_bits_per_character"] > 0
-        )
-    text = (tmp_path / "results" / "ablations_tiny.md").read_text()
-    assert (
-        "Small-scale" in text and "| M6 | packing without document boundaries | no | 80.5 |" in text
-    )
-    assert (tmp_path / "results" / "ablations_tiny.png").stat().st_size > 10_000
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "bpe")) > len(
-        AutoTokenizer.from_pretrained(tmp_path / "work" / "data" / "wordpiece")
-    )
-    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}
-    assert cli.main(["ablations", *arguments]) == 0
-    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("measured.json")}, (
-        "finished rungs must not run again"
-    )
-    assert cli.main(["ablations", *arguments, "--steps", "4"]) == 2, (
-        "finished rungs of 3 steps must not pass for rungs of 4"
-    )
-    assert (
-        "work holds a ladder with steps 3, now 4; give the same, or another --work"
-        in capsys.readouterr().err
-    )
-    before = {path: path.read_bytes() for path in (tmp_path / "results").iterdir()}
-    for more, words in (
-        (
-            ["--work", "new", "--steps", "4"],
-            "results holds a ladder with steps 3, now 4; give the same, or another --output",
-        ),
-        (["--work", "new", "--probe", corpora["heldout"]], "has no 'label'"),
-        (["--work", "new", "--heldout", corpora["diverse"]], "results holds a ladder with heldout"),
-        (
-            ["--work", "new", "--rungs", "m3"],
-            "ablations_tiny.json holds m0 seed 0, which new does not; give its --work",
-        ),
-    ):
-        assert (
-            cli.main(["ablations", *arguments, *more]) == 2 and words in capsys.readouterr().err
-        ), more
-    assert not (tmp_path / "new").exists() and before == {
-        path: path.read_bytes() for path in (tmp_path / "results").iterdir()
-    }
-
-
-def test_some_rungs_again_leave_the_others_in_the_report(corpora, tmp_path, monkeypatch):
-    """Runs that have been measured, without the training: m0 and m6 with a seed, then m6 with
-    two."""
-    monkeypatch.chdir(tmp_path)
-    figures = {
-        "parameters": 1e6,
-        "steps": 3,
-        "tokens_seen": 384,
-        "cpu_seconds": 1.5,
-        "probe_accuracy": 0.5,
-        "masked_accuracy": 0.1,
-        "masked_bits_per_character": 3.0,
-    }
-    for name, seed in (("m0", 0), ("m6", 0), ("m6", 1)):
-        path = tmp_path / "work" / f"{name}_seed{seed}" / "measured.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"rung": name, "seed": seed, **figures}))
-    arguments = ["--scale", "tiny", "--work", "work", "--output", "results"]
-    arguments += [piece for name, path in corpora.items() for piece in (f"--{name}", path)]
-    for name in ("write_result", "draw"):
-        with monkeypatch.context() as patch:
-            patch.setattr(ablation_report, name, Mock(side_effect=KeyboardInterrupt))
-            assert cli.main(["ablations", *arguments, "--rungs", "m0", "--seeds", "1"]) == 130, (
-                "the next run replaces what is half written"
-            )
-    for more in (["--rungs", "m0,m6", "--seeds", "1"], ["--rungs", "m6", "--seeds", "2"]):
-        assert cli.main(["ablations", *arguments, *more]) == 0
-        runs = json.loads((tmp_path / "results" / "ablations_tiny.json").read_text())["runs"]
-        assert [(row["rung"], row["seed"]) for row in runs] == [("m0", 0), ("m6", 0), ("m6", 1)]
-        text = (tmp_path / "results" / "ablations_tiny.md").read_text()
-        assert "| M0 |" in text and "| M6 |" in text and "over 1 to 2 seeds" in text
-
-
-def test_files_of_others_are_not_replaced(corpora, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = [
-        "--scale",
-        "tiny",
-        "--work",
-        "work",
-        "--output",
-        "results",
-        *(f"--{name}={path}" for name, path in corpora.items()),
-    ]
-    for name in (
-        "results/ablations_tiny.json",
-        "results/ablations_tiny.md",
-        "results/ablations_tiny.png",
-        "work/ladder.json",
-    ):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("[]")
-        assert cli.main(["ablations", *arguments]) == 2
-        assert (
-            f"{name} was not made by neobert ablations" in capsys.readouterr().err
-            and path.read_text() == "[]"
-        )
-        path.unlink()
-    assert not list((tmp_path / "work").iterdir()), (
-        "nothing may be written before the output is known to be good"
-    )
-
-
-def test_the_spread_is_over_seeds():
-    runs = [
-        {"rung": "m1", "seed": seed, "probe_accuracy": value}
-        for seed, value in enumerate((0.5, 0.6, 0.7))
-    ]
-    others = {
-        "masked_accuracy": 0,
-        "masked_bits_per_character": 0,
-        "parameters": 0,
-        "steps": 0,
-        "tokens_seen": 0,
-        "cpu_seconds": 0,
-    }
-    runs = [{**run, **others} for run in runs]
-    assert "| 60.0 ± 10.0 | 0.0 ± 0.0 |" in ablation_report.table(runs)
-    assert "| 50.0 | 0.0 |" in ablation_report.table(runs[:1]), "one seed has no spread"
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (["--scale", "huge"], "scale must be one of"),
-        (["--rungs", "m0,m11"], "no rung 'm11'"),
-        (["--rungs", ","], "there is no rung ','"),
-        (["--seeds", "0"], "seeds must"),
-        (["--steps", "0"], "steps must"),
-        (["--work", "broken.jsonl"], "work must be a folder or a new name"),
-        (["--output", "broken.jsonl"], "output must be a folder or a new name"),
-        (["--diverse", "absent.jsonl"], "there is no file absent.jsonl"),
-        (["--heldout", "broken.jsonl"], "line 2"),
-        (["--heldout", "latin.jsonl"], "line 1 is not JSON (it is not UTF-8)"),
-        (["--probe", "unlabelled.jsonl"], "has no 'label'"),
-        (["--probe", "onesided.jsonl"], "labels must be 0 and 1"),
-    ],
-)
-def test_bad_input_is_one_sentence(capsys, tmp_path, monkeypatch, wrong, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    (tmp_path / "unlabelled.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "onesided.jsonl").write_text('{"text": "a", "label": 1}\n')
-    assert cli.main(["ablations", *wrong]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1, error
-    assert not (tmp_path / "runs").exists(), (
-        "nothing may be written before the input is known to be good"
     )

@@ -33,7 +33,7 @@ def _tokens(lengths):
 def _batches(lengths, tokenizer, count=None, **spec):
     spec = BatchSpec(**spec)
     return MicroBatches(
-        Windows(_tokens(lengths), SpecialTokens(101, 102, 0), spec),
+        Windows(_tokens(lengths), SpecialTokens(101, 102), spec),
         TokenMasking(tokenizer),
         spec,
         count,
@@ -45,7 +45,7 @@ def test_long_texts_are_cut_or_split():
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
     )
-    special = SpecialTokens(1, 2, 0)
+    special = SpecialTokens(1, 2)
     cut = Windows(tokens, special, BatchSpec(tokens=64, length=6))
     assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [
         [1, 10, 11, 12, 13, 2],
@@ -64,9 +64,7 @@ def test_long_texts_are_cut_or_split():
     ).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "spec", [{"tokens": 64}, {"texts": 7}, {"texts": 7, "layout": "padded"}], ids=str
-)
+@pytest.mark.parametrize("spec", [{"tokens": 64}, {"texts": 7}], ids=str)
 def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch):
     monkeypatch.setattr(plans, "CHUNK", 16)  # so that a plan has several
     lengths = [3 + i % 17 for i in range(101)]
@@ -91,8 +89,7 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec, monkeypatch
             assert len(seen) % len(lengths) == 0, (
                 "a batch has as many texts as were asked for, but the last of an epoch"
             )
-        if "layout" not in spec:
-            assert batch["max_length_q"] == max(sizes)
+        assert batch["max_length_q"] == max(sizes)
         if first_epoch is None and len(seen) >= len(lengths):
             first_epoch = list(seen)
     assert sorted(first_epoch) == expected, "the first epoch must hold every text exactly once"
@@ -211,12 +208,11 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
             {"layout": "packed_without_boundaries", "tokens": None, "texts": 4},
             "needs tokens_per_batch",
         ),
-        ({"layout": "padded"}, "needs texts_per_batch"),
         ({"texts": 8}, "give either tokens_per_batch or texts_per_batch"),
         ({"layout": "ragged"}, "layout must be one of"),
         ({"long_texts": "spilt"}, "long_texts must be one of"),
         ({"length": 2}, "max_length must be at least 3"),
-        ({"layout": "padded", "tokens": None, "texts": 0}, "at least 1"),
+        ({"tokens": None, "texts": 0}, "at least 1"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
         ({"mixture": {0: float("nan")}}, "above 0 and sum to 1"),
         ({"mixture": {}}, "above 0 and sum to 1"),
@@ -235,7 +231,7 @@ def test_a_text_takes_8_bytes_at_most(tokenizer):
     count = 1_000_000
     lengths = np.random.default_rng(0).integers(3, 2000, count, dtype=np.int32)
     spec = BatchSpec(tokens=32768, length=1024, mixture={0: 0.5, 1024: 0.5})
-    windows = Windows(TokenisedTexts(_tokens([4]).rows, lengths), SpecialTokens(101, 102, 0), spec)
+    windows = Windows(TokenisedTexts(_tokens([4]).rows, lengths), SpecialTokens(101, 102), spec)
     tracemalloc.start()
     try:
         batches = MicroBatches(windows, TokenMasking(tokenizer), spec, 1000)

@@ -16,7 +16,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from pretrain_runs import TINY, arguments_of, log_of, make_corpus, run_of  # noqa: F401
+from pretrain_runs import (  # noqa: F401
+    TINY,
+    arguments_of,
+    log_of,
+    make_corpus,
+    run_of,
+    save_bpe,
+)
 from safetensors.torch import load_file
 
 from neobert import __main__ as cli
@@ -33,8 +40,7 @@ from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources, texts
 from neobert.pretraining import trainer as trainer_module
-from neobert.pretraining.batches import pad
-from neobert.pretraining.heldout import evaluate_batches, masked_correct
+from neobert.pretraining.heldout import masked_correct
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
@@ -92,10 +98,10 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     assert model.config.hidden_size == 32, "the final model must load"
 
 
-PADDED = {"layout": "padded", "texts_per_step": 12, "texts_per_batch": 6, "tokens_per_batch": None}
+TEXTS = {"texts_per_step": 12, "texts_per_batch": 6, "tokens_per_batch": None}
 
 
-@pytest.mark.parametrize("more", [{}, PADDED, {"peak_tflops": None, "logging_steps": 3}], ids=str)
+@pytest.mark.parametrize("more", [{}, TEXTS, {"peak_tflops": None, "logging_steps": 3}], ids=str)
 def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     """Dropout is on, so that the state of the random numbers counts too; measuring the machine's
     peak must not draw from them."""
@@ -137,7 +143,7 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, PADDED], ids=str
+    "kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, TEXTS], ids=str
 )
 @pytest.mark.parametrize("interruptions", [2, 3])
 def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, interruptions):
@@ -578,12 +584,11 @@ def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_accumulated_micro_batches_give_the_loss_of_one_batch(corpus, tmp_path):
     """Both see texts 0 to 11 of the same order; losses are means over all masked tokens, however
-    they are cut, packed as padded."""
+    they are cut."""
     losses = []
-    for layout, rows in (("padded", 12), ("padded", 4), ("packed", 12), ("packed", 4)):
-        out = tmp_path / f"{layout}{rows}"
+    for rows in (12, 4):
+        out = tmp_path / str(rows)
         arguments = {
-            "layout": layout,
             "tokens_per_batch": None,
             "texts_per_batch": rows,
             "texts_per_step": 12,
@@ -618,22 +623,6 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
     assert masked_correct(logits[0, 1:3], labels) == (1, 2), (
         "logits of the labelled tokens alone must count the same"
     )
-
-
-def test_accuracy_of_padded_rows_of_several_lengths():
-    """The model gives the logits of labelled tokens alone, of texts that it packs in an order of
-    its own."""
-    torch.manual_seed(0)
-    model = NeoBERTForMaskedLM(
-        NeoBERTConfig(**{**TINY, "tie_word_embeddings": False}, sparse_prediction=True)
-    ).eval()
-    batch = pad([torch.randint(1000, 9000, (length,)).numpy() for length in (5, 17, 3, 11)], 0)
-    with torch.no_grad():
-        best = model(**batch).logits.argmax(dim=-1)
-    labels = best.where(batch["attention_mask"].bool() & (torch.arange(17) % 2 == 0), -100)
-    assert len(labels.unique()) > 10, "another order must be seen"
-    metrics = evaluate_batches(model, [{**batch, "labels": labels}])
-    assert (metrics["masked_accuracy"], metrics["masked_tokens"]) == (1.0, 20)
 
 
 def test_the_baseline_is_the_most_frequent_ordinary_token():
@@ -758,12 +747,9 @@ def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
     """The start's own tokenizer is the default: the words of another one would meet other rows of
     its embedding."""
-    from neobert.pretraining.ablation_data import train_tokenizer
-
-    texts = (corpus / "train.txt").read_text().splitlines()
-    for kind in ("wordpiece", "bpe"):
-        train_tokenizer(texts, kind, 120, tmp_path / kind)
-    own = tmp_path / "wordpiece"
+    lines, own = (corpus / "train.txt").read_text().splitlines(), tmp_path / "own"
+    for name, size in (("own", 300), ("bpe", 280)):
+        save_bpe(lines, tmp_path / name, size)
     short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1, "prepared": None}
     run_of(arguments_of(corpus, tmp_path / "one", tokenizer=own, **short))
     size = load_tokenizer(own).get_vocab()

@@ -78,7 +78,7 @@ BAD = [
     ({"keep_every": -1}, "keep_every must be at least 0"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
     ({"num_proc": 0}, "num_proc must be at least 1"),
-    ({"layout": "stacked"}, "packed, padded"),
+    ({"layout": "padded"}, "packed, packed_without_boundaries"),
     ({"long_texts": "drop"}, "long_texts must be one of"),
     ({"mixture": '{"0": 0.5, "20": 0.4}'}, "sum to 1"),
     (
@@ -200,7 +200,6 @@ def test_a_broken_recipe_is_one_sentence(tmp_path, capsys, monkeypatch, text, wo
     "token, words",
     [
         ("mask_token", "has no mask token"),
-        ("pad_token", "has no padding token"),
         ("sep_token", "start and end"),
     ],
 )
@@ -208,7 +207,6 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
     tokenizer = load_tokenizer(TOKENIZER)
     setattr(tokenizer, token, None)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    padded = {"layout": "padded", "tokens_per_batch": None, "texts_per_batch": 4}
     with pytest.raises(UserError, match=words):
         run_of(
             arguments_of(
@@ -216,7 +214,6 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
                 tmp_path / "out",
                 tokenizer=tmp_path / "tokenizer",
                 prepared=tmp_path / "prepared",
-                **padded,
             )
         )
     assert not (tmp_path / "out" / "recipe.json").exists()
@@ -268,7 +265,7 @@ def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypat
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     given = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
     assert pretrain.read_run(given).training.use_cpu
-    with pytest.raises(UserError, match="bf16 was given, but there is no GPU"):
+    with pytest.raises(UserError, match="bf16 is on, but there is no GPU .* give --bf16 false"):
         pretrain.read_run([*given, "--bf16"])
     assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

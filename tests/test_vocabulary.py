@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+from pretrain_runs import save_bpe
 from tokenizers import models
 from transformers import AutoTokenizer
 
@@ -219,9 +220,7 @@ def inputs(tmp_path_factory):
     maskless = load_tokenizer(str(TOKENIZER))
     maskless.mask_token = None
     maskless.save_pretrained(folder / "maskless")
-    from neobert.pretraining.ablation_data import train_tokenizer
-
-    train_tokenizer(["a text", "one more"], "bpe", 300, folder / "bpe")
+    save_bpe(["a text", "one more"], folder / "bpe")
     return folder
 
 

@@ -96,7 +96,7 @@ def test_shares_of_many_small_sources_add_up():
     [
         {"tokens": 64},
         {"tokens": 64, "layout": "packed_without_boundaries"},
-        {"layout": "padded"},
+        {"texts": 4, "tokens": None},
         {"mixture": {0: 0.5, 8: 0.5}},
         {"length": 6, "long_texts": "split"},
     ],
@@ -165,7 +165,7 @@ def _in_turn(stream):
 SPECS = [
     {},
     {"mixture": {0: 0.3, 8: 0.7}},
-    {"texts": 4, "layout": "padded"},
+    {"texts": 4},
     {"layout": "packed_without_boundaries"},
     {"long_texts": "split", "length": 6},
 ]
