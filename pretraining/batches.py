@@ -14,7 +14,7 @@ import torch
 from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
 from ..common.packing import pack
-from .plans import CHUNK, ByRows, ByTexts, ByTokens
+from .plans import Plan
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,8 @@ class Windows:
         """Ids of the windows whose text has at least `least` tokens, uint32."""
         if least <= 0:
             return np.arange(len(self), dtype=np.uint32)
-        found = []
-        for start in range(0, len(self), CHUNK):
-            ids = np.arange(start, min(start + CHUNK, len(self)))
-            found.append(ids[self.texts.lengths[self._place(ids)[0]] >= least].astype(np.uint32))
-        return np.concatenate(found)
+        ids = np.arange(len(self), dtype=np.uint32)
+        return ids[self.texts.lengths[self._place(ids)[0]] >= least]
 
     def read(self, ids):
         """The windows as int64 arrays, special tokens included."""
@@ -213,9 +210,11 @@ class MicroBatches(torch.utils.data.Dataset):
 
     def __init__(self, windows, masking, spec, count=None):
         self.windows, self.masking, self.spec, self.count = windows, masking, spec, count
-        self.plans = [self._plan(number, least) for number, (least, _) in enumerate(spec.mixture)]
+        self.plans = [
+            Plan(windows, spec, number, whole=count is None) for number in range(len(spec.mixture))
+        ]
         if count is None:
-            self.count = self.plans[0].planned(0)[-1]
+            self.count = self.plans[0].batches_of(0)
         # The part of each batch, and how many batches of that part came before; of a single part
         # there is nothing to keep.
         self.source = self.rank = None
@@ -227,26 +226,6 @@ class MicroBatches(torch.utils.data.Dataset):
             for number in range(len(self.plans)):
                 mine = self.source == number
                 self.rank[mine] = np.arange(mine.sum())
-
-    def _plan(self, number, least):
-        spec, seed = self.spec, (self.spec.seed, number)
-        if spec.layout != "packed_without_boundaries":
-            unit, size = spec.size
-            return {"tokens": ByTokens, "texts": ByTexts}[unit](self.windows, least, seed, size)
-        plan = ByRows(
-            self.windows,
-            least,
-            seed,
-            spec.length,
-            spec.tokens // spec.length,
-            remainder=self.count is None,
-        )
-        if self.count is not None and not plan.planned(0)[-1]:
-            raise UserError(
-                f"a batch takes {spec.tokens} tokens, but the data has {plan.planned(0)[1][-1]}; "
-                "lower tokens_per_batch"
-            )
-        return plan
 
     def __len__(self):
         return self.count
@@ -282,10 +261,7 @@ class MicroBatches(torch.utils.data.Dataset):
         if not 0 <= i < self.count:
             raise IndexError(i)
         source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
-        ids, skip, tokens = self.plans[source].batch(rank)
-        texts = self.windows.read(ids)
-        if tokens is not None:
-            texts = [np.concatenate(texts)[skip : skip + tokens]]
+        texts = self.plans[source].batch(rank)
         return masked_batch(texts, self.spec, self.masking, int(i), i / self.count)
 
 

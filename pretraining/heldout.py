@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..common.errors import UserError
-from .sources import parse_sources, text_files
+from .sources import parse_sources
 
 
 def parse_heldout(heldout, subset=None, split="train", column="text"):
@@ -65,10 +65,9 @@ def check_held_out(heldout, train):
 
 def _places(source):
     """What tells a source's text apart: its files, or its name on the Hub."""
-    local = source.local
-    if local is None:
+    if source.kind == "hub":
         return [(source.name, source.subset, source.revision, source.split)]
-    return [os.path.realpath(path) for path in text_files(local, source.split)]
+    return [os.path.realpath(path) for path in source.paths]
 
 
 def piece_characters(tokenizer):

@@ -89,7 +89,6 @@ class DataArguments(Arguments):
     measure: bool = option(
         False, "measure the held-out text with the weights of init_from and stop", free=True
     )
-    num_proc: int = option(1, "processes that tokenise a set which is prepared", free=True, least=1)
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,198 +1,167 @@
 """Which texts are in batch k of an endless series of shuffled passes over the data: a function of
-the seed and k, in 4 bytes a text.
-
-The data of the paper has a thousand million texts, so nothing here holds more than the order of the
-current pass; sums go by chunks.
-"""
-
-from array import array
+the seed and k."""
 
 import numpy as np
 
 from ..common.errors import UserError
-from .weighted import WeightedOrder
 
 
-CHUNK = 1 << 20
-BLOCK = 4096
+# Draws of the rarest weighted source in a pass, so that rounding moves its share by 0.5 % of it at
+# most.
+LEAST_DRAWS = 100
 
 
 class Plan:
-    """Base of the plans: batches of one pass after another.
+    """Batches of one part of the mixture.
 
     Args:
         windows: `Windows`.
-        least: windows of texts of at least so many tokens are drawn from.
-        seed: tuple of integers.
+        spec: `BatchSpec`.
+        number: of the part.
+        whole: one pass that leaves nothing out, for evaluation.
     Raises:
-        UserError: there is no such text.
+        UserError: there is no text that is long enough, or all together fill no batch.
     """
 
-    def __init__(self, windows, least, seed):
-        self.windows, self.least, self.seed = windows, least, seed
-        self.weighted = self._weighted() if windows.parts else None
-        if self.weighted:
-            self.count = self.weighted.count
-        else:
-            self.count = len(windows.of_texts_from(least)) if least > 0 else len(windows)
-        if not self.count:
-            raise UserError(
-                f"the mixture asks for texts of at least {least} tokens, but the data has none"
-            )
-        self.ends = [0]  # batches before each pass
-        self.current = None
-
-    def _weighted(self):
-        """`WeightedOrder` of the windows; UserError for a source without a text that is long
-        enough."""
-        ids, ends = self.windows.of_texts_from(self.least), self.windows.part_ends()
-        parts = self.windows.parts
-        for part, count in zip(parts, np.diff(np.searchsorted(ids, ends), prepend=0)):
+    def __init__(self, windows, spec, number, whole=False):
+        least = spec.mixture[number][0]
+        self.windows, self.spec, self.whole = windows, spec, whole
+        self.seed = (spec.seed, number)
+        self.ids = windows.of_texts_from(least)
+        counts = {"the data": len(self.ids)}
+        if windows.parts:
+            bounds = np.searchsorted(self.ids, windows.part_ends())
+            counts = dict(zip((part.name for part in windows.parts), np.diff(bounds, prepend=0)))
+        for name, count in counts.items():
             if not count:
                 raise UserError(
-                    f"the mixture asks for texts of at least {self.least} tokens, but {part.name} "
-                    "has none"
+                    f"the mixture asks for texts of at least {least} tokens, but {name} has none"
                 )
-        return WeightedOrder(ids, ends, [part.share for part in parts], self.seed)
+        self.weighted = None
+        if windows.parts:
+            shares = [part.share for part in windows.parts]
+            self.weighted = WeightedOrder(self.ids, bounds, shares, self.seed)
+        self.count = self.weighted.count if self.weighted else len(self.ids)  # texts of a pass
+        self.ends = [0]  # batches before each pass
+        self.current = None
+        if not whole and not self.batches_of(0):
+            raise UserError(
+                f"a batch takes {spec.tokens} tokens, but the data has fewer; lower "
+                "tokens_per_batch"
+            )
 
     def order(self, number):
         """Ids of the windows in the order of pass `number`."""
         if self.weighted:
             return self.weighted.order(number)
-        ids = self.windows.of_texts_from(self.least)
+        ids = self.ids.copy()
         np.random.default_rng([*self.seed, number]).shuffle(ids)
         return ids
 
-    def locate(self, k):
-        """(the plan of the pass, index in it, number of the pass) of batch k."""
-        number = int(np.searchsorted(self.ends, k, side="right")) - 1
-        while number == len(self.ends) - 1:
-            self.ends.append(self.ends[-1] + self.planned(number)[-1])
-            number = number + 1 if k >= self.ends[-1] else number
-        return self.planned(number), k - self.ends[number], number
-
     def planned(self, number):
-        """`plan(number)`, the last one kept."""
+        """(order, bounds, totals) of pass `number`, the last one kept: batch i has the texts, or
+        with `totals` (tokens before each text) the tokens, from bounds[i] to bounds[i + 1]."""
         if self.current is None or self.current[0] != number:
             self.current = None  # before the next one is made, so that two are never there together
-            self.current = (number, self.plan(number))
+            self.current = (number, self._plan(self.order(number)))
         return self.current[1]
 
-    def plan(self, number):
-        """A tuple that begins with the order of pass `number` and ends with its number of
-        batches."""
-        raise NotImplementedError
-
-    def batch(self, k):
-        """(ids of the windows of batch k, tokens to leave out at the start, tokens or None for
-        all)."""
-        raise NotImplementedError
-
-
-class ByTokens(Plan):
-    """As many windows as fit into `tokens` tokens."""
-
-    def __init__(self, windows, least, seed, tokens):
-        super().__init__(windows, least, seed)
-        self.tokens = tokens
-
-    def plan(self, number):
-        # Texts of 3, 4, 2, 5 tokens and batches of 8: totals are 3, 7, 9, 14. The first batch ends
-        # before the first total above 8, at text 2; the next before the first above 7 + 8, at 4.
-        # Bounds: 0, 2, 4.
-        order, bounds = self.order(number), array("q", [0])
-        size = max(CHUNK, self.tokens)  # a chunk holds the texts of at least one batch
+    def _plan(self, order):
+        spec = self.spec
+        if spec.texts is not None:
+            return order, np.append(np.arange(0, len(order), spec.texts), len(order)), None
+        totals = np.append(0, np.cumsum(self.windows.lengths(order), dtype=np.int64))
+        if spec.layout == "packed_without_boundaries":
+            # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of
+            # them, and 2 tokens are left out, or in a whole pass come in a row of 2.
+            bounds = np.arange(totals[-1] // spec.tokens + 1) * spec.tokens
+            if self.whole:
+                rows = totals[-1] // spec.length * spec.length
+                bounds = np.unique([*bounds, rows, totals[-1]])
+            return order, bounds, totals
+        # Texts of 3, 4, 2, 5 tokens and batches of 8: totals are 0, 3, 7, 9, 14. The first batch
+        # ends before the first total above 8, at text 2; the next before the first above 7 + 8.
+        bounds = [0]
         while bounds[-1] < len(order):
-            start, before = bounds[-1], 0
-            totals = np.cumsum(self.windows.lengths(order[start : start + size]), dtype=np.int64)
-            while before < totals[-1]:
-                stop = int(np.searchsorted(totals, before + self.tokens, side="right"))
-                if stop == len(totals) and start + stop < len(order):
-                    break  # the batch goes on in the next chunk
-                bounds.append(start + stop)
-                before = totals[stop - 1]
-        return order, np.frombuffer(bounds, dtype=np.int64), len(bounds) - 1
+            most = totals[bounds[-1]] + spec.tokens
+            bounds.append(int(np.searchsorted(totals, most, side="right")) - 1)
+        return order, np.array(bounds), None
+
+    def batches_of(self, number):
+        """How many batches pass `number` has."""
+        return len(self.planned(number)[1]) - 1
+
+    def locate(self, k):
+        """(number of the pass, index in it) of batch k."""
+        while self.ends[-1] <= k:
+            self.ends.append(self.ends[-1] + self.batches_of(len(self.ends) - 1))
+        number = int(np.searchsorted(self.ends, k, side="right")) - 1
+        return number, k - self.ends[number]
 
     def batch(self, k):
-        (order, bounds, _), i, _ = self.locate(k)
-        return order[bounds[i] : bounds[i + 1]], 0, None
+        """The texts of batch k, int64 arrays; without boundaries one array of all tokens."""
+        number, i = self.locate(k)
+        order, bounds, totals = self.planned(number)
+        start, stop = bounds[i], bounds[i + 1]
+        if totals is None:
+            return self.windows.read(order[start:stop])
+        first = int(np.searchsorted(totals, start, side="right")) - 1
+        last = int(np.searchsorted(totals, stop))
+        joined = np.concatenate(self.windows.read(order[first:last]))
+        return [joined[start - totals[first] : stop - totals[first]]]
 
     def texts_before(self, k):
-        """Windows in the batches before k."""
-        (order, bounds, _), i, number = self.locate(k)
-        return number * len(order) + int(bounds[i])
+        """Windows in the batches before k; without boundaries by the share of the tokens."""
+        number, i = self.locate(k)
+        order, bounds, totals = self.planned(number)
+        share = bounds[i] / len(order) if totals is None else bounds[i] / totals[-1]
+        return number * len(order) + share * len(order)
 
 
-class ByTexts(Plan):
-    """A fixed number of windows; a pass's last batch may be smaller."""
+class WeightedOrder:
+    """Endless texts of weighted sources, cut into passes in which each source has its exact share.
 
-    def __init__(self, windows, least, seed, texts):
-        super().__init__(windows, least, seed)
-        self.texts = texts
+    A weight is a share of texts (windows of `max_length`, with long_texts: split); a source of
+    longer texts has a larger share of the tokens. Each source is read in shuffled passes of its
+    own; one that ends begins again while the others go on.
 
-    def plan(self, number):
-        return self.order(number), -(-self.count // self.texts)
-
-    def batch(self, k):
-        (order, _), i, _ = self.locate(k)
-        return order[i * self.texts : (i + 1) * self.texts], 0, None
-
-    def texts_before(self, k):
-        """Windows in the batches before k."""
-        _, i, number = self.locate(k)
-        return number * self.count + i * self.texts
-
-
-class ByRows(Plan):
-    """Rows of `length` tokens cut from the windows written one after another.
-
-    What does not fill a batch at a pass's end is left out or, with `remainder`, comes as a batch of
-    fewer rows and one of a shorter row.
+    Args:
+        ids: (texts,) ids that may be drawn, ascending.
+        ends: (sources,) positions in `ids` behind each source's.
+        shares: (sources,) that sum to 1.
+        seed: tuple of integers.
+    Attributes:
+        count: texts of a pass: until the first source is exhausted, or so many that the rarest is
+            drawn `LEAST_DRAWS` times.
     """
 
-    def __init__(self, windows, least, seed, length, rows, remainder=False):
-        super().__init__(windows, least, seed)
-        self.length, self.size, self.remainder = length, length * rows, remainder
+    def __init__(self, ids, ends, shares, seed):
+        self.sources = np.split(ids, ends[:-1])
+        self.seed, self.passes = seed, [None] * len(self.sources)
+        shares = np.asarray(shares)
+        sizes = np.array([len(source) for source in self.sources])
+        total = max((sizes / shares).min(), LEAST_DRAWS / shares.min())
+        self.draws = [max(1, round(share * total)) for share in shares]
+        self.count = sum(self.draws)
 
-    def plan(self, number):
-        # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of them,
-        # and 2 tokens are left out, or with `remainder` a last batch of a row of 2.
-        order = self.order(number)
-        blocks = (
-            self.windows.lengths(order[start : start + BLOCK]).sum(dtype=np.int64)
-            for start in range(0, len(order), BLOCK)
-        )
-        before = np.concatenate(([0], np.cumsum(np.fromiter(blocks, dtype=np.int64))))
-        total = before[-1]
-        bounds = [total // self.size * self.size]
-        if self.remainder:
-            bounds = sorted({*bounds, total // self.length * self.length, total})
-        return order, before, bounds, total // self.size + len(bounds) - 1
+    def order(self, number):
+        """Ids of pass `number` in their order."""
+        drawn = []
+        for source, draws in enumerate(self.draws):
+            first, last = number * draws, (number + 1) * draws
+            size = len(self.sources[source])
+            for turn in range(first // size, -(-last // size)):
+                begin = turn * size
+                ids = self._shuffled(source, turn)
+                drawn.append(ids[max(first - begin, 0) : last - begin])
+        order = np.concatenate(drawn)
+        np.random.default_rng([*self.seed, number]).shuffle(order)
+        return order
 
-    def batch(self, k):
-        (order, before, bounds, _), i, _ = self.locate(k)
-        complete = bounds[0] // self.size
-        start, stop = (
-            (i * self.size, (i + 1) * self.size)
-            if i < complete
-            else bounds[i - complete : i - complete + 2]
-        )
-        first, skip = self._text_at(order, before, start)
-        last, _ = self._text_at(order, before, stop - 1)
-        return order[first : last + 1], skip, int(stop - start)
-
-    def _text_at(self, order, before, position):
-        """(the text that token `position` of the pass belongs to, tokens of it that come
-        earlier)."""
-        block = int(np.searchsorted(before, position, side="right")) - 1
-        ends = np.cumsum(
-            self.windows.lengths(order[block * BLOCK : (block + 1) * BLOCK]), dtype=np.int64
-        )
-        within = position - before[block]
-        text = int(np.searchsorted(ends, within, side="right"))
-        return block * BLOCK + text, int(within - (ends[text - 1] if text else 0))
-
-    def texts_before(self, k):
-        """Windows in the batches before k, to the share of the tokens."""
-        (order, before, _, _), i, number = self.locate(k)
-        return number * len(order) + int(len(order) * min(1.0, i * self.size / before[-1]))
+    def _shuffled(self, source, turn):
+        """Pass `turn` of one source; the last one is kept."""
+        if self.passes[source] is None or self.passes[source][0] != turn:
+            ids = self.sources[source].copy()
+            np.random.default_rng([*self.seed, turn, source + 1]).shuffle(ids)
+            self.passes[source] = (turn, ids)
+        return self.passes[source][1]

@@ -43,9 +43,9 @@ from .options import (
 from .prepared import source_digest
 from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
+from .sources import shares_of
 from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
 from .trainer import PretrainingTrainer
-from .weighted import shares_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Given:
         sources = self.data.sources
         return (
             len(sources) == 1
-            and sources[0].local is None
+            and sources[0].kind == "hub"
             and not (self.prepared / "train" / "prepared.json").is_file()
         )
 
@@ -143,18 +143,9 @@ def run_of(recipe):
 def _inputs(run):
     """Local paths of the text, of a folder itself, since a later run reads what is in it by then. A
     prepared set may be in the output."""
-    found = [
-        (source.name, *local)
-        for sources in run.sets.values()
-        for source in sources
-        if (local := source.local)
-    ]
-    return [
-        path
-        for name, kind, files in found
-        if kind != "prepared"
-        for path in ([name] if os.path.isdir(name) else files)
-    ]
+    sources = [source for sources in run.sets.values() for source in sources]
+    names = [source.name for source in sources if source.kind in ("files", "saved")]
+    return [name for name in names if os.path.exists(name)]
 
 
 def _check(run):
@@ -207,7 +198,7 @@ def _output(run, tokenizer):
     }
     if run.streams:  # each worker reads a share of its own
         settings["dataloader_num_workers"] = run.training.dataloader_num_workers
-    return Output(run.output, "pretrain", settings, beside=["prepared"])
+    return Output(run.output, "pretrain", settings, beside=[run.prepared.name])
 
 
 def _heldout_text(run, tokenizer):

@@ -241,9 +241,7 @@ def main(argv=None):
     )
     check_model(given.model)
     check_there(given.tokenizer or given.model)
-    texts = load_rows(
-        parse_sources(given.text, given.subset, given.split, given.column), streaming=True
-    )
+    texts = load_rows(parse_sources(given.text, given.subset, given.split, given.column))
     model = load_model(given, given.yarn_factors[0])
     tokenizer = load_tokenizer(
         given.tokenizer or given.model, padding=False, trust_remote_code=given.trust_remote_code

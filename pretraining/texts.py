@@ -9,10 +9,9 @@ from ..common.errors import UserError
 from .batches import MicroBatches, SpecialTokens, Windows
 from .heldout import check_held_out
 from .masking import TokenMasking
-from .prepared import Tokenise, TokenisedTexts, describe, load_prepared, prepare
-from .sources import load_rows
-from .streaming import StreamedBatches, TokenStream
-from .weighted import shares_of
+from .prepared import TokenisedTexts, describe, load_prepared, prepare
+from .sources import load_rows, shares_of
+from .streaming import StreamedBatches
 
 
 def folder_of(name):
@@ -24,12 +23,11 @@ def prepared_tokens(run, name, sources, tokenizer):
     """The tokenised form of `sources`, made first when it is not there, under `name` of
     `Given.sets`."""
     folder = run.prepared / name
-    local = sources[0].local
-    if len(sources) == 1 and local is not None and local[0] == "prepared":
-        folder = local[1][0]
+    if len(sources) == 1 and sources[0].kind == "prepared":
+        folder = sources[0].name
     else:
         with run.training.main_process_first(desc="tokenising"):
-            prepare(sources, folder, tokenizer, run.data.num_proc)
+            prepare(sources, folder, tokenizer)
     tokens, summary = load_prepared(folder, tokenizer)
     if run.training.process_index == 0:
         print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
@@ -49,12 +47,9 @@ def check_text(run):
     well, is named before a model is loaded. UserError for held-out text that is trained on."""
     check_held_out(run.data.heldout_sources, run.data.sources)
     for name, sources in run.sets.items():
-        local = sources[0].local
-        if (
-            not (local and local[0] == "prepared")
-            and not (run.prepared / name / "prepared.json").is_file()
-        ):
-            if next(iter(load_rows(sources, streaming=True)), None) is None:
+        is_there = (run.prepared / name / "prepared.json").is_file()
+        if sources[0].kind != "prepared" and not is_there:
+            if next(iter(load_rows(sources)), None) is None:
                 raise UserError(f"dataset {sources[0].name} has no rows")
 
 
@@ -86,14 +81,15 @@ def training_batches(run, tokenizer, masking):
 
 def make_stream(run, tokenizer, masking):
     """`StreamedBatches` of this process."""
-    training, sources = run.training, run.data.sources
-    if shares := shares_of(sources):
-        each = (load_rows((source,), streaming=True) for source in sources)
-        rows = dict(zip(shares, each))
+    training, shares = run.training, shares_of(run.data.sources)
+    if shares:
+        rows = [load_rows([source]) for source in run.data.sources]
     else:
-        rows = load_rows(sources, streaming=True)
+        rows = [load_rows(run.data.sources)]
     return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), shares),
+        rows,
+        shares,
+        tokenizer,
         masking,
         run.spec,
         run.micro_batches,

@@ -16,7 +16,7 @@ from ..common.loading import name_tokenizer_class
 from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
 from .heldout import masked_correct, measure_sets
-from .streaming import COUNTS, STATE
+from .streaming import STATE
 
 
 def stream_file(checkpoint, rank):
@@ -105,7 +105,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
         self._window_start = None
         self._peak = None
-        self._stream = {"states": {}, "counts": {}}  # by loader worker
+        self._stream = {}  # by loader worker: where it was after its last batch
         self._passes = {}  # of weighted sources, that were said
 
     # ------------------------------------------------------------------------------------------
@@ -126,12 +126,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def get_batch_samples(self, *args, **kwargs):
         samples, count = super().get_batch_samples(*args, **kwargs)
         for batch in samples:
-            if COUNTS in batch:
-                worker, counts = batch.pop(COUNTS)
-                self._stream["counts"][worker] = counts
             if STATE in batch:
                 state = json.loads(batch.pop(STATE))
-                self._stream["states"][state["worker"]] = state
+                self._stream[state["worker"]] = state
         return samples, count
 
     def _get_train_sampler(self, train_dataset=None):
@@ -198,9 +195,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
             for name, value in counts.items():
-                if name.startswith("rows_skipped_"):
-                    logs[name] = int(value)
-                elif name.startswith("passes_"):
+                if name.startswith("passes_"):
                     logs[name] = value
                     self._tell_passes(name, int(value))
             if seconds > 0:
@@ -215,7 +210,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def _tell_passes(self, name, passes):
         """Says that a weighted source has ended and begins again."""
         if passes > self._passes.get(name, 0) and self.is_world_process_zero():
-            source, times = name.removeprefix("passes_"), f"{passes:,} time{'s'[: passes - 1]}"
+            times = "once" if passes == 1 else f"{passes:,} times"
+            source = name.removeprefix("passes_")
             print(f"{source} has been read {times} and begins again", file=sys.stderr)
         self._passes[name] = passes
 
@@ -225,17 +221,14 @@ class PretrainingTrainer(RunTrainer, Trainer):
         args, counts = self.args, {name: float(value) for name, value in self._counts.items()}
         self._counts = dict.fromkeys(counts, 0)
         if isinstance(self.train_dataset, IterableDataset):
-            workers = self._stream["counts"].values()
-            counts |= {
-                f"rows_skipped_{name}": sum(worker[name] for worker in workers)
-                for name in ("empty", "broken")
-            }
-            for name in (
-                "passes",
-                *(f"passes_{name}" for name in self.train_dataset.source.shares),
-            ):
-                passes = sum(worker[name] for worker in workers) / max(1, len(workers))
-                counts[name] = passes / args.world_size
+            shares = self.train_dataset.shares or {"": 1.0}
+            for number, (name, share) in enumerate(shares.items()):
+                parts = (part for state in self._stream.values() for part in state["parts"])
+                passes = sum(part["passes"][number] for part in parts)
+                passes /= max(1, len(self._stream)) * args.world_size
+                counts["passes"] = counts.get("passes", 0.0) + share * passes
+                if name:
+                    counts[f"passes_{name}"] = passes
         else:
             i = self.state.global_step * args.gradient_accumulation_steps * args.world_size
             counts["passes"] = self.train_dataset.passes(i) / args.world_size
@@ -273,7 +266,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
         if isinstance(self.train_dataset, IterableDataset):
             consumed = self.state.global_step * self.args.gradient_accumulation_steps
             write_json(
-                stream_file(folder, self.args.process_index), {"consumed": consumed, **self._stream}
+                stream_file(folder, self.args.process_index),
+                {"consumed": consumed, "states": self._stream},
             )
         if self.args.should_save:
             self.write_log()
@@ -282,11 +276,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def load_stream(self, checkpoint):
         """Lets the stream go on from a checkpoint."""
         saved = json.loads(stream_file(checkpoint, self.args.process_index).read_text())
-        self._stream = {
-            name: {int(worker): value for worker, value in saved[name].items()}
-            for name in ("states", "counts")
-        }
-        self.train_dataset.load_state(self._stream["states"], saved["consumed"])
+        self._stream = {int(worker): state for worker, state in saved["states"].items()}
+        self.train_dataset.load_state(self._stream, saved["consumed"])
 
     # ------------------------------------------------------------------------------------------
     # evaluation

@@ -272,7 +272,7 @@ def _check_output(text, wanted, sources):
     check_folder(wanted.output, "output")
     if os.path.isdir(wanted.output) and os.listdir(wanted.output):
         raise UserError(f"the output {wanted.output} is there already; choose another name")
-    files = [file for source in sources if source.local for file in source.local[1]]
+    files = [path for source in sources for path in source.paths]
     names = [name for name in (wanted.extend, wanted.base) if name and os.path.exists(name)]
     check_apart(wanted.output, *files, *names)
 
@@ -292,11 +292,11 @@ def make_tokenizer(text, wanted):
     form = _Form.of(wanted)
     base_name = wanted.base or wanted.extend or str(TOKENIZER)
     base = load_tokenizer(base_name, padding=False)
-    rows = load_rows(sources, streaming=True)
+    rows = load_rows(sources)
     kept_back = (lambda _: False) if others else _is_kept_back
     chunks, held_out, read = read_texts(rows, text.limit, kept_back)
     if others:
-        rows = load_rows(others, streaming=True)
+        rows = load_rows(others)
         held_out = read_texts(rows, HELD_OUT_CHARACTERS, lambda _: True)[1]
     for given, there in ((text.texts, chunks), (text.heldout, not others or any(held_out))):
         if not there:

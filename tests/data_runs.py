@@ -28,8 +28,9 @@ def prepare(source, out, tokenizer, column="text", **more):
     return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
 
 
-def rows_of(dataset, streaming=False, **more):
-    return load_rows(parse_sources(dataset, **more), streaming)
+def rows_of(dataset, **more):
+    """Texts of a data set, a list."""
+    return [row["text"] for row in load_rows(parse_sources(dataset, **more))]
 
 
 def texts_of_batch(batch):

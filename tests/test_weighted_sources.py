@@ -1,8 +1,6 @@
-"""Pins weighted sources: shares of texts in prepared and streamed data, every text of a source once
-in each of its passes, the same bits after any interruption and in several processes, and bad
-weights."""
+"""Pins weighted sources: shares of texts in prepared data, every text of a source once in each of
+its passes, the same bits after interruptions, and bad weights (streams: test_streaming.py)."""
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -18,14 +16,12 @@ from safetensors.torch import load_file
 pytest.importorskip("accelerate")
 
 from neobert.__main__ import main
-from neobert.pretraining import streaming
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.prepared import Tokenise, TokenisedTexts, tokenise_texts
-from neobert.pretraining.sources import load_rows, parse_sources
-from neobert.pretraining.streaming import STATE, StreamedBatches, TokenStream
-from neobert.pretraining.weighted import WeightedOrder, shares_of
+from neobert.pretraining.plans import WeightedOrder
+from neobert.pretraining.prepared import TokenisedTexts, tokenise_texts
+from neobert.pretraining.sources import parse_sources, shares_of
 
 
 WORDS = ["river", "stone", "music", "paper", "green", "table", "winter", "north"]
@@ -111,106 +107,6 @@ def test_a_prepared_micro_batch_follows_from_its_number(tokenizer, spec):
         drawn = _drawn(first, 200)
         found, expected = sum(text in general for text in drawn), len(drawn) * 0.1
         assert abs(found - expected) < 5 * math.sqrt(expected)
-
-
-def _stream(folder, tokenizer, rank=0, world_size=1, workers=0, **spec):
-    spec = BatchSpec(
-        **{"length": 32, "seed": 5, **({} if "texts" in spec else {"tokens": 64})} | spec
-    )
-    rows = {name: load_rows(parse_sources(str(folder / name)), streaming=True) for name in SHARES}
-    return StreamedBatches(
-        TokenStream(rows, Tokenise(tokenizer), SpecialTokens.of(tokenizer), SHARES),
-        TokenMasking(tokenizer),
-        spec,
-        1000,
-        rank,
-        world_size,
-        workers,
-    )
-
-
-@pytest.fixture(name="folder")
-def make_folder(tmp_path):
-    for name, sizes in {"mine": (80, 80, 80), "general": (45,)}.items():
-        (tmp_path / name).mkdir()
-        for number, size in enumerate(sizes):
-            rows = [json.dumps({"text": text}) for text in _texts(f"{name} {number}", size)]
-            (tmp_path / name / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
-    return tmp_path
-
-
-def test_a_stream_draws_with_the_shares(folder, tokenizer):
-    stream = _stream(folder, tokenizer, texts=4)
-    batches = list(itertools.islice(stream, 500))
-    texts = [text for batch in batches for text in texts_of_batch(batch)]
-    mark = tokenizer.convert_tokens_to_ids("general")
-    general = [text for text in texts if mark in text]
-    deviation = math.sqrt(len(texts) * 0.9 * 0.1)
-    assert abs(len(general) - 0.1 * len(texts)) < 4 * deviation
-    assert len(set(general)) == 45, "all of its texts"
-    assert set(Counter(general[: 45 * 3]).values()) == {3}, "pass after pass"
-    counts = batches[-1][streaming.COUNTS][1]
-    assert counts["passes_general"] == pytest.approx(len(general) / 45, abs=1)
-    assert counts["passes_mine"] == pytest.approx((2000 - len(general)) / 240, abs=0.4)
-
-
-def _in_turn(stream):
-    workers = [
-        stream.batches_of((stream.start + i) % stream.workers) for i in range(stream.workers)
-    ]
-    for worker in itertools.cycle(workers):
-        yield next(worker)
-
-
-SPECS = [
-    {},
-    {"mixture": {0: 0.3, 8: 0.7}},
-    {"texts": 4},
-    {"layout": "packed_without_boundaries"},
-    {"long_texts": "split", "length": 6},
-]
-
-
-@pytest.mark.parametrize("case", range(10))
-def test_any_interruptions_of_a_stream_end_as_none(folder, tokenizer, monkeypatch, case):
-    random = np.random.default_rng(case)
-    monkeypatch.setattr(streaming, "SNAPSHOT_EVERY", int(random.choice([1, 3, 50])))
-    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", int(random.choice([8, 40])))
-    world_size = int(random.choice([1, 2]))
-    given = {
-        "workers": int(random.choice([0, 1, 3])),
-        "world_size": world_size,
-        "rank": int(random.integers(world_size)),
-        **SPECS[case % len(SPECS)],
-    }
-    expected = list(itertools.islice(_in_turn(_stream(folder, tokenizer, **given)), 60))
-    for interruptions in (1, 2, 3):
-        states, consumed, batches = {}, 0, []
-        for stop in (*sorted(random.integers(61, size=interruptions).tolist()), 60):
-            stream = _stream(folder, tokenizer, **given)
-            stream.load_state(json.loads(json.dumps(states)), consumed)
-            batches += (new := list(itertools.islice(_in_turn(stream), stop - consumed)))
-            found = [json.loads(batch[STATE]) for batch in new if STATE in batch]
-            states, consumed = {**states, **{state["worker"]: state for state in found}}, stop
-        for one, two in zip(expected, batches):
-            assert torch.equal(one["input_ids"], two["input_ids"]), given
-            assert one[streaming.COUNTS] == two[streaming.COUNTS]
-
-
-def test_processes_draw_for_themselves(folder, tokenizer):
-    """Two processes see other texts, and together the shares."""
-    seen = [
-        [
-            text
-            for batch in itertools.islice(_stream(folder, tokenizer, rank, 2, texts=4), 100)
-            for text in texts_of_batch(batch)
-        ]
-        for rank in range(2)
-    ]
-    mark = tokenizer.convert_tokens_to_ids("general")
-    sides = [[mark in text for text in texts] for texts in seen]
-    assert sides[0] != sides[1]
-    assert 0.1 == pytest.approx(np.mean(sides), abs=4 * math.sqrt(0.09 / 800))
 
 
 @pytest.fixture(name="weighted")
