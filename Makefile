@@ -93,7 +93,7 @@ test-gpu: $(BARE)/.ready
 
 $(BARE)/.ready: constraints-gpu.txt
 	$(PYTHON) -m venv $(BARE)
-	$(BARE)/bin/python $(PIP_INSTALL) constraints-gpu.txt torch transformers triton sentence-transformers peft accelerate matplotlib scikit-learn pytest
+	$(BARE)/bin/python $(PIP_INSTALL) constraints-gpu.txt torch transformers triton sentence-transformers peft accelerate matplotlib msgspec scikit-learn pytest
 	touch $@
 
 $(VENV)/.demo: setup.cfg constraints.txt

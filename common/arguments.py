@@ -2,22 +2,45 @@
 allowed range of each in its field.
 
 A recipe is a YAML file of `name: value` lines. What the command line gives wins. Options of
-transformers' Trainer go through as they are: under
-`trainer:` in a recipe, by their names on the command line.
+transformers' Trainer go through as they are: under `trainer:` in a recipe, by their names on the
+command line. argparse takes the command line apart, msgspec brings values into their types.
 """
 
+import argparse
 import dataclasses
 import difflib
 import inspect
-import keyword
+import itertools
 import math
+import operator
+import re
 import types
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
+import msgspec
+
+from .constants import ROOT
 from .errors import UserError, listed
-from .yaml_files import read_collection, read_scalar, read_yaml
+from .yaml_files import read_brackets, read_yaml
+
+
+# What an option's range is called, and when a value is in it.
+_BOUNDS = {
+    "least": ("at least", operator.ge),
+    "most": ("at most", operator.le),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+    "choices": ("one of", lambda value, choices: value in choices),
+}
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def option(
@@ -32,8 +55,7 @@ def option(
         bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item
             where the value is a list.
     """
-    unknown = bounds.keys() - {"least", "most", "above", "below", "choices"}
-    assert not unknown, f"option() has no {unknown}"
+    assert bounds.keys() <= _BOUNDS.keys(), f"option() has no {bounds.keys() - _BOUNDS.keys()}"
     metadata = {"help": help, "positional": positional, "free": free, "bounds": bounds}
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
@@ -47,304 +69,64 @@ class Arguments:
         check_ranges(self)
 
 
-def check_ranges(arguments, where="", values=None):
+def check_ranges(arguments, where=""):
     """Raises UserError for the first field whose value is not finite or outside of the range in the
     field's metadata. None passes.
 
     Args:
         arguments: object of a dataclass.
         where: follows the field's name in the message.
-        values: {field: value} to check in place of the object's own.
     """
-    values = vars(arguments) if values is None else values
-    bounds = {
-        described.name: described.metadata.get("bounds", {})
-        for described in dataclasses.fields(arguments)
-    }
-    check_values({name: values[name] for name in bounds if name in values}, bounds, where)
+    bounds = {f.name: f.metadata.get("bounds", {}) for f in dataclasses.fields(arguments)}
+    check_values(vars(arguments), bounds, where)
 
 
 def check_values(values, bounds, where=""):
     """Raises UserError for the first of `values` that is not finite or outside of its `bounds`,
     {name: {bound: limit}}."""
     for name, value in values.items():
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            if problem := _problem(item, bounds.get(name, {})):
+        for item in (item for item in _items(value) if item is not None):
+            problem = [
+                _limit(bound, limit)
+                for bound, limit in bounds.get(name, {}).items()
+                if not _BOUNDS[bound][1](item, limit)
+            ]
+            if isinstance(item, float) and not math.isfinite(item):
+                problem = ["a finite number"]
+            if problem:
                 raise UserError(
-                    f"{name.rstrip('_')}{where} must be {problem}, but {item!r} was given"
+                    f"{name.rstrip('_')}{where} must be {problem[0]}, but {item!r} was given"
                 )
 
 
-def _problem(value, bounds):
-    """What `value` should be and is not, or None."""
-    if value is None:
-        return None
-    if "choices" in bounds and value not in bounds["choices"]:
-        return f"one of {', '.join(map(str, bounds['choices']))}"
-    if not _is_finite(value):
-        return "made of finite numbers" if isinstance(value, (list, dict)) else "a finite number"
-    for name, words, holds in (
-        ("least", "at least", lambda a, b: a >= b),
-        ("most", "at most", lambda a, b: a <= b),
-        ("above", "above", lambda a, b: a > b),
-        ("below", "below", lambda a, b: a < b),
-    ):
-        if name in bounds and not holds(value, bounds[name]):
-            return f"{words} {bounds[name]}"
-    return None
+def _items(value):
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _is_finite(value):
-    """Whether no number in `value`, however deep, is infinite or NaN."""
-    if isinstance(value, (list, tuple, dict)):
-        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
+def _limit(bound, limit):
+    """`at least 1`, `one of a, b`."""
+    limit = ", ".join(map(str, limit)) if bound == "choices" else limit
+    return f"{_BOUNDS[bound][0]} {limit}"
 
 
 def _kinds(hint):
-    """The types that a hint allows, None apart."""
-    alternatives = (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-        else (hint,)
-    )
-    return [kind for kind in alternatives if kind is not types.NoneType]
-
-
-def _plain(hint):
-    """As `_kinds`, `list` for `list[str]`."""
-    return [typing.get_origin(kind) or kind for kind in _kinds(hint)]
-
-
-def _convert(hint, value):
-    """`value`, text of the command line or a value of a recipe, as the type hint has it; ValueError
-    if it cannot be."""
-    if hint is typing.Any:
-        return value
-    kinds = _kinds(hint)
-    plain = _plain(hint)
-    if types.NoneType in typing.get_args(hint) and (value is None or value in ("None", "null")):
-        return None
-    if value is None:
-        raise ValueError
-    for kind, mark in ((dict, "{"), (list, "[")):
-        if kind in plain and isinstance(value, str) and value.lstrip().startswith(mark):
-            try:
-                value = read_collection(value, kind)
-            except UserError:
-                raise
-            except ValueError:
-                pass  # it is text, a pattern such as [ab]*.txt
-    if plain == [list] and not isinstance(value, (list, dict)):
-        value = [value]
-    if isinstance(value, (list, dict)):
-        if type(value) not in plain:
-            raise ValueError
-        *key, item = typing.get_args(kinds[plain.index(type(value))]) or (typing.Any,)
-        if isinstance(value, list):
-            return [_convert(item, inner) for inner in value]
-        return {
-            _convert(*key, name) if key else name: _convert(item, inner)
-            for name, inner in value.items()
-        }
-    if plain == [dict]:
-        raise ValueError
-    if str in plain and not {bool, int, float, typing.Literal} & set(plain):
-        return str(value)
-    value = read_scalar(value) if isinstance(value, str) else value
-    if len(plain) > 1 or plain[0] not in (bool, int, float):
-        return value
-    (kind,) = plain
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (bool, int, float)):
-        raise ValueError
-    if kind is int and value != int(value):
-        raise ValueError
-    return kind(value)
+    """The types that a hint allows: {list: list[str], NoneType: NoneType} of `list[str] | None`."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return {
+        typing.get_origin(kind) or kind: kind
+        for kind in (typing.get_args(hint) if union else [hint])
+    }
 
 
 def _words(hint):
     """The type hint for a message."""
-    names = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
-    }
     words = []
-    for kind in _kinds(hint):
-        *_, inner = typing.get_args(kind) or (typing.Any,)
-        each = (
-            f", each {_words(inner)}"
-            if typing.get_origin(kind) in (list, dict) and inner is not typing.Any
-            else ""
-        )
-        words.append(names.get(typing.get_origin(kind) or kind, "text") + each)
+    for kind, complete in _kinds(hint).items():
+        inner = typing.get_args(complete)[-1:] if kind in (list, dict) else ()
+        each = f", each {_words(*inner)}" if inner and inner != (typing.Any,) else ""
+        if kind is not types.NoneType:
+            words.append(_WORDS.get(kind, "text") + each)
     return " or ".join(words)
-
-
-def read_arguments(dataclass_types, argv, trainer=None):
-    """Fills dataclasses from `argv`.
-
-    Args:
-        dataclass_types: every option belongs to exactly one of them.
-        argv: positional values and YAML recipes (later ones win), then `--name value`.
-        trainer: {option: default} of transformers' TrainingArguments, where the command trains.
-        Adds a dict to what is returned: these defaults, then `trainer:` of the recipes, then what
-            the command line gives under Trainer's own names.
-    Returns:
-        list with one object for each type, and the dict of Trainer's options.
-    Raises:
-        UserError: an unknown option, a value of a wrong type or out of its range, a recipe that
-            cannot be read.
-    """
-    fields = {f.name: f for type_ in dataclass_types for f in dataclasses.fields(type_) if f.init}
-    hints = {
-        name: hint
-        for type_ in dataclass_types
-        for name, hint in typing.get_type_hints(type_).items()
-        if name in fields
-    }
-    trainer_hints = _trainer_hints() if trainer is not None else {}
-    names = [name for name, f in fields.items() if f.metadata.get("positional")]
-    values, recipes, rest = _positional(argv, names, {n for n in names if list in _plain(hints[n])})
-    for_trainer = dict(trainer or {})
-    for path in recipes:
-        recipe = read_yaml(_shipped(path))
-        if recipe is not None and not isinstance(recipe, dict):
-            held = {list: "a list", str: "text"}.get(type(recipe), "a single value")
-            raise UserError(f"{path} must hold 'name: value' lines, but holds {held}")
-        recipe = dict(recipe or {})
-        section = recipe.pop("trainer", None) or {}
-        if section and trainer is None:
-            raise UserError(
-                f"the recipe {path} has a section trainer, but this command has no Trainer"
-            )
-        values |= typed(recipe, hints, f"in the recipe {path}")
-        for_trainer |= typed(section, trainer_hints, f"under trainer: in the recipe {path}")
-    given = typed(
-        _options(rest, {**trainer_hints, **hints}),
-        {**trainer_hints, **hints},
-        "on the command line",
-    )
-    values |= {name: value for name, value in given.items() if name in hints}
-    for_trainer |= {name: value for name, value in given.items() if name not in hints}
-    lacking = [
-        name
-        for name, f in fields.items()
-        if f.default is MISSING and f.default_factory is MISSING and name not in values
-    ]
-    if lacking:
-        raise UserError(
-            f"give {listed(_spelled(name, fields) for name in lacking)}; --help lists the options"
-        )
-    try:
-        objects = [
-            type_(
-                **{
-                    f.name: values[f.name]
-                    for f in dataclasses.fields(type_)
-                    if f.init and f.name in values
-                }
-            )
-            for type_ in dataclass_types
-        ]
-    except UserError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
-    return objects if trainer is None else [*objects, for_trainer]
-
-
-def _shipped(path):
-    """`path`, or where there is no such file the recipe of that name which the package brings:
-    "recipes/contrastive.yaml"."""
-    own = Path(__file__).resolve().parent.parent / path
-    return (
-        own if own.is_file() and own.parent.name == "recipes" and not Path(path).exists() else path
-    )
-
-
-def _trainer_hints():
-    from transformers import TrainingArguments
-
-    hints = typing.get_type_hints(TrainingArguments)
-    return {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}
-
-
-def _spelled(name, fields):
-    """An option as the command line has it."""
-    described = fields.get(name)
-    return (
-        name.upper()
-        if described is not None and described.metadata.get("positional")
-        else _dashed(name)
-    )
-
-
-def _dashed(name):
-    """A field as an option: a name that Python keeps for itself, `for_`, loses its mark."""
-    return f"--{name.rstrip('_').replace('_', '-')}"
-
-
-def _positional(argv, names, several):
-    """({positional name: value}, recipes, the rest) of a command line. A name among `several` takes
-    all values that follow, as a list."""
-    argv, values, recipes = list(argv), {}, []
-    names = list(names)
-    while argv and not argv[0].startswith("-"):
-        value = argv.pop(0)
-        if not value:
-            raise UserError("an argument is empty; --help lists what is expected")
-        if names and Path(value).suffix not in (".yaml", ".yml"):
-            if names[0] in several:
-                values.setdefault(names[0], []).append(value)
-            else:
-                values[names.pop(0)] = value
-        else:
-            recipes.append(value)
-    return values, recipes, argv
-
-
-def _options(argv, hints):
-    """{option: text, list of texts, or True} of `--name value`, `--name=value`, `--name a b` for
-    lists, and `--name` for switches."""
-    values, name = {}, None
-    for argument in argv:
-        if argument.startswith("--") and len(argument) > 2:
-            spelled, equals, value = argument[2:].partition("=")
-            name = spelled.replace("-", "_")
-            name += "_" * keyword.iskeyword(name)  # --for is the field for_
-            if name not in hints:
-                raise UserError(f"unknown argument {argument!r}{nearest(name, hints, '--')}")
-            values[name] = [value] if equals else []
-        elif name is None:
-            raise UserError(
-                f"{argument!r} was given where an option, --name, was expected; --help lists them"
-            )
-        else:
-            values[name].append(argument)
-    for name, given in values.items():
-        kinds = _plain(hints[name])
-        if not given and bool not in kinds:
-            raise UserError(f"{_dashed(name)} needs a value, {_words(hints[name])}")
-        if len(given) > 1 and list not in kinds:
-            raise UserError(f"{_dashed(name)} takes one value, but {' '.join(given)!r} was given")
-        if not given:
-            values[name] = True
-        elif list not in kinds or (len(given) == 1 and (str in kinds or given[0].startswith("["))):
-            values[name] = given[0]
-    return values
-
-
-def nearest(name, names, dashes="", otherwise="--help lists the options"):
-    """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none
-    of `names` is like it."""
-    close = difflib.get_close_matches(str(name), names, n=1)
-    if not close:
-        return f"; {otherwise}"
-    return f"; did you mean {dashes}{close[0].replace('_', '-') if dashes else close[0]}?"
 
 
 def typed(section, hints, where, otherwise="--help lists the options"):
@@ -364,24 +146,60 @@ def typed(section, hints, where, otherwise="--help lists the options"):
             raise UserError(
                 f"unknown key {name!r} {where}{nearest(name, hints, otherwise=otherwise)}"
             )
+        kinds = _kinds(hints[name]).keys()
+        if types.NoneType in kinds and value in ("null", "None"):
+            value = None
+        if kinds - {types.NoneType} == {list} and isinstance(value, (str, int, float)):
+            value = [value]
+        if kinds - {types.NoneType} == {str} and type(value) in (int, float):
+            value = str(value)  # subset: 20231101
         try:
-            values[name] = _convert(hints[name], value)
-        except UserError:
-            raise
-        except (ValueError, TypeError, OverflowError):
+            values[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError:
+            words = _words(hints[name])
             raise UserError(
-                f"{name} {where} must be {_words(hints[name])}, but {value!r} was given"
+                f"{name.rstrip('_')} {where} must be {words}, but {value!r} was given"
             ) from None
+        except TypeError:  # some hints of Trainer's are not among those that msgspec has
+            values[name] = value
     return values
 
 
-@dataclass(frozen=True)
+def nearest(name, names, dashes="", otherwise="--help lists the options"):
+    """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none
+    of `names` is like it or has it as a word."""
+    close = difflib.get_close_matches(str(name), names, n=1)
+    close = close or [known for known in names if str(name) in known.split("_")]
+    if not close:
+        return f"; {otherwise}"
+    return f"; did you mean {dashes}{close[0].replace('_', '-') if dashes else close[0]}?"
+
+
+def trainer_hints():
+    """{option: type hint} of transformers' TrainingArguments."""
+    from transformers import TrainingArguments
+
+    hints = typing.get_type_hints(TrainingArguments)
+    return {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}
+
+
+# ------------------------------------------------------------------------------------------------
+# a command
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        message = re.sub("^argument (.*): expected .*", r"\1 needs a value", message)
+        raise UserError(f"{message}; --help lists the options")
+
+
+@dataclass
 class Options:
-    """The options of one command, and what its --help says.
+    """The options of one command.
 
     Attributes:
-        command: as it is typed, "neobert encode".
-        about: what it does, in a sentence or two.
+        command: as it is typed.
+        about: what it does, one sentence.
         groups: dataclasses of options. Those of one topic are one class, or one base class of
             theirs.
         example: a command line that works.
@@ -394,71 +212,162 @@ class Options:
     example: str = ""
     trainer: dict | None = None
 
+    @property
+    def fields(self):
+        """{option: dataclass field}."""
+        return {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
+
+    @property
+    def hints(self):
+        """{option: type hint}."""
+        hints = {}
+        for group in self.groups:
+            hints |= typing.get_type_hints(group)
+        return {name: hints[name] for name in self.fields}
+
     def read(self, argv):
-        """Objects of `groups`, and with `trainer` a dict of Trainer's options; see
-        `read_arguments`."""
+        """Fills the groups.
+
+        Args:
+            argv: positional values and YAML recipes (later ones win), then `--name value`.
+        Returns:
+            list with one object for each group; with `trainer` also the dict of Trainer's options:
+            the defaults, then `trainer:` of the recipes, then what the command line gives.
+        Raises:
+            UserError: an unknown option, a value that is empty, of a wrong type or out of its
+                range, a recipe that cannot be read.
+        """
         if {"-h", "--help"} & set(argv):
-            print(self.help(argv))
+            print(self.help())
             raise SystemExit(0)
-        return read_arguments(self.groups, argv, self.trainer)
+        fields, hints = self.fields, self.hints
+        of_trainer = trainer_hints() if self.trainer is not None else {}
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+        recipes = [word for word in words if word.endswith((".yaml", ".yml"))]
+        argv = [word for word in words if word not in recipes] + argv[len(words) :]
+        values = {}
+        for path in recipes:
+            values |= self._recipe(path, hints, of_trainer)
+        values |= self._command_line(argv, {**of_trainer, **hints})
+        for name, value in values.items():
+            may_be_empty = name in fields and fields[name].default == ""
+            if not may_be_empty and "" in _items(value):
+                raise UserError(
+                    f"{name.rstrip('_')} is empty, as a variable is that was not set; give it a "
+                    "value, or leave it out"
+                )
+        lacking = [
+            _spelled(f)
+            for name, f in fields.items()
+            if f.default is MISSING and f.default_factory is MISSING and name not in values
+        ]
+        if lacking:
+            raise UserError(f"give {listed(lacking)}; --help lists the options")
+        objects = []
+        for group in self.groups:
+            names = [f.name for f in dataclasses.fields(group) if f.init and f.name in values]
+            objects.append(group(**{name: values.pop(name) for name in names}))
+        return objects if self.trainer is None else [*objects, {**self.trainer, **values}]
+
+    def _recipe(self, path, hints, of_trainer):
+        """The values of one recipe, those for Trainer among them."""
+        shipped = ROOT / path  # "recipes/contrastive.yaml" of the package
+        is_shipped = shipped.parent.name == "recipes" and shipped.is_file()
+        recipe = read_yaml(shipped if is_shipped and not Path(path).exists() else path) or {}
+        if not isinstance(recipe, dict):
+            raise UserError(f"{path} must hold 'name: value' lines, but holds {recipe!r:.80}")
+        section = recipe.pop("trainer", None) or {}
+        if section and self.trainer is None:
+            raise UserError(
+                f"the recipe {path} has a section trainer, but this command has no Trainer"
+            )
+        values = typed(recipe, hints, f"in the recipe {path}")
+        return values | typed(section, of_trainer, f"under trainer: in the recipe {path}")
+
+    def _command_line(self, argv, hints):
+        """The values of the command line without its recipes."""
+        # --max_length is --max-length
+        argv = [re.sub(r"^--\w[\w-]*", lambda name: name[0].replace("_", "-"), a) for a in argv]
+        given, rest = self._parser(hints).parse_known_args(argv)
+        if rest:
+            name = rest[0].partition("=")[0].lstrip("-").replace("-", "_")
+            raise UserError(f"unknown argument {rest[0]!r}{nearest(name, hints, '--')}")
+        values = vars(given)
+        for name, value in values.items():
+            if {list, dict} & _kinds(hints[name]).keys():
+                items = [read_brackets(text) for text in _items(value)]
+                values[name] = items[0] if len(items) == 1 else items
+        return typed(values, hints, "on the command line")
+
+    def _parser(self, hints):
+        """argparse's reader of the options in `hints`, and writer of the help on those that are not
+        Trainer's."""
+        fields = self.fields
+        positional = [_spelled(f) for f in fields.values() if f.metadata.get("positional")]
+        parser = _Parser(
+            usage=" ".join([self.command, *positional, "[RECIPE.yaml] [--option value ...]"]),
+            description=self.about + (f"\n\nexample:\n  {self.example}" if self.example else ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        # An option stands under the first line of the class that declares it.
+        titles = {
+            name: base.__doc__.splitlines()[0].rstrip(".")
+            for group in self.groups
+            for base in group.__mro__
+            for name in inspect.get_annotations(base)
+        }
+        topics = {
+            title: parser.add_argument_group(title)
+            for title in dict.fromkeys(titles[name] for name in fields)
+        }
+        for name, hint in hints.items():
+            kinds, group = _kinds(hint), parser
+            settings = {"dest": name, "metavar": "VALUE", "help": argparse.SUPPRESS}
+            if list in kinds:
+                settings["nargs"] = "+"
+            elif bool in kinds:
+                settings |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+            if name in fields:
+                group, settings["help"] = topics[titles[name]], _described(fields[name])
+            if name in fields and fields[name].metadata.get("positional"):
+                several = "*" if list in kinds else "?"
+                group.add_argument(name, nargs=several, metavar=name.upper(), help=settings["help"])
+                settings["help"] = argparse.SUPPRESS  # by its name too, in place of its position
+            group.add_argument(_dashed(name), **settings)
+        return parser
 
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
-        fields = {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
-        hints = {
-            n: hint for group in self.groups for n, hint in typing.get_type_hints(group).items()
-        }
-        positional = [
-            _spelled(name, fields) + ("..." if list in _plain(hints[name]) else "")
-            for name, f in fields.items()
-            if f.metadata.get("positional")
-        ]
-        lines = [
-            " ".join(
-                ["usage:", self.command, *positional, "[RECIPE.yaml]", "[--option value ...]"]
-            ),
-            "",
-            self.about,
-        ]
-        if self.example:
-            lines += ["", "example:", f"  {self.example}"]
-        topic = None
-        for name, described in fields.items():
-            owner = next(
-                base
-                for group in self.groups
-                for base in group.__mro__[::-1]
-                if name in inspect.get_annotations(base)
-            )
-            if owner is not topic:
-                topic = owner
-                lines += ["", f"{owner.__doc__.splitlines()[0].rstrip('.')}:"]
-            lines.append(_described(_spelled(name, fields), described))
+        parser = self._parser(self.hints)
         if self.trainer is not None:
-            lines += [
-                "",
-                "Every option of transformers.TrainingArguments; those with other defaults here:",
-            ]
-            lines += [
-                f"  --{name.replace('_', '-')} (default: {value})"
-                for name, value in self.trainer.items()
-            ]
-        return "\n".join(lines)
+            parser.epilog = "\n".join(
+                [
+                    "Every option of transformers.TrainingArguments; with other defaults here:",
+                    *(f"  {_dashed(name)} (default: {v})" for name, v in self.trainer.items()),
+                ]
+            )
+        return parser.format_help()
 
 
-def _described(spelled, described):
-    """An option's line of --help."""
-    default = (
-        described.default if described.default_factory is MISSING else described.default_factory()
-    )
-    parts = [described.metadata["help"]] if described.metadata.get("help") else []
-    words = {"least": "at least", "most": "at most", "choices": "one of"}
-    for bound, limit in described.metadata.get("bounds", {}).items():
-        parts.append(
-            f"{words.get(bound, bound)} "
-            f"{', '.join(map(str, limit)) if bound == 'choices' else limit}"
-        )
-    if default is MISSING and not described.metadata.get("positional"):
+def _dashed(name):
+    """A field as an option: `for_`, a name that Python keeps for itself, loses its mark."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def _spelled(f):
+    """An option as the command line has it."""
+    return f.name.upper() if f.metadata.get("positional") else _dashed(f.name)
+
+
+def _described(f):
+    """What --help says of an option."""
+    default = f.default if f.default_factory is MISSING else f.default_factory()
+    bounds = f.metadata.get("bounds", {})
+    parts = [f.metadata.get("help"), *(_limit(*bound) for bound in bounds.items())]
+    if default is MISSING and not f.metadata.get("positional"):
         parts.append("required")
     shown = "" if default in (MISSING, None, [], {}) else f" (default: {default})"
-    return f"  {spelled:<24} {'; '.join(parts)}{shown}"
+    return ("; ".join(filter(None, parts)) + shown).replace("%", "%%")

@@ -3,9 +3,10 @@ are known, and left out elsewhere."""
 
 from pathlib import Path
 
+import yaml
+
 from .errors import UserError
 from .files import read_text
-from .yaml_files import read_collection
 
 
 LICENSE_HELP = (
@@ -18,9 +19,10 @@ _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_re
 def read_card(folder):
     """What the card of a folder says of licence and base model, {key: text}; {} without a card."""
     try:
-        found = read_collection(read_text(Path(folder) / "README.md").split("---\n")[1], dict)
-    except (UserError, OSError, IndexError, ValueError):
+        found = yaml.safe_load(read_text(Path(folder) / "README.md").split("---\n")[1])
+    except (UserError, OSError, IndexError, ValueError, yaml.YAMLError):
         return {}
+    found = found if isinstance(found, dict) else {}
     return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}
 
 

@@ -15,72 +15,7 @@ from pathlib import Path
 from .errors import UserError, one_line
 from .folders import flush as settle
 from .folders import new_file
-
-
-# ------------------------------------------------------------------------------------------------
-# secrets
-
-
-HIDDEN = "<hidden>"
-_SECRET_NAMES = {
-    "token",
-    "key",
-    "apikey",
-    "password",
-    "passwd",
-    "secret",
-    "credential",
-    "credentials",
-}
-# What gives itself away under any name: tokens of the Hub, and passwords in addresses.
-_SECRET_VALUES = re.compile(
-    r"\bhf_[A-Za-z0-9]{24,}\b|(?<=://)[^/\s@]+(?=@)|(?<=token=)[^&\s]+|(?<=key=)[^&\s]+|(?<=password=)[^&\s]+|(?<=secret=)[^&\s]+"
-    r"|(?<=signature=)[^&\s]+|(?<=[?&]sig=)[^&\s]+",
-    re.IGNORECASE,
-)
-
-
-def _is_secret(name):
-    """Whether an option or key is named as secrets are: `hub_token`, `--api-key`; not
-    `tokens_per_batch`, not an Auto class of tokens."""
-    return not str(name).startswith("AutoModel") and not _SECRET_NAMES.isdisjoint(
-        re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(name)).lower())
-    )
-
-
-def redacted(data):
-    """`data` (of JSON types) with the text of secrets replaced: under keys named as secrets are,
-    and what looks like one anywhere."""
-    if isinstance(data, dict):
-        return {
-            k: HIDDEN if isinstance(v, str) and v and _is_secret(k) else redacted(v)
-            for k, v in data.items()
-        }
-    if isinstance(data, (list, tuple)):
-        return [redacted(value) for value in data]
-    if not isinstance(data, str):
-        return data
-    if data.startswith("{"):
-        with contextlib.suppress(ValueError):  # else it is not JSON
-            given = json.loads(data)
-            return data if redacted(given) == given else json.dumps(redacted(given))
-    return _SECRET_VALUES.sub(HIDDEN, data)
-
-
-def redacted_arguments(argv):
-    """A command line with the values of options named as secrets are replaced: `--hub_token X`,
-    `--api-key=X`."""
-    output, hide = [], False
-    for argument in argv:
-        option, equals, _ = argument.partition("=")
-        if hide and not argument.startswith("--"):
-            output.append(HIDDEN)
-        elif argument.startswith("-") and equals and _is_secret(option):
-            output.append(f"{option}={HIDDEN}")
-        else:
-            output.append(redacted(argument))
-        hide = argument.startswith("-") and not equals and _is_secret(argument)
-    return output
+from .secrets import HIDDEN, redacted, redacted_arguments  # noqa: F401
 
 
 # ------------------------------------------------------------------------------------------------

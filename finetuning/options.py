@@ -4,10 +4,10 @@ run. Imports neither torch nor transformers."""
 import itertools
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ..common.arguments import Arguments, Options, check_ranges, option, typed
+from ..common.arguments import Arguments, Options, check_values, option, typed
 from ..common.constants import RECIPES
 from ..common.errors import UserError
 from ..common.lora import LoraOptions
@@ -158,7 +158,8 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
         hints = {key: list[kind] for key, kind in HYPER_PARAMETERS.items()}
         where = f"of {task.name} in presets or grid_values"
         axes = typed(axes, hints, where, f"allowed are {', '.join(hints)}")
-        check_ranges(self, f" {where}", axes)
+        bounds = {f.name: f.metadata["bounds"] for f in fields(self) if f.name in axes}
+        check_values(axes, bounds, f" {where}")
         for key in HYPER_PARAMETERS:
             given = getattr(self, key)
             if given is not None:

@@ -7,7 +7,6 @@ import torch
 from pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert import __main__ as cli
-from neobert.common import trackers
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
 from neobert.common.loading import load_tokenizer
@@ -273,15 +272,3 @@ def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypat
         not pretrain.read_run(given).training.use_cpu
         and pretrain.read_run([*given, "--use-cpu"]).training.use_cpu
     )
-
-
-def test_trackers_are_checked_by_name(monkeypatch):
-    monkeypatch.setattr(trackers, "get_available_reporting_integrations", lambda: ["tensorboard"])
-    for known in (None, [], "none", "all", "tensorboard,none", ["tensorboard"]):
-        trackers.check_trackers(known)
-    with pytest.raises(
-        UserError, match="'wandb' is not installed; installed are none, tensorboard"
-    ):
-        trackers.check_trackers("tensorboard,wandb")
-    with pytest.raises(UserError, match="'wandbb' is unknown"):
-        trackers.check_trackers(["wandbb"])

@@ -162,8 +162,8 @@ def test_a_source_that_begins_again_is_said(corpus, tmp_path, weighted, capsys):
 BAD = [
     ({"weight": 0}, "weight must be a number above 0, but 0.0 was given"),
     ({"weight": -1}, "weight must be a number above 0, but -1.0 was given"),
-    ({"weight": math.nan}, "dataset must be made of finite numbers"),
-    ({"weight": math.inf}, "dataset must be made of finite numbers"),
+    ({"weight": math.nan}, "weight must be a number above 0, but nan was given"),
+    ({"weight": math.inf}, "weight must be a number above 0, but inf was given"),
     ({"weight": "much"}, "weight of dataset must be a number, but 'much' was given"),
     ({"weight": None}, "has no weight, but others have"),
     ({"weigth": 1}, "did you mean weight?"),

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from neobert.common.errors import UserError
-from neobert.common.yaml_files import read_collection, read_scalar, read_yaml
+from neobert.common.yaml_files import read_brackets, read_yaml
 
 
 def read(tmp_path, text):
@@ -32,18 +32,20 @@ def test_numbers_references_and_anchors(tmp_path):
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
 
 
+# Aliases of aliases: 10^9 values when written out.
+BOMB = "a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: &a\n  b: *a", "recursion"),
+        ("a: &a\n  b: *a", "more than 100,000 values"),
+        (BOMB, "more than 100,000 values"),
         ("[" * 1000, "recursion"),
-        ('a: !!int ""', "'' is not of the type int"),
-        ("a: !!int x", "'x' is not of the type int"),
-        ('a: !!float ""', "'' is not of the type float"),
-        ("a: !!bool maybe", "'maybe' is not of the type bool"),
-        ("a: !!timestamp x", "'x' is not of the type timestamp"),
-        ("a: 2001-99-99", "'2001-99-99' is not of the type timestamp"),
-        ("a: !!binary 1", "base64|binary"),
+        ("a: !!int x", "invalid literal"),
+        ("a: 2001-99-99", "month must be in"),
         ("? [a]\n: 1", "unhashable"),
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: *b", "undefined alias"),
@@ -53,7 +55,7 @@ def test_numbers_references_and_anchors(tmp_path):
         (b"\xff\xfea", "not UTF-8"),
         (" " * 4_000_001, "more than 4,000,000 bytes"),
     ],
-    ids=range(17),
+    ids=range(13),
 )
 def test_refused_with_one_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as refusal:
@@ -69,11 +71,10 @@ def test_no_file_to_read(tmp_path):
         read_yaml(tmp_path / "b.yaml")
 
 
-@pytest.mark.parametrize("text", ["[" * 1000, '!!int ""', "&a [*a]", "9" * 5000, "2001-99-99", "{"])
-def test_a_value_of_the_command_line(text):
-    assert read_scalar(text) == text
-    with pytest.raises(ValueError):
-        read_collection(text, dict)
+def test_a_value_of_the_command_line():
+    assert read_brackets("[a, 1e-4]") == ["a", 1e-4] and read_brackets("{a: no}") == {"a": "no"}
+    for text in ("[" * 1000, "[ab]*.txt", "{", "2001-99-99", "1", "a: 1"):
+        assert read_brackets(text) == text
 
 
 def test_truths_and_numbers_are_those_of_yaml_1_2(tmp_path):
@@ -92,10 +93,3 @@ def test_truths_and_numbers_are_those_of_yaml_1_2(tmp_path):
         "g": 1e-4,
         "h": "Truefalse",
     }
-    assert [read_scalar(text) for text in ("no", "true", "FALSE", "3", "1e-4")] == [
-        "no",
-        True,
-        False,
-        3,
-        1e-4,
-    ]
