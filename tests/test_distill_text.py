@@ -2,7 +2,6 @@
 paragraph, nothing that the local tasks hold out."""
 
 import gzip
-import importlib.util
 import io
 import json
 import shutil
@@ -10,17 +9,11 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from pathlib import Path
 
 import pytest
 
+from neobert.benchmarks import make_distill_text as text
 from neobert.common.errors import UserError
-
-
-_SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "make_distill_text.py"
-_SPEC = importlib.util.spec_from_file_location("make_distill_text", _SCRIPT)
-text = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(text)
 
 
 def test_sentences_end_at_stops_and_not_at_abbreviations():

@@ -2,12 +2,12 @@
 install, and held-out parts by key."""
 
 import gzip
-import json
 
 import pytest
 
-from neobert.common import local_text
+from neobert.benchmarks import local_text
 from neobert.common.errors import UserError
+from neobert.common.held_out import is_held_out
 
 
 def test_wordnet_lines_become_sentences(tmp_path):
@@ -76,20 +76,27 @@ def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):
             next(iter(read()))
 
 
-def test_the_held_out_part_is_a_function_of_the_key(tmp_path):
-    rows = [{"id": f"noun-{i:08d}", "text": "x"} for i in range(5000)]
-    counts = local_text.write_split(rows, tmp_path / "a", 2.0)
-    local_text.write_split(reversed(rows), tmp_path / "b", 2.0)
-    assert counts["train"] + counts["heldout"] == 5000 and 60 < counts["heldout"] < 140
-    keys = [
-        {
-            json.loads(line)["id"]
-            for line in (tmp_path / name / "heldout.jsonl").read_text().splitlines()
-        }
-        for name in "ab"
-    ]
-    assert keys[0] == keys[1], "the split must not depend on the order"
-    assert local_text.is_held_out("noun-00000013") == ("noun-00000013" in keys[0])
+def test_the_held_out_part_is_a_function_of_the_key():
+    rows = [{"id": f"noun-{i:08d}"} for i in range(5000)]
+    train, held_out = local_text.split(rows)
+    assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, "2 %"
+    assert local_text.split(rows[::-1])[1] == held_out[::-1], "the order does not matter"
+    assert not is_held_out("a", 50) and is_held_out("b", 50), "SHA-1 of a: 86f7, of b: e9d7"
+        held_out if local_text.is_held_out("noun-00000013") else train
+    )
+
+
+def test_held_out_texts_of_the_ladder_are_not_trained_on(tmp_path, monkeypatch):
+    for name in ("wordnet_entries", "gcide_entries"):
+        rows = [{"id": f"{name}-{i}", "text": f"{name} {i}"} for i in range(3000)]
+        monkeypatch.setattr(local_text, name, lambda rows=rows: iter(rows))
+    monkeypatch.setattr(local_text, "sentiment_sentences", lambda kind: [{"text": kind}])
+    assert local_text.main(["ladder", "--out", str(tmp_path)]) == 0
+    texts = {path.stem: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    assert texts["heldout"] and not set(texts["heldout"]) & {*texts["curated"], *texts["diverse"]}
+    assert all("wordnet" in line for line in texts["curated"])
+    kinds = [sum(name in line for line in texts["diverse"]) for name in ("wordnet", "gcide")]
+    assert min(kinds) > 2900, "the diverse texts are drawn from both sources"
 
 
 def test_long_texts_are_joined_from_neighbours():
