@@ -81,9 +81,7 @@ def test_the_held_out_part_is_a_function_of_the_key():
     train, held_out = local_text.split(rows)
     assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, "2 %"
     assert local_text.split(rows[::-1])[1] == held_out[::-1], "the order does not matter"
-    assert not is_held_out("a", 50) and is_held_out("b", 50), "SHA-1 of a: 86f7, of b: e9d7"
-        held_out if local_text.is_held_out("noun-00000013") else train
-    )
+    assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
 
 
 def test_held_out_texts_of_the_ladder_are_not_trained_on(tmp_path, monkeypatch):
