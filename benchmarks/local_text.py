@@ -8,8 +8,7 @@
   GPL-2+.
 - `sentiment_sentences`: rated sentences. Source archive of vaderSentiment 3.3.2; MIT.
 
-    python -m neobert.benchmarks.local_text wordnet --out data/wordnet   # train and heldout
-    python -m neobert.benchmarks.local_text ladder --out runs/ablations_small/data
+    python -m neobert.benchmarks.local_text wordnet --out data/wordnet  # train and heldout .jsonl
 """
 
 import argparse
@@ -22,8 +21,6 @@ import sys
 import tarfile
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from ..common import held_out
 from ..common.commands import guarded
@@ -261,22 +258,6 @@ def split(rows):
     return parts
 
 
-def ladder_files(texts=40_000):
-    """{file: rows} of the ablation ladder: texts of one source, of both, held-out ones, and rated
-    sentences; at most `texts` of each corpus, always the same ones."""
-    wordnet, gcide = split(wordnet_entries()), split(gcide_entries())
-
-    def some(rows, count):
-        return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:count]]
-
-    return {
-        "curated": some(wordnet[0], texts),
-        "diverse": some(wordnet[0] + gcide[0], texts),
-        "heldout": some(wordnet[1], 750) + some(gcide[1], 750),
-        "probe": list(sentiment_sentences("movie")),
-    }
-
-
 def join_texts(texts, words):
     """Texts of at least `words` words, each made of neighbours: what comes in packages is short.
     What is left over at the end is dropped."""
@@ -302,7 +283,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m neobert.benchmarks.local_text", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("source", choices=[*SOURCES, "ladder"])
+    parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, type=Path, help="folder of the .jsonl files")
     parser.add_argument(
         "--long-words",
@@ -310,13 +291,10 @@ def main(argv=None):
         help="also long.jsonl: neighbouring held-out rows joined to texts of so many words",
     )
     arguments = parser.parse_args(argv)
-    if arguments.source == "ladder":
-        files = ladder_files()
-    else:
-        files = dict(zip(("train", "heldout"), split(SOURCES[arguments.source]())))
-        if arguments.long_words:
-            long = join_texts((row["text"] for row in files["heldout"]), arguments.long_words)
-            files["long"] = [{"text": text} for text in long]
+    files = dict(zip(("train", "heldout"), split(SOURCES[arguments.source]())))
+    if arguments.long_words:
+        long = join_texts((row["text"] for row in files["heldout"]), arguments.long_words)
+        files["long"] = [{"text": text} for text in long]
     for name, rows in files.items():
         write_rows(arguments.out / f"{name}.jsonl", rows)
     return 0

@@ -18,7 +18,7 @@ from .folders import new_file
 
 # Colours of Okabe and Ito, which colour-blind readers tell apart. The model of this repository is
 # always green, what it is compared with is not.
-OWN, PALE, GREY = "#009e73", "#9fd8c6", "#7f7f7f"
+OWN, GREY = "#009e73", "#7f7f7f"
 COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#4d4d4d")
 MARKERS = "sD^vPXp"
 
@@ -64,21 +64,6 @@ def line(axes, x, y, spread=None, *, label, series, own=False):
     colour = OWN if own else COLOURS[series % len(COLOURS)]
     marker = "o" if own else MARKERS[series % len(MARKERS)]
     axes.errorbar(x, y, yerr=errors, label=label, color=colour, marker=marker, elinewidth=1)
-
-
-def bars(axes, labels, values, deviations=None, digits=1, colours=OWN):
-    """Bars that start at 0, with the value on top of each; a value of None leaves its place empty.
-
-    Args:
-        deviations: one a bar, drawn as error bars.
-        colours: one, or one a bar.
-    """
-    heights = [value or 0 for value in values]
-    drawn = axes.bar(labels, heights, yerr=deviations, color=colours)
-    texts = ["" if value is None else f"{value:,.{digits}f}" for value in values]
-    axes.bar_label(drawn, texts, fontsize=8, padding=2)
-    axes.margins(y=0.12)
-    axes.grid(False, axis="x")
 
 
 def length_axis(axes, lengths):

@@ -84,17 +84,14 @@ def test_the_held_out_part_is_a_function_of_the_key():
     assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
 
 
-def test_held_out_texts_of_the_ladder_are_not_trained_on(tmp_path, monkeypatch):
-    for name in ("wordnet_entries", "gcide_entries"):
-        rows = [{"id": f"{name}-{i}", "text": f"{name} {i}"} for i in range(3000)]
-        monkeypatch.setattr(local_text, name, lambda rows=rows: iter(rows))
-    monkeypatch.setattr(local_text, "sentiment_sentences", lambda kind: [{"text": kind}])
-    assert local_text.main(["ladder", "--out", str(tmp_path)]) == 0
-    texts = {path.stem: path.read_text().splitlines() for path in tmp_path.iterdir()}
-    assert texts["heldout"] and not set(texts["heldout"]) & {*texts["curated"], *texts["diverse"]}
-    assert all("wordnet" in line for line in texts["curated"])
-    kinds = [sum(name in line for line in texts["diverse"]) for name in ("wordnet", "gcide")]
-    assert min(kinds) > 2900, "the diverse texts are drawn from both sources"
+def test_the_command_writes_both_parts_and_long_texts(tmp_path, monkeypatch):
+    rows = [{"id": f"noun-{i:08d}", "text": f"text {i}"} for i in range(1000)]
+    monkeypatch.setitem(local_text.SOURCES, "wordnet", lambda: rows)
+    command = ["wordnet", "--out", str(tmp_path / "new"), "--long-words", "4"]
+    assert local_text.main(command) == 0
+    lines = {path.stem: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
+    assert len(lines["train"]) + len(lines["heldout"]) == 1000
+    assert len(lines["long"]) == len(lines["heldout"]) // 2, "two texts of two words each"
 
 
 def test_long_texts_are_joined_from_neighbours():

@@ -119,21 +119,6 @@ def test_a_result_is_a_json_file_and_a_page(tmp_path):
 # plots
 
 
-def test_bars_start_at_zero_and_tell_their_values():
-    pytest.importorskip("matplotlib")
-    _, axes = figures.subplots("Scores")
-    figures.bars(axes, ["M0", "M1", "M2"], [79.2, None, 84.0], [0, 0, 2.5])
-    low, high = axes.get_ylim()
-    assert low == 0 and high > 86.5, (
-        "a bar that does not start at 0 shows a difference larger than it is"
-    )
-    assert [text.get_text() for text in axes.texts] == ["79.2", "", "84.0"], (
-        "a missing value has no figure"
-    )
-    (errors,) = axes.collections
-    assert errors.get_segments()[2][:, 1].tolist() == pytest.approx([81.5, 86.5])
-
-
 def test_panels_are_an_array_and_one_panel_is_axes():
     pytest.importorskip("matplotlib")
     _, panels = figures.subplots("Two", "steps", columns=2)
