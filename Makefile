@@ -50,7 +50,7 @@ test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
 	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py tests/export/test_places.py
 
 bench: $(VENV)/.test
-	$(BIN)/neobert throughput --preset cpu --output results/throughput --resume
+	$(BIN)/neobert throughput --preset cpu --output results/throughput
 
 # int8 of this repository beside float32, bfloat16 and other engines' int8: 12 blocks of 768 (results/int8_cpu.md)
 # and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.

@@ -96,9 +96,8 @@ COMMANDS = {
         ("eval", "accelerate", "matplotlib"),
     ),
     "throughput": Command(
-        "benchmarks", "tokens a second against other encoders", "benchmarks.throughput"
+        "benchmarks", "tokens a second against other encoders", "throughput.command"
     ),
-    "report": Command("benchmarks", "one page from results/", "benchmarks.report"),
 }
 
 

@@ -5,11 +5,12 @@ memory against the size of the corpus.
     python -m neobert.benchmarks.encode
     python -m neobert.benchmarks.encode --layers 6 --texts 64
 
-Weights are random, which take the same time. `neobert encode` reads jsonl and writes safetensors;
-all else is SentenceTransformer.encode, which sorts its texts by length, pads them, and has them in
+Weights are random, which take the same time. `neobert encode` reads jsonl and writes parquet; all
+else is SentenceTransformer.encode, which sorts its texts by length, pads them, and has them in
 memory. Each of its rows has the fastest of --batch-sizes. All models see the same tokens.
 """
 
+import functools
 import json
 import sys
 import tempfile
@@ -17,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import torch
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer, BertConfig, BertModel, ModernBertConfig, ModernBertModel
 
-from ..common import figures
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.constants import TOKENIZER
 from ..common.loading import choose_device
-from ..common.local_text import wordnet_entries
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from ..configuration_neobert import NeoBERTConfig
@@ -34,7 +33,9 @@ from ..embeddings.encode import encode
 from ..embeddings.options import EncodeArguments
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..modeling_neobert import NeoBERTModel
-from .measuring import between, in_a_process, in_turns, ratio
+from ..throughput.timing import between, in_turns, ratio
+from .local_text import wordnet_entries
+from .measuring import in_a_process
 
 
 OURS = "neobert encode, file to file"
@@ -119,7 +120,7 @@ def measure_speed(given, models, texts, dtype, folder):
     """
     device = choose_device(given.device)
     encoder = PackedEncoder(models["neobert"], dtype=dtype, device=device, max_length=512)
-    source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.safetensors"
+    source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.parquet"
     write_jsonl(source, texts)
     arguments = EncodeArguments(
         source=str(source),
@@ -150,39 +151,33 @@ def measure_speed(given, models, texts, dtype, folder):
     ways = {
         UNPADDED: lambda size: encoder.sentence_transformer.encode(texts, batch_size=size),
         PADDED: padded,
+        MODERN: other(MODERN),
+        BERT: other(BERT),
     }
-    ways |= {name: other(name) for name in (MODERN, BERT)}
     ours()
-    vectors, difference = load_file(output)["embeddings"], {}
+    vectors = np.array(pyarrow.parquet.read_table(output)["embedding"].to_pylist())
+    difference = {}
     for name in (UNPADDED, PADDED):  # also the warm-up
         found = np.asarray(ways[name](given.batch_sizes[0]), dtype=np.float32)
         difference[name] = float(np.abs(vectors - found).max() / np.abs(found).max())
-    sizes = {
-        (name, size): (lambda way=way, size=size: way(size))
-        for name, way in ways.items()
-        for size in given.batch_sizes
-    }
-    tried, _ = in_turns(sizes, 1, device)
-    best = {
-        name: min(given.batch_sizes, key=lambda size: tried[name, size].seconds[0]) for name in ways
-    }
-    calls = {OURS: ours} | {
-        name: (lambda way=way, size=best[name]: way(size)) for name, way in ways.items()
-    }
-    timings, _ = in_turns(calls, given.repeats, device)
+    calls, best = {OURS: ours}, {}
+    for name, way in ways.items():
+        sizes = {size: functools.partial(way, size) for size in given.batch_sizes}
+        tried = in_turns(sizes, 1)
+        best[name] = min(sizes, key=lambda size: tried[size].seconds)
+        calls[name] = sizes[best[name]]
+    timings = in_turns(calls, given.repeats)
     lengths = [len(ids) for ids in encoder.tokenize(texts)]
     tokens = sum(lengths)
+    ours_seconds = timings[OURS].seconds
     return {
         "texts": len(texts),
         "tokens": tokens,
         "tokens_per_text": {"median": float(np.median(lengths)), "longest": max(lengths)},
         "batch_size": best,
-        "tokens_per_second": {
-            name: timing.per_second(tokens) | {"runs": timing.seconds}
-            for name, timing in timings.items()
-        },
+        "tokens_per_second": {name: timing.per_second(tokens) for name, timing in timings.items()},
         "times_as_fast": {
-            name: ratio(timing.seconds, timings[OURS].seconds) for name, timing in timings.items()
+            name: ratio(timing.seconds, ours_seconds) for name, timing in timings.items()
         },
         "difference_of_vectors": difference,
         "parameters": sum(p.numel() for p in encoder.sentence_transformer.parameters()),
@@ -246,79 +241,44 @@ def measure_memory(factors, folder):
 def page(given, speed, memory):
     """The result in markdown."""
     first = next(iter(speed.values()))
-    lengths = first["tokens_per_text"]
-    lines = [
+    lengths, sizes = first["tokens_per_text"], ", ".join(map(str, given.batch_sizes))
+    parts = [
         f"Real tokens a second (padding does not count) on {first['texts']:,} English texts of "
-        f"{first['tokens']:,} tokens (median "
-        f"{lengths['median']:.0f}, longest {lengths['longest']}); NeoBERT and BERT of "
-        f"{given.layers} layers x 768 "
+        f"{first['tokens']:,} tokens (median {lengths['median']:.0f}, longest "
+        f"{lengths['longest']}); NeoBERT and BERT of {given.layers} layers x 768 "
         f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {given.repeats} runs of "
-        "each way in turns. The ratio is the median over "
-        "repeats, with its quartiles; above 1 `neobert encode` is faster. All but the first row "
-        "are SentenceTransformer.encode, with its texts in "
-        "memory, at the fastest of the batch sizes "
-        + ", ".join(map(str, given.batch_sizes))
-        + ".\n"
+        "each way in turns. The ratio is the median over repeats, with its quartiles; above 1 "
+        "`neobert encode` is faster. All but the first row are SentenceTransformer.encode, with "
+        f"its texts in memory, at the fastest of the batch sizes {sizes}."
     ]
+    header = ["way", "batch size", "tokens/s, median", "quartiles"]
     for dtype, found in speed.items():
         rows = []
         for name, rate in found["tokens_per_second"].items():
             times = found["times_as_fast"][name]
-            size = found["batch_size"].get(name, "by tokens")
             spread = f"{times['ratio']:.2f} ({between(times['quartiles'], '.2f')})"
+            size = found["batch_size"].get(name, "by tokens")
             rows.append([name, size, f"{rate['median']:,.0f}", between(rate["quartiles"]), spread])
         worst = max(found["difference_of_vectors"].values())
-        lines += [
-            f"## {dtype}\n",
-            markdown_table(
-                [
-                    "way",
-                    "batch size",
-                    "tokens/s, median",
-                    "quartiles",
-                    "neobert encode is times as fast",
-                ],
-                rows,
-            ),
+        parts += [
+            f"## {dtype}",
+            markdown_table([*header, "neobert encode is times as fast"], rows),
             f"Largest difference of the vectors of the three NeoBERT rows: {worst:.1e} of the "
-            "largest value.\n",
+            "largest value.",
         ]
-    sizes = [points[0] for points in next(iter(memory.values()))]
+    counts = [f"{count:,} texts" for count, _ in memory[OURS]]
     rows = [[name, *(f"{size:,.0f}" for _, size in points)] for name, points in memory.items()]
-    lines += [
-        "## Memory\n",
+    parts += [
+        "## Memory",
         "Peak beyond the loaded model and the libraries, MiB (NeoBERT of 1 layer x 256, float32, "
-        "texts of 20 words in the median and at most 200, "
-        "parts of 512 rows).\n",
-        markdown_table(["way", *(f"{size:,} texts" for size in sizes)], rows),
+        "texts of 20 words in the median and at most 200, parts of 512 rows).",
+        markdown_table(["way", *counts], rows),
     ]
-    return "\n".join(lines)
-
-
-def plot(result, path):
-    """Ratios of every way and precision, and memory against the size of the corpus."""
-    speed, memory = result["speed"], result["memory"]
-    figure, (left, right) = figures.subplots(columns=2, size=(11, 4), width_ratios=(1.5, 1))
-    labels = [
-        f"{name}, {dtype}" for dtype, found in speed.items() for name in found["tokens_per_second"]
-    ]
-    rates = [rate for found in speed.values() for rate in found["tokens_per_second"].values()]
-    colours = [figures.OWN if OURS in label else figures.GREY for label in labels]
-    medians = [rate["median"] for rate in rates]
-    spreads = [tuple(rate["quartiles"]) for rate in rates]
-    figures.bars(left, labels, medians, spreads, digits=0, colours=colours, horizontal=True)
-    left.set_xlabel("real tokens a second, median and quartiles")
-    for number, (name, points) in enumerate(memory.items()):
-        figures.line(right, *zip(*points), label=name, series=number, own=name == OURS)
-    figures.length_axis(right, [rows for rows, _ in next(iter(memory.values()))])
-    right.set(xlabel="texts in the corpus", ylabel="peak memory beyond the model, MiB")
-    right.set_ylim(bottom=0)
-    right.legend()
-    return figures.save(figure, path, result["environment"])
+    return "\n\n".join(part.strip() for part in parts)
 
 
 def main(argv=None):
-    """Measures, writes OUTPUT.json, .md and .png; returns the exit code."""
+    """Measures, writes OUTPUT.json and .md; returns the exit code."""
     (given,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(
         sys.argv[1:] if argv is None else argv
     )
@@ -336,7 +296,6 @@ def main(argv=None):
     )
     data = {"speed": speed, "memory": memory}
     print(write_result(given.output, "Encoding a corpus", made, data, page(given, speed, memory)))
-    plot({"environment": made, **data}, f"{given.output}.png")
     return 0
 
 

@@ -21,6 +21,7 @@ from ..common.packing import mean_of_sequences, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
+HIDDEN_STATES = ("last_hidden_state", "token_embeddings")  # names in graphs
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,7 +60,6 @@ class Engine:
             attribute `batch` takes that many texts at once; its best value is found by trying.
             Torch's own threads are set by the caller.
         size: function of files -> bytes of the model on disk.
-        same_weights: whether it runs NeoBERT's weights, so that its vectors must agree.
     """
 
     name: str
@@ -67,12 +67,6 @@ class Engine:
     how: str
     open: Callable
     size: Callable
-    same_weights: bool = True
-
-    @property
-    def kind(self):
-        """What it is compared with: "fp32", "16 bit" or "int8"."""
-        return {"fp32": "fp32", "int8": "int8", "q8_0": "int8"}.get(self.precision, "16 bit")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -221,14 +215,8 @@ def onnx_engine(precision, names):
             str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"]
         )
         names_of_outputs = [output.name for output in session.get_outputs()]
-        output = next(
-            (
-                name
-                for name in names_of_outputs
-                if name in ("last_hidden_state", "token_embeddings")
-            ),
-            names_of_outputs[0],
-        )
+        known = [name for name in names_of_outputs if name in HIDDEN_STATES]
+        output = (known or names_of_outputs)[0]
 
         def forward(batches):
             return [
@@ -285,20 +273,15 @@ def openvino_engine(precision, hint, names):
         ]
 
         def forward(batches):
-            found, running = [None] * len(batches), {}
-
-            def finish(place):
-                running[place].wait()
-                found[place] = np.array(running.pop(place).get_output_tensor(0).data)
-
-            for place, (ids, mask) in enumerate(batches):
-                if len(running) == len(requests):
-                    finish(min(running))
-                running[place] = requests[place % len(requests)]
-                running[place].start_async({"input_ids": ids, "attention_mask": mask})
-            for place in list(running):
-                finish(place)
-            return found
+            hidden = []
+            for start in range(0, len(batches), len(requests)):
+                running = list(zip(requests, batches[start : start + len(requests)]))
+                for request, (ids, mask) in running:
+                    request.start_async({"input_ids": ids, "attention_mask": mask})
+                for request, _ in running:
+                    request.wait()
+                    hidden.append(np.array(request.get_output_tensor(0).data))
+            return hidden
 
         return Padded(forward)
 
@@ -385,49 +368,6 @@ def llama_engine(precision, names):
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# sentence-transformers
-
-
-class SentenceTransformers:
-    """`SentenceTransformer.encode`, which tokenises, sorts by length and pads."""
-
-    batch = 8
-
-    def __init__(self, folder, precision):
-        from sentence_transformers import SentenceTransformer
-
-        # A folder without modules.json gets mean pooling.
-        options = {"dtype": DTYPES[precision], "attn_implementation": "sdpa"}
-        self.model = SentenceTransformer(str(folder), device="cpu", model_kwargs=options)
-        self.tokenizer = self.model.tokenizer
-
-    def __call__(self, texts):
-        words = self.tokenizer.batch_decode([ids[1:-1] for ids in texts])
-        return self.model.encode(words, batch_size=self.batch, show_progress_bar=False)
-
-
-def sentence_transformers_engine(name, folder, precision):
-    made_by = "start precisions with another FILES folder, or remove this one's peers"
-
-    def open_session(files, threads):
-        require("eval", "sentence_transformers")
-        return SentenceTransformers(files.find([folder], made_by), precision)
-
-    how = (
-        "SentenceTransformer.encode with the best batch_size, sdpa, padded; random weights "
-        "of the same depth"
-    )
-    share = 1 if precision == "fp32" else 2
-
-    def size(files):
-        return _weights(files.folder / folder) // share
-
-    return Engine(
-        f"sentence-transformers, {name}", precision, how, open_session, size, same_weights=False
-    )
-
-
 ENGINES = {
     "torch-fp32": torch_engine("fp32"),
     "torch-bf16": torch_engine("bf16"),
@@ -457,8 +397,4 @@ ENGINES = {
     ),
     "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
     "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),
-    "st-bert-fp32": sentence_transformers_engine("BERT base", "bert", "fp32"),
-    "st-bert-bf16": sentence_transformers_engine("BERT base", "bert", "bf16"),
-    "st-modernbert-fp32": sentence_transformers_engine("ModernBERT base", "modernbert", "fp32"),
-    "st-modernbert-bf16": sentence_transformers_engine("ModernBERT base", "modernbert", "bf16"),
 }

@@ -8,8 +8,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import measuring, profile_forward, throughput, throughput_models, training
-from .throughput_sets import draw_lengths
+from ..throughput import command, models, timing
+from ..throughput.models import draw_lengths
+from . import profile_forward, training
 
 
 class _OnTheCpu(TorchFunctionMode):
@@ -21,9 +22,9 @@ class _OnTheCpu(TorchFunctionMode):
         )
 
 
-def _short_lengths(*given):
+def _short_lengths(*arguments, **options):
     """A 32nd of the lengths of a set."""
-    return [max(length // 32, 4) for length in draw_lengths(*given)]
+    return [max(length // 32, 4) for length in draw_lengths(*arguments, **options)]
 
 
 def _cpu(value):
@@ -85,10 +86,10 @@ def pretended_gpu():
                 lambda event, device: event.self_cpu_time_total / 1e6,
             )
         )
-        stack.enter_context(mock.patch.dict(throughput_models.COMPILE_OPTIONS, backend="eager"))
-        stack.enter_context(mock.patch.dict(measuring.GEMM_SIZES, cuda=(64,)))
-        stack.enter_context(mock.patch.object(measuring, "GEMM_SECONDS", 0.001))
-        for module in (profile_forward, throughput, training):
+        stack.enter_context(mock.patch.dict(models.COMPILE_OPTIONS, backend="eager"))
+        stack.enter_context(mock.patch.dict(timing.GEMM_SIZES, cuda=(64,)))
+        stack.enter_context(mock.patch.object(timing, "GEMM_SECONDS", 0.001))
+        for module in (profile_forward, command, training):
             stack.enter_context(mock.patch.object(module, "draw_lengths", _short_lengths))
         stack.enter_context(_OnTheCpu())
         yield

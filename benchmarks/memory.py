@@ -27,9 +27,8 @@ from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
+from ..throughput.models import IMPLEMENTATIONS, build, make_batch
 from .measuring import in_a_process, mib
-from .throughput_models import IMPLEMENTATIONS, build
-from .throughput_sets import make_batch
 
 
 CONTRACT = "flash_contract"
@@ -121,96 +120,64 @@ class MemoryArguments(Arguments):
 def row_of(ours):
     """Measures a case of NeoBERT and of its peer, which has no part in the contract; each in a
     process of its own."""
-    peers = (
-        [ours]
-        if ours.implementation == CONTRACT
-        else [ours, replace(ours, model="modernbert-base")]
-    )
-    sizes = [
-        in_a_process(Case.measure, case, variables={"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)})
-        for case in peers
-    ]
-    mine, other = sizes[0], sizes[1] if len(sizes) > 1 else None
-    row = {
+    sizes = {}
+    for model in ("neobert", "modernbert-base"):
+        if model == "neobert" or ours.implementation != CONTRACT:
+            sizes[model] = in_a_process(
+                Case.measure,
+                replace(ours, model=model),
+                variables={"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)},
+            )
+    return {
         "implementation": ours.implementation,
         "length": ours.length,
         "layers": ours.layers or "all",
         "tokens": sum(ours.lengths),
+        **sizes,
     }
-    return {**row, "neobert": mine, "modernbert-base": other, "ratio": other and mine / other}
 
 
 def table(rows):
     """The rows as markdown."""
     lines = []
     for row in rows:
-        mine, other, tokens = row["neobert"], row["modernbert-base"], row["tokens"]
-        ratio = "" if other is None else f"{row['ratio']:.2f}"
-        ours = mib(mine), f"{mine / 2**10 / tokens:.1f}"
-        lines.append(
-            [
-                row["implementation"],
-                f"{row['length']:,}",
-                f"{tokens:,}",
-                row["layers"],
-                *ours,
-                mib(other),
-                ratio,
-            ]
-        )
-    header = [
-        "implementation",
-        "longest text",
-        "tokens",
-        "layers",
-        "NeoBERT MiB",
-        "KiB a token",
-        "ModernBERT base MiB",
-        "ratio",
-    ]
-    return markdown_table(header, lines)
+        mine, other = row["neobert"], row.get("modernbert-base")
+        case = row["implementation"], f"{row['length']:,}", f"{row['tokens']:,}", row["layers"]
+        ratio = None if other is None else f"{mine / other:.2f}"
+        a_token = f"{mine / 2**10 / row['tokens']:.1f}"
+        lines.append([*case, mib(mine), a_token, mib(other), ratio])
+    header = "implementation, longest text, tokens, layers, NeoBERT MiB, KiB a token"
+    return markdown_table([*header.split(", "), "ModernBERT base MiB", "ratio"], lines)
 
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(
+    (options,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(
         argv
     )
     first = Case(
         "neobert",
-        given.implementation,
-        given.lengths[0],
-        given.batch,
-        given.layers,
-        given.device,
-        given.threads,
+        options.implementation,
+        options.lengths[0],
+        options.batch,
+        options.layers,
+        options.device,
+        options.threads,
     )
     cases = [
         replace(first, implementation=name, length=length)
-        for name in (given.implementation, CONTRACT)
-        for length in given.lengths
+        for name in (options.implementation, CONTRACT)
+        for length in options.lengths
     ]
-    if given.check_depth:
-        cases.append(replace(first, length=given.check_depth, layers=0))
+    if options.check_depth:
+        cases.append(replace(first, length=options.check_depth, layers=0))
     rows = [row_of(case) for case in tqdm(cases, desc="memory", disable=None)]
-    text = "Inference. `flash_contract`: two texts packed, the second half as long.\n\n" + table(
-        rows
-    )
-    env = environment(
-        dtype="bfloat16" if given.device == "cuda" else "float32",
-        device=given.device,
-        batch=given.batch,
-    )
-    print(
-        write_result(
-            given.output,
-            "Peak memory above the weights",
-            {**env, "threads": given.threads},
-            {"rows": rows},
-            text,
-        )
-    )
+    text = f"`{CONTRACT}`: two texts packed, the second half as long.\n\n{table(rows)}"
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    made = environment(dtype=dtype, device=options.device, batch=options.batch)
+    made["threads"] = options.threads
+    print(write_result(options.output, "Peak memory above the weights", made, {"rows": rows}, text))
     return 0
 
 

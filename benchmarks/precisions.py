@@ -6,8 +6,7 @@ size, on short, mixed and longer texts.
 FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if
 there is none (published width, 12 layers, weights drawn wide enough that attention is not flat).
 FILES/export and FILES/*.gguf are what `neobert export` makes of it, and FILES/node holds
-node-llama-cpp; an engine whose file or package is missing has a row that says how to get it. BERT
-base and ModernBERT base have random weights and as many layers.
+node-llama-cpp; an engine whose file or package is missing has a row that says how to get it.
 
 Every engine is a process of its own and gets the same token ids. It is tried with several batch
 sizes on the first of --threads, and the best counts. A float32 matrix product of one thread beside
@@ -15,7 +14,6 @@ every timed pass tells how fast the machine was then: the ratios between engines
 divided by that pace.
 """
 
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -32,11 +30,11 @@ from ..common.errors import UserError, one_line
 from ..common.loading import load_tokenizer
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
-from ..common.timing import one_thread
+from ..throughput.models import draw_lengths
+from ..throughput.options import check_set
+from ..throughput.timing import MatrixProduct, between, quartiles, timed
 from .engines import BATCH_SIZES, ENGINES, Files
-from .measuring import MatrixProduct, between, in_a_process, mib, quartiles, timed
-from .options import check_set
-from .throughput_sets import draw_lengths
+from .measuring import in_a_process, mib
 
 
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
@@ -57,11 +55,8 @@ class PrecisionsArguments(Arguments):
         help="text lengths, as in neobert throughput", default_factory=lambda: list(TEXTS)
     )
     threads: list[int] = option(help="one column each", default_factory=lambda: [1, 2], least=1)
-    layers: int = option(12, "of the models that are made", least=1)
-    repeats: int = option(3, "timed passes of an engine in a round", least=1)
-    rounds: int = option(
-        1, "how often all engines are visited, each time in a new process", least=1
-    )
+    layers: int = option(12, "of the model that is made", least=1)
+    repeats: int = option(3, "timed passes of an engine", least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -70,74 +65,39 @@ class PrecisionsArguments(Arguments):
 
 
 # ------------------------------------------------------------------------------------------------
-# models
+# measurement
 
 
-def make_models(files, layers, small=None):
-    """Makes what is missing of FILES/model, FILES/bert and FILES/modernbert, with random weights;
-    `small` replaces configuration fields."""
+def make_model(files, layers, small=None):
+    """Makes FILES/model where it is missing, with random weights; `small` replaces configuration
+    fields."""
     from ..configuration_neobert import NeoBERTConfig
     from ..modeling_neobert import NeoBERTModel
-    from .throughput_models import MODELS
 
+    if (files.model / "config.json").is_file():
+        return
     torch.manual_seed(0)
-    if not (files.model / "config.json").is_file():
-        # Uniform in +-0.05: a standard deviation of 0.03, as trained encoders have it, in place of
-        # 0.012.
-        config = NeoBERTConfig(
-            **{
-                "num_hidden_layers": layers,
-                "embedding_init_range": 0.05,
-                "decoder_init_range": 0.05,
-                **(small or {}),
-            }
-        )
-        _save(NeoBERTModel(config), files.model)
-    depth = json.loads((files.model / "config.json").read_text(encoding="utf-8"))[
-        "num_hidden_layers"
-    ]
-    for name, key in (("bert", "bert-base"), ("modernbert", "modernbert-base")):
-        if not (files.folder / name / "config.json").is_file():
-            model_class, make_config, _ = MODELS[key]
-            special = {
-                "pad_token_id": 0,
-                "cls_token_id": 101,
-                "sep_token_id": 102,
-                "bos_token_id": 101,
-                "eos_token_id": 102,
-            }
-            config = make_config(
-                **{"num_hidden_layers": depth, "vocab_size": 30522, **special, **(small or {})}
-            )
-            _save(model_class(config), files.folder / name)
-
-
-def _save(model, folder):
-    model.save_pretrained(folder)
-    load_tokenizer(TOKENIZER).save_pretrained(folder)
+    # Uniform in +-0.05: a standard deviation of 0.03, as trained encoders have it, in place of
+    # 0.012.
+    shape = {"embedding_init_range": 0.05, "decoder_init_range": 0.05, "num_hidden_layers": layers}
+    NeoBERTModel(NeoBERTConfig(**{**shape, **(small or {})})).save_pretrained(files.model)
+    load_tokenizer(TOKENIZER).save_pretrained(files.model)
 
 
 def make_texts(name, tokenizer, count):
-    """Token ids of `count` texts of whole words, so that they stay the same when an engine
-    tokenises them itself."""
-    words = [
+    """Token ids of `count` texts of whole words."""
+    words = sorted(
         i
         for word, i in tokenizer.get_vocab().items()
         if word.isascii() and word.isalpha() and len(word) > 2
-    ]
+    )
     generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist()
-        for length in draw_lengths(name, count)
-    ]
-    words.sort()
-    return [
-        [tokenizer.cls_token_id, *(words[i] for i in ids), tokenizer.sep_token_id] for ids in drawn
-    ]
-
-
-# ------------------------------------------------------------------------------------------------
-# measurement
+    texts = []
+    for length in draw_lengths(name, count):
+        drawn = torch.randint(len(words), (max(length - 2, 1),), generator=generator).tolist()
+        ids = [words[i] for i in drawn]
+        texts.append([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
+    return texts
 
 
 def best_batch(session, texts):
@@ -165,38 +125,25 @@ def measure(name, folder, texts, threads, repeats):
         bytes in memory and on disk.
     """
     engine, files, runs, vectors, sizes = ENGINES[name], Files(Path(folder)), [], {}, {}
-    product = MatrixProduct("cpu", torch.float32)
-
-    def pace(seconds):
-        """Of one thread: threads of other engines wait busily for a while after a pass."""
-        with one_thread():
-            return product(seconds)
-
+    # Of one thread: threads of other engines wait busily for a while after a pass.
+    product = MatrixProduct("cpu", torch.float32, threads=1)
+    extra = 0
     with PeakMemory("cpu") as memory:
-        extra = 0
         for count in threads:
             torch.set_num_threads(count)
             session = engine.open(files, count)
-            for set_name, given in texts.items():
+            for set_name, ids in texts.items():
                 if set_name not in sizes:
-                    sizes[set_name], vectors[set_name] = best_batch(session, given), session(given)
-                if sizes[set_name] is not None:
-                    session.batch = sizes[set_name]
-                session(given)  # also compiles for this number of threads
+                    sizes[set_name], vectors[set_name] = best_batch(session, ids), session(ids)
+                session.batch = sizes[set_name]
+                session(ids)  # also compiles for this number of threads
                 passes = [
-                    timed(lambda session=session, given=given: session(given), product=pace)
+                    timed(lambda session=session, ids=ids: session(ids), product)
                     for _ in range(repeats)
                 ]
-                seconds, rates = map(list, zip(*passes))
-                runs.append(
-                    {
-                        "set": set_name,
-                        "threads": count,
-                        "seconds": seconds,
-                        "rates": rates,
-                        "batch": sizes[set_name],
-                    }
-                )
+                run = {"set": set_name, "threads": count, "batch": sizes[set_name]}
+                run["seconds"], run["rates"] = map(list, zip(*passes))
+                runs.append(run)
             extra = max(extra, getattr(session, "extra_bytes", 0))
             if hasattr(session, "close"):
                 session.close()
@@ -210,25 +157,17 @@ def measure(name, folder, texts, threads, repeats):
     }
 
 
-def measure_all(given, texts):
-    """{engine: list of what `measure` returned in each round, or one {"error"}}."""
-    found = {name: [] for name in given.engines}
-    with tqdm(total=given.rounds * len(found), desc="engines", disable=None) as progress:
-        for _ in range(given.rounds):
-            for name, rounds in found.items():
-                progress.set_postfix_str(name)
-                if not (rounds and "error" in rounds[0]):
-                    try:
-                        rounds.append(
-                            in_a_process(
-                                measure, name, given.files, texts, given.threads, given.repeats
-                            )
-                        )
-                    except (
-                        Exception
-                    ) as error:  # an engine that is not here, or fails, has a row that says so
-                        rounds[:] = [{"error": one_line(error, 200)}]
-                progress.update()
+def measure_all(options, texts):
+    """{engine: what `measure` returned, or {"error"}}."""
+    found = {}
+    for name in tqdm(options.engines, desc="engines", disable=None):
+        try:
+            found[name] = in_a_process(
+                measure, name, options.files, texts, options.threads, options.repeats
+            )
+        # an engine that is not here, or fails, has a row that says so
+        except Exception as error:
+            found[name] = {"error": one_line(error, 200)}
     return found
 
 
@@ -245,223 +184,103 @@ def worst_cosine(ours, exact):
 def summarise(found, texts):
     """One row an engine: speeds by set and threads, with quartiles, and the pace-corrected ones
     that ratios are made of."""
-    rates = [
-        rate
-        for rounds in found.values()
-        for one in rounds
-        for run in one.get("runs", ())
-        for rate in run["rates"]
-    ]
-    usual = statistics.median(rates) if rates else 1.0
-    exact = next((one["vectors"] for one in found.get("torch-fp32", ()) if "vectors" in one), None)
+    runs = [run for measured in found.values() for run in measured.get("runs", ())]
+    usual = statistics.median([rate for run in runs for rate in run["rates"]] or [1.0])
+    exact = found.get("torch-fp32", {}).get("vectors")
     tokens = {name: sum(map(len, ids)) for name, ids in texts.items()}
     rows = []
-    for name, rounds in found.items():
+    for name, measured in found.items():
         engine = ENGINES[name]
-        group = (
-            "ours" if name.startswith("torch-") else "engine" if engine.same_weights else "model"
-        )
-        row = {
-            "engine": name,
-            "name": engine.name,
-            "precision": engine.precision,
-            "kind": engine.kind,
-            "group": group,
-            "how": engine.how,
-        }
-        if "error" in rounds[0]:
-            rows.append({**row, "error": rounds[0]["error"]})
+        row = {"engine": name, "name": engine.name, "precision": engine.precision}
+        row["how"] = engine.how
+        rows.append(row)
+        if "error" in measured:
+            row["error"] = measured["error"]
             continue
-        speeds = []
-        for first in rounds[0]["runs"]:
-            where = (first["set"], first["threads"])
-            runs = [
-                run
-                for one in rounds
-                for run in one["runs"]
-                if (run["set"], run["threads"]) == where
-            ]
-            seconds = [s for run in runs for s in run["seconds"]]
-            paces = [rate / usual for run in runs for rate in run["rates"]]
-            each = [tokens[where[0]] / second for second in seconds]
-            corrected = statistics.median(speed / pace for speed, pace in zip(each, paces))
-            speeds.append(
+        row["cosine"] = worst_cosine(measured["vectors"], exact) if exact else None
+        row["memory_bytes"], row["disk_bytes"] = measured["memory_bytes"], measured["disk_bytes"]
+        row["speeds"] = []
+        for run in measured["runs"]:
+            each = [tokens[run["set"]] / second for second in run["seconds"]]
+            corrected = [speed * usual / rate for speed, rate in zip(each, run["rates"])]
+            row["speeds"].append(
                 {
-                    "set": where[0],
-                    "threads": where[1],
+                    "set": run["set"],
+                    "threads": run["threads"],
+                    "batch": run["batch"],
                     "tokens_per_second": statistics.median(each),
                     "quartiles": quartiles(each),
-                    "corrected": corrected,
-                    "seconds": seconds,
-                    "pace": statistics.median(paces),
-                    "batches": [run["batch"] for run in runs],
+                    "corrected": statistics.median(corrected),
                 }
             )
-        cosine = (
-            worst_cosine(rounds[0]["vectors"], exact) if exact and engine.same_weights else None
-        )
-        sizes = {
-            "memory_bytes": max((one["memory_bytes"] or 0) for one in rounds) or None,
-            "disk_bytes": rounds[0]["disk_bytes"],
-        }
-        rows.append({**row, "cosine": cosine, **sizes, "speeds": speeds})
     return rows
 
 
-def best(rows, kind, group, set_name, threads):
-    """(name, corrected tokens a second) of the fastest row of a kind among "ours", every other
-    "engine" or "model"; or None."""
-    found = [
-        (row["name"] + " " + row["precision"], speed["corrected"])
-        for row in rows
-        if (row["kind"], row["group"]) == (kind, group)
-        for speed in row.get("speeds", ())
-        if (speed["set"], speed["threads"]) == (set_name, threads)
-    ]
-    return max(found, key=lambda pair: pair[1], default=None)
-
-
-def over_float32(rows, columns, header):
-    """Table of how many times as fast as torch in float32 each row is, at one pace of the machine;
-    "" without that row.
-
-    Args:
-        columns: (set, threads) of each column.
-        header: their names.
-    """
-    speeds = {
-        row["engine"]: {(one["set"], one["threads"]): one["corrected"] for one in row["speeds"]}
-        for row in rows
-        if "error" not in row
-    }
-    if "torch-fp32" not in speeds:
-        return ""
-    base = speeds.pop("torch-fp32")
-    lines = [
-        [row["name"], row["precision"]]
-        + [f"{speeds[row['engine']][column] / base[column]:.2f}" for column in columns]
-        for row in rows
-        if row["engine"] in speeds
-    ]
-    return "## Times as fast as torch in float32\n\n" + markdown_table(
-        ["engine", "precision", *header], lines
-    )
-
-
-def page(rows, given, texts):
+def page(rows, options, texts):
     """The tables as markdown."""
-    columns = [(name, threads) for name in given.sets for threads in given.threads]
-    header = [f"{name}, {threads} thread{'s' if threads > 1 else ''}" for name, threads in columns]
-    lines, spread, failed = [], [], []
-    for row in rows:
-        if "error" in row:
-            failed.append(f"- {row['name']} {row['precision']}: {row['error']}")
-            continue
-        speeds = {(speed["set"], speed["threads"]): speed for speed in row["speeds"]}
-        cells = [f"{speeds[column]['tokens_per_second']:,.0f}" for column in columns]
-        cosine = "" if row["cosine"] is None else f"{row['cosine']:.6f}"
-        lines.append(
-            [
-                row["name"],
-                row["precision"],
-                *cells,
-                cosine,
-                mib(row["memory_bytes"]),
-                mib(row["disk_bytes"]),
-            ]
+    measured = [row for row in rows if "error" not in row]
+    columns = [
+        f"{speed['set']}, {speed['threads']} thread{'s' if speed['threads'] > 1 else ''}"
+        for speed in measured[0]["speeds"]
+    ]
+    exact = next((row["speeds"] for row in measured if row["engine"] == "torch-fp32"), None)
+    speeds, faster, spread = [], [], []
+    for row in measured:
+        name = [row["name"], row["precision"]]
+        cosine = None if row["cosine"] is None else f"{row['cosine']:.6f}"
+        speeds.append(
+            [*name, *(f"{speed['tokens_per_second']:,.0f}" for speed in row["speeds"])]
+            + [cosine, mib(row["memory_bytes"]), mib(row["disk_bytes"])]
         )
-        ranges = [between(speeds[column]["quartiles"]) for column in columns]
-        batches = sorted({batch for speed in row["speeds"] for batch in speed["batches"] if batch})
-        spread.append(
-            [row["name"], row["precision"], *ranges, ", ".join(map(str, batches)), row["how"]]
-        )
-    ratios = []
-    for kind in ("fp32", "16 bit", "int8"):
-        for name, threads in columns:
-            ours, *others = (
-                best(rows, kind, group, name, threads) for group in ("ours", "engine", "model")
-            )
-            if ours and any(others):
-                cells = [
-                    [other[0], f"{ours[1] / other[1]:.2f}"] if other else ["", ""]
-                    for other in others
-                ]
-                ratios.append([kind, name, threads, ours[0], *cells[0], *cells[1]])
-    counts = ", ".join(
-        f"{name}: {len(ids)} texts, {sum(map(len, ids)):,} tokens" for name, ids in texts.items()
-    )
+        if exact and row["speeds"] is not exact:
+            pairs = zip(row["speeds"], exact)
+            times = [f"{speed['corrected'] / base['corrected']:.2f}" for speed, base in pairs]
+            faster.append([*name, *times])
+        batches = sorted({speed["batch"] for speed in row["speeds"] if speed["batch"]})
+        ranges = [between(speed["quartiles"]) for speed in row["speeds"]]
+        spread.append([*name, *ranges, ", ".join(map(str, batches)), row["how"]])
+    counts = [f"{name}: {len(ids)} texts, {sum(map(len, ids)):,}" for name, ids in texts.items()]
     parts = [
-        f"Real tokens a second, median over {given.repeats} passes in each of {given.rounds} "
-        f"process{'es' if given.rounds > 1 else ''}. {counts}. "
-        f"Model: {given.files}. Cosine: the worst of a mean-pooled text to torch in float32. "
-        "Memory: peak beyond the process without a model, "
-        "loading and trying batch sizes included.",
+        f"Real tokens a second, median over {options.repeats} passes. {' tokens, '.join(counts)} "
+        f"tokens. Model: {options.files}. Cosine: the worst of a mean-pooled text to torch in "
+        "float32. Memory: peak beyond the process without a model, loading and trying batch sizes "
+        "included.",
         markdown_table(
-            ["engine", "precision", *header, "worst cosine", "memory MiB", "disk MiB"], lines
+            ["engine", "precision", *columns, "worst cosine", "memory MiB", "disk MiB"], speeds
         ),
-        over_float32(rows, columns, header),
-        "## Ours over the fastest other engine and the fastest other model, in the same class of "
-        "precision",
-        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass. An "
-        "engine runs the same weights; a model has as "
-        "many layers, of fewer operations in ModernBERT (5.0 million weights a layer; NeoBERT and "
-        "BERT 7.1).",
-        markdown_table(
-            [
-                "class",
-                "set",
-                "threads",
-                "ours",
-                "engine",
-                "times as fast",
-                "model",
-                "times as fast",
-            ],
-            ratios,
-        ),
+        "## Times as fast as torch in float32",
+        "Of speeds divided by the machine's pace, a float32 matrix product beside every pass.",
+        markdown_table(["engine", "precision", *columns], faster),
         "## Spread and settings",
         markdown_table(
-            [
-                "engine",
-                "precision",
-                *(f"{name}, quartiles" for name in header),
-                "batch sizes chosen",
-                "how",
-            ],
+            ["engine", "precision", *(f"{name}, quartiles" for name in columns)]
+            + ["batch sizes chosen", "how"],
             spread,
         ),
     ]
+    failed = [f"- {r['name']} {r['precision']}: {r['error']}" for r in rows if "error" in r]
     if failed:
         parts += ["## Not measured", "\n".join(failed)]
-    return "\n\n".join(part.strip() for part in parts if part)
+    return "\n\n".join(part.strip() for part in parts)
 
 
 def main(argv=None, small=None):
     """Measures, writes and prints the tables; `small` replaces configuration fields (tests).
     Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options(
+    (options,) = Options(
         "python -m neobert.benchmarks.precisions", __doc__, (PrecisionsArguments,)
-    ).read(argv)
-    files = Files(Path(given.files))
-    make_models(files, given.layers, small)
+    ).read(sys.argv[1:] if argv is None else argv)
+    files = Files(Path(options.files))
+    make_model(files, options.layers, small)
     tokenizer = load_tokenizer(files.model)
-    texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in given.sets}
-    found = measure_all(given, texts)
-    rows = summarise(found, texts)
+    texts = {name: make_texts(name, tokenizer, TEXTS.get(name, 8)) for name in options.sets}
+    rows = summarise(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
         raise UserError(f"no engine could be measured: {rows[0]['error']}")
-    env = environment(PACKAGES, capability=torch.backends.cpu.get_cpu_capability())
-    env["threads"] = None  # those of each column
-    print(
-        write_result(
-            given.output,
-            "Precisions and engines on the CPU",
-            env,
-            {"rows": rows},
-            page(rows, given, texts),
-        )
-    )
+    made = environment(PACKAGES, capability=torch.backends.cpu.get_cpu_capability())
+    made["threads"] = None  # those of each column
+    title = "Precisions and engines on the CPU"
+    print(write_result(options.output, title, made, {"rows": rows}, page(rows, options, texts)))
     return 0
 
 

@@ -22,10 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.results import environment, markdown_table, write_result
-from .measuring import MatrixProduct, Timing, timed
-from .options import check_set
-from .throughput_models import build
-from .throughput_sets import draw_lengths, make_batch
+from ..throughput.models import build, draw_lengths, make_batch
+from ..throughput.options import check_set
+from ..throughput.timing import MatrixProduct, Timing, timed
 
 
 # What an operation is for, by its name; the first match counts. Matrix products are told apart by
@@ -122,9 +121,9 @@ def passes(run, batch, given):
         for _ in range(2):
             run(batch)
         for _ in range(given.repeats):
-            plain.add(*timed(lambda: run(batch), given.device, product))
+            plain.add(*timed(lambda: run(batch), product))
         with profile(activities=activities, record_shapes=True) as record:
-            profiled = [timed(lambda: run(batch), given.device)[0] for _ in range(given.repeats)]
+            profiled = [timed(lambda: run(batch))[0] for _ in range(given.repeats)]
     return plain, profiled, record
 
 
@@ -202,34 +201,25 @@ def profile_forward(given, small=None):
 
 def page(result, given):
     """The figures as markdown."""
-    plain, lengths = result["seconds"], result["lengths"]
+    plain, lengths, parts = result["seconds"], result["lengths"], result["parts"]
     rows = []
-    for part in result["parts"]:
+    for part in parts:
         calls, share = part["calls_a_layer"], part["share_of_gemm"]
-        counts = (
-            "" if calls is None else f"{calls:.1f}",
-            f"{part['ms_a_layer']:.2f}",
-            f"{part['of_the_pass']:.1%}",
+        rows.append(
+            [part["part"], None if calls is None else f"{calls:.1f}"]
+            + [f"{part['ms_a_layer']:.2f}", f"{part['of_the_pass']:.1%}"]
+            + [None if share is None else f"{share:.2f}"]
         )
-        rows.append([part["part"], *counts, "" if share is None else f"{share:.2f}"])
+    header = "part, operations a layer, ms a layer, of the pass, share of the matrix-product rate"
     return (
         f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} "
-        f"together ({given.set}), {given.layers} layers of the "
-        f"published width; {result['backend'].rstrip('.')}. A pass takes "
-        f"{statistics.median(plain):.4f} s ({min(plain):.4f} to {max(plain):.4f} over "
-        f"{len(plain)}), {result['share_of_gemm']:.2f} of the matrix-product rate of "
+        f"together ({given.set}), {given.layers} layers of the published width; "
+        f"{result['backend'].rstrip('.')}. A pass takes {statistics.median(plain):.4f} s "
+        f"({min(plain):.4f} to {max(plain):.4f} over {len(plain)}), "
+        f"{result['share_of_gemm']:.2f} of the matrix-product rate of "
         f"{result['gemm_gflops']:,.0f} GFLOP/s measured beside it; "
         f"{statistics.mean(result['profiled_seconds']):.4f} s under the profiler.\n\n"
-        + markdown_table(
-            [
-                "part",
-                "operations a layer",
-                "ms a layer",
-                "of the pass",
-                "share of the matrix-product rate",
-            ],
-            rows,
-        )
+        + markdown_table(header.split(", "), rows)
     )
 
 

@@ -28,9 +28,10 @@ from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
-from .measuring import MatrixProduct, between, in_a_process, mib, quartiles, ratio, timed
-from .options import check_set
-from .throughput_sets import draw_lengths, make_batch
+from ..throughput.models import draw_lengths, make_batch
+from ..throughput.options import check_set
+from ..throughput.timing import MatrixProduct, between, quartiles, ratio, timed
+from .measuring import in_a_process, mib
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logits"}
@@ -103,15 +104,11 @@ class Steps:
             (16 a parameter), and the peak beyond what there was before the model.
         """
         torch.set_num_threads(self.threads)
-        product = MatrixProduct(self.device, getattr(torch, self.dtype))
-        found = {
-            "losses": [],
-            "seconds": [],
-            "tokens": [],
-            "operations": [],
-            "rates": [],
-            "fills": [],
-        }
+        product, losses, timed_steps = (
+            MatrixProduct(self.device, getattr(torch, self.dtype)),
+            [],
+            [],
+        )
         with PeakMemory(self.device) as memory:
             model = self.model()
             optimizer = torch.optim.AdamW(
@@ -125,26 +122,30 @@ class Steps:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                found["losses"].append(loss.detach())
+                losses.append(loss.detach())
 
             for step in range(self.steps + 1):
                 lengths, inputs = self.batch(step)
                 inputs = {name: value.to(self.device) for name, value in inputs.items()}
-                seconds, rate = timed(functools.partial(train, inputs), self.device, product)
-                operations = 3 * forward_operations(
-                    model, lengths, int((inputs["labels"] != -100).sum())
+                seconds, rate = timed(functools.partial(train, inputs), product)
+                predicted = int((inputs["labels"] != -100).sum())
+                timed_steps.append(
+                    {
+                        "seconds": seconds,
+                        "rates": rate,
+                        "tokens": sum(lengths),
+                        "fills": sum(lengths) / (len(lengths) * max(lengths)),
+                        "operations": 3 * forward_operations(model, lengths, predicted),
+                    }
                 )
-                fill = sum(lengths) / (len(lengths) * max(lengths))
-                for name, value in zip(
-                    ("seconds", "rates", "tokens", "fills", "operations"),
-                    (seconds, rate, sum(lengths), fill, operations),
-                ):
-                    found[name].append(value)
-        found["losses"] = [loss.item() for loss in found["losses"]]
         # The first step allocates and warms up.
-        kept = {name: values if name == "losses" else values[1:] for name, values in found.items()}
-        state = 16 * sum(parameter.numel() for parameter in model.parameters())
-        return {**kept, "state_bytes": state, "peak_bytes": memory.growth}
+        kept = {name: [step[name] for step in timed_steps[1:]] for name in timed_steps[0]}
+        return {
+            **kept,
+            "losses": [loss.item() for loss in losses],
+            "state_bytes": 16 * sum(parameter.numel() for parameter in model.parameters()),
+            "peak_bytes": memory.growth,
+        }
 
 
 def forward_operations(model, lengths, predicted):
@@ -234,45 +235,21 @@ def summary(case, runs):
 def table(rows):
     """Markdown: every way, and how much faster it is than the last way of its set in the first
     dtype."""
-    lines = []
+    lines, first = [], rows[0]["dtype"]
     for row in rows:
-        base = [
-            other
-            for other in rows
-            if other["name"] == row["name"] and other["dtype"] == rows[0]["dtype"]
-        ][-1]
-        faster, peak = ratio(base["seconds"], row["seconds"]), row["peak_bytes"]
-        speed = (
-            f"{row['tokens_per_second']:,.0f}",
-            between(row["quartiles"]),
-            f"{row['share_of_gemm']:.2f}",
-        )
-        times = f"{faster['ratio']:.2f}", between(faster["quartiles"], ".2f")
-        memory = mib(peak), mib(peak and peak - row["state_bytes"])
+        base = [other for other in rows if (other["name"], other["dtype"]) == (row["name"], first)]
+        faster = ratio(base[-1]["seconds"], row["seconds"])
+        peak = row["peak_bytes"]
         lines.append(
-            [
-                row["name"],
-                row["dtype"],
-                WAYS[row["way"]],
-                f"{row['fill']:.2f}",
-                *speed,
-                *times,
-                *memory,
-                f"{row['losses'][-1]:.4f}",
-            ]
+            [row["name"], row["dtype"], WAYS[row["way"]], f"{row['fill']:.2f}"]
+            + [f"{row['tokens_per_second']:,.0f}", between(row["quartiles"])]
+            + [f"{row['share_of_gemm']:.2f}"]
+            + [f"{faster['ratio']:.2f}", between(faster["quartiles"], ".2f")]
+            + [mib(peak), mib(peak and peak - row["state_bytes"]), f"{row['losses'][-1]:.4f}"]
         )
-    header = [
-        "set",
-        "dtype",
-        "way",
-        "fill",
-        "real tokens/s",
-        "quartiles",
-        "share of GEMM",
-        "times as fast",
-        "quartiles",
-    ]
-    return markdown_table([*header, "peak MiB", "of it activations", "last loss"], lines)
+    header = "set, dtype, way, fill, real tokens/s, quartiles, share of GEMM, times as fast"
+    more = "quartiles, peak MiB, of it activations, last loss"
+    return markdown_table(f"{header}, {more}".split(", "), lines)
 
 
 def main(argv=None):

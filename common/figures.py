@@ -1,50 +1,29 @@
-"""The one style of all plots, and the one way to write them: completely or not at all, with their
-environment as a caption.
+"""The one style of all plots (neobert.mplstyle), and the few forms that they share.
 
     figure, axes = subplots("Title", "length in tokens", "tokens per second")
     length_axis(axes, [128, 512])
     save(figure, "results/x.png", environment())
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart. No display is needed:
-pyplot is not used.
+No display is needed: pyplot is not used.
 """
 
+import io
 import math
-import os
-import tempfile
 import textwrap
 from pathlib import Path
 
 from .errors import require
+from .folders import new_file
 
 
-# The model of this repository is always green, what it is compared with is not.
-OWN, PALE, GREY = "#009e73", "#9fd8c6", "#7f7f7f"
+# Colours of Okabe and Ito, which colour-blind readers tell apart. The model of this repository is
+# always green, what it is compared with is not.
+OWN, GREY = "#009e73", "#7f7f7f"
 COLOURS = ("#0072b2", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#4d4d4d")
-MARKERS = ("s", "D", "^", "v", "P", "X", "p")
-
-_STYLE = {
-    "figure.dpi": 100,
-    "savefig.dpi": 150,
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.labelsize": 9,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": "#e5e5e5",
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.markersize": 5.5,
-    "lines.markeredgecolor": "white",
-    "lines.markeredgewidth": 0.6,
-    "errorbar.capsize": 2,
-}
+MARKERS = "sD^vPXp"
 
 
-def subplots(title=None, xlabel=None, ylabel=None, rows=1, columns=1, size=None, **options):
+def subplots(title, xlabel=None, ylabel=None, rows=1, columns=1, size=None, **options):
     """A figure and its axes in the common style.
 
     Args:
@@ -58,92 +37,33 @@ def subplots(title=None, xlabel=None, ylabel=None, rows=1, columns=1, size=None,
         ImportError: matplotlib is not installed.
     """
     require("eval", "matplotlib")
-    import matplotlib
-    import numpy
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update(_STYLE)
+    style.use(Path(__file__).with_name("neobert.mplstyle"))
     figure = Figure(figsize=size or (6.4 * columns, 4.2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, **options)
-    for panel in numpy.ravel(axes):
-        panel.set(
-            **{name: value for name, value in (("xlabel", xlabel), ("ylabel", ylabel)) if value}
-        )
-    if title and rows * columns == 1:
-        axes.set_title(title)
-    elif title:
-        figure.suptitle(title, fontsize=11)
+    for panel in figure.axes:
+        panel.set(xlabel=xlabel or "", ylabel=ylabel or "")
+    figure.suptitle(title, fontsize=10 if len(figure.axes) == 1 else 11)
     return figure, axes
 
 
-def line(axes, x, y, label, series, spread=None, own=False, **options):
+def line(axes, x, y, spread=None, *, label, series, own=False):
     """A line with a marker at each measured point.
 
     Args:
-        series: a number for each line of the panel, which chooses colour and marker.
         spread: (lowest, highest) of each point, drawn as bars.
+        series: a number for each line of the panel, which chooses colour and marker.
         own: whether it is the model of this repository.
-        options: of matplotlib's `errorbar`, which win.
     """
-    colour, marker = (
-        (OWN, "o") if own else (COLOURS[series % len(COLOURS)], MARKERS[series % len(MARKERS)])
-    )
-    errors = None if spread is None else _error_bars(y, spread)
-    style = {
-        "color": colour,
-        "marker": marker,
-        "linewidth": 2.2 if own else 1.5,
-        "elinewidth": 1,
-        "zorder": 4 if own else 3,
-    }
-    axes.errorbar(x, y, yerr=errors, label=label, **{**style, **options})
-
-
-def _error_bars(values, ranges):
-    """matplotlib's form of (lowest, highest) ranges: how far they reach below and above each
-    value."""
-    return [
-        [max(value - low, 0) for value, (low, _) in zip(values, ranges)],
-        [max(high - value, 0) for value, (_, high) in zip(values, ranges)],
-    ]
-
-
-def bars(axes, labels, values, spreads=None, digits=1, colours=None, horizontal=False):
-    """Bars that start at 0, with the value at the end of each.
-
-    Args:
-        values: None leaves the place of a bar empty.
-        spreads: standard deviations, or (lowest, highest) of each value.
-        colours: one, or one a bar; by default the model's own.
-    """
-    places, drawn = list(range(len(labels))), [value or 0 for value in values]
-    spreads = [
-        s if isinstance(s, (tuple, list)) else (v - (s or 0), v + (s or 0))
-        for v, s in zip(drawn, spreads or [None] * len(drawn))
-    ]
-    errors = _error_bars(drawn, spreads) if any(low != high for low, high in spreads) else None
-    ends = [max(value, high) for value, (_, high) in zip(drawn, spreads)]
-    limit = max([*ends, 1e-12])
-    options = {"color": colours or OWN, "error_kw": {"linewidth": 1, "capsize": 3}}
-    if horizontal:
-        axes.barh(places, drawn, xerr=errors, **options)
-        axes.set_yticks(places, labels)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.16 * limit)
-    else:
-        axes.bar(places, drawn, yerr=errors, **options)
-        axes.set_xticks(places, labels)
-        axes.set_ylim(0, 1.12 * limit)
-    axes.grid(False, axis="y" if horizontal else "x")
-    if limit >= 1000:
-        (axes.xaxis if horizontal else axes.yaxis).set_major_formatter("{x:,.0f}")
-    for place, value, end in zip(places, values, ends):
-        if value is not None:
-            x, y = (end + 0.02 * limit, place) if horizontal else (place, end + 0.02 * limit)
-            where = (
-                {"ha": "left", "va": "center"} if horizontal else {"ha": "center", "va": "bottom"}
-            )
-            axes.text(x, y, f"{value:,.{digits}f}", fontsize=8, **where)
+    errors = None
+    if spread is not None:
+        below = [max(value - low, 0) for value, (low, _) in zip(y, spread)]
+        errors = [below, [max(high - value, 0) for value, (_, high) in zip(y, spread)]]
+    colour = OWN if own else COLOURS[series % len(COLOURS)]
+    marker = "o" if own else MARKERS[series % len(MARKERS)]
+    axes.errorbar(x, y, yerr=errors, label=label, color=colour, marker=marker, elinewidth=1)
 
 
 def length_axis(axes, lengths):
@@ -166,41 +86,31 @@ def ratio_axis(axes, low, high):
 
 
 def save(figure, path, environment=None):
-    """Writes a figure completely or not at all; returns the path.
+    """Writes a figure completely or not at all.
 
     Args:
         path: .png or another form that matplotlib writes.
         environment: as `results.environment()` returns it; hardware, threads, dtype and commit
             become the caption.
     """
-    path = Path(path)
     if environment:
         text = textwrap.fill(caption(environment), int(20 * figure.get_figwidth()))
         figure.text(0.5, -0.01, text, ha="center", va="top", fontsize=6, color="#666666")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix
-    )
-    os.close(handle)
-    try:
-        figure.savefig(temporary, bbox_inches="tight", pad_inches=0.12)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(path).suffix[1:], dpi=150, bbox_inches="tight")
+    with new_file(path) as file:
+        file.write(image.getvalue())
 
 
 def caption(environment):
     """Hardware, threads, dtype, commit and date of a result, on one line."""
+    dtype, commit = environment.get("dtype"), environment.get("commit")
     threads = environment.get("threads")
-    dtype = environment.get("dtype")
     parts = [
         environment.get("hardware"),
-        threads and f"{threads} thread{'s' if threads != 1 else ''}",
-        ", ".join(dtype) if isinstance(dtype, (list, tuple)) else dtype,
-        environment.get("commit") and f"commit {environment['commit']}",
+        threads and f"threads {threads}",
+        dtype if isinstance(dtype, str) else dtype and ", ".join(dtype),
+        commit and f"commit {commit}",
         environment.get("date"),
     ]
     return ", ".join(str(part) for part in parts if part)

@@ -3,15 +3,18 @@ in."""
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from .files import redacted_arguments, write_json, write_text
+from .constants import ROOT
+from .folders import new_file
 
 
 _PACKAGES = (
@@ -26,6 +29,8 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
+
+HIDDEN = "<hidden>"
 
 # What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of
 # which any one means it).
@@ -71,26 +76,21 @@ def environment(packages=(), **more):
 
 def environment_line(environment):
     """One line of markdown: what was run, where, with what. `environment` may lack any field."""
-    told = ("command", "commit", "date", "hardware", "threads", "python", "versions")
-    parts = []
-    if environment.get("command"):
-        parts.append(f"`{environment['command']}`")
-    if environment.get("commit"):
-        parts.append(f"commit {environment['commit']}")
-    parts += [str(environment[name]) for name in ("date", "hardware") if environment.get(name)]
-    if environment.get("threads"):
-        parts.append(f"{environment['threads']} thread{'s' if environment['threads'] != 1 else ''}")
+    environment = dict(environment)
+    command, commit = environment.pop("command", None), environment.pop("commit", None)
+    date, machine = environment.pop("date", None), environment.pop("hardware", None)
+    threads, versions = environment.pop("threads", None), environment.pop("versions", {})
+    environment.pop("python", None)
+    parts = [command and f"`{command}`", commit and f"commit {commit}", date, machine]
+    parts.append(threads and f"{threads} thread{'s' if threads != 1 else ''}")
     for name, value in environment.items():
-        if name not in told and value not in (None, "", [], {}):
-            value = (
-                ", ".join(f"{k} {v}" for k, v in value.items())
-                if isinstance(value, dict)
-                else value
-            )
-            value = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            parts.append(f"{name.replace('_', ' ')} {value}")
-    parts += [f"{name} {version}" for name, version in environment.get("versions", {}).items()]
-    return ", ".join(parts)
+        if isinstance(value, dict):
+            value = [f"{key} {item}" for key, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            value = ", ".join(map(str, value))
+        parts.append(value not in (None, "") and f"{name.replace('_', ' ')} {value}")
+    parts += [f"{name} {version}" for name, version in versions.items()]
+    return ", ".join(part for part in parts if part)
 
 
 def write_result(output, title, environment, data, text):
@@ -107,10 +107,11 @@ def write_result(output, title, environment, data, text):
     Returns:
         the page.
     """
-    output = Path(output)
     page = f"# {title}\n\n{environment_line(environment)}.\n\n{text.strip()}\n"
-    write_json(output.with_name(f"{output.name}.json"), {"environment": environment, **data})
-    write_text(output.with_name(f"{output.name}.md"), page)
+    content = json.dumps({"environment": environment, **data}, indent=1, ensure_ascii=False)
+    for ending, written in (("json", f"{content}\n"), ("md", page)):
+        with new_file(f"{output}.{ending}") as file:
+            file.write(written.encode())
     return page
 
 
@@ -160,18 +161,29 @@ def _cpuinfo(field):
 
 def _command():
     program = Path(sys.argv[0]).name
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name not in (None, "__main__"):
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif program.endswith(".py"):
-        path, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parent.parent
-        program = (
-            f"python {path.relative_to(root).as_posix() if path.is_relative_to(root) else program}"
-        )
-    return " ".join(
-        [program, *(shlex.quote(shown(argument)) for argument in redacted_arguments(sys.argv[1:]))]
-    )
+        path = Path(sys.argv[0]).resolve()
+        program = f"python {path.relative_to(ROOT) if path.is_relative_to(ROOT) else program}"
+    arguments = map(shown, without_secrets(sys.argv[1:]))
+    return " ".join([program, *map(shlex.quote, arguments)])
+
+
+def without_secrets(argv):
+    """A command line without the values of options named as secrets are, and without the users and
+    passwords of addresses."""
+    shown_arguments, hide_next = [], False
+    for argument in argv:
+        option, equals, _ = argument.partition("=")
+        words = re.findall("[a-z]+", option.lower()) if option.startswith("-") else []
+        secret = not {"token", "key", "password", "secret"}.isdisjoint(words)
+        if (hide_next and not argument.startswith("--")) or (secret and equals):
+            argument = f"{option}={HIDDEN}" if secret and equals else HIDDEN
+        shown_arguments.append(re.sub(r"(?<=://)[^/\s@]+(?=@)", HIDDEN, argument))
+        hide_next = secret and not equals
+    return shown_arguments
 
 
 def shown(argument):

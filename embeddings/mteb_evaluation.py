@@ -19,7 +19,6 @@ from ..common.loading import choose_device
 from ..common.outputs import check_folder, check_result_files
 from ..common.results import environment
 from .instructions import read_instructions as read_file
-from .local_tasks import LOCAL_TASKS
 from .mteb_tables import averages, read_run, read_runs, task_table, write_tables
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder
@@ -30,9 +29,12 @@ from .packed_encoder import PackedEncoder
 _INSTRUCTED_SIDES = (None, PromptType.query)
 
 
+# {name: class} of tasks beside MTEB's own, which are "local" together: benchmarks/local_tasks.py.
+LOCAL_TASKS = {}
+
+
 def choose_tasks(names):
-    """MTEB task objects for names of tasks and benchmarks; "local" is the three local ones; commas
-    separate names too.
+    """MTEB task objects for names of tasks and benchmarks; commas separate names too.
 
     Raises:
         UserError: a name that MTEB does not know, with the nearest one.
@@ -42,14 +44,14 @@ def choose_tasks(names):
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     tasks = {}
     for name in names:
-        if name in benchmarks or name == "local" or name in LOCAL_TASKS:
+        if name in benchmarks or name in LOCAL_TASKS:
             parts = [name]
         else:
             parts = [part.strip() for part in name.split(",") if part.strip()]
         for part in parts:
             if part in benchmarks:
                 found = list(mteb.get_benchmark(part).tasks)
-            elif part == "local":
+            elif part == "local" and LOCAL_TASKS:
                 found = [task() for task in LOCAL_TASKS.values()]
             elif part in LOCAL_TASKS:
                 found = [LOCAL_TASKS[part]()]
@@ -60,7 +62,6 @@ def choose_tasks(names):
                     known = [
                         *benchmarks,
                         *LOCAL_TASKS,
-                        "local",
                         *(task.metadata.name for task in mteb.get_tasks(languages=["eng"])),
                     ]
                     near = difflib.get_close_matches(part, known, n=1)

@@ -509,7 +509,7 @@ class TaskOptions(Arguments):
     output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
     tasks: list[str] = option(
         default_factory=lambda: [PAPER_BENCHMARK],
-        help="task names, benchmark names, or 'local' (WordNet, movie sentiment)",
+        help="task names and benchmark names",
     )
     name: str | None = option(None, "name of the row; the model's by default")
     instructions: str = option(
@@ -537,9 +537,7 @@ class MtebArguments(EncoderOptions, TaskOptions):
         super().__post_init__()
         check_template(self.instruction_template)
         if not self.tasks:
-            raise UserError(
-                "no task was given; give names, a benchmark such as 'MTEB(eng, v1)', or 'local'"
-            )
+            raise UserError("no task was given; give names, or a benchmark such as 'MTEB(eng, v1)'")
         if not re.fullmatch(r"[\w.+-]+", self.row):
             raise UserError(
                 f"name may hold letters, digits and . _ + -, but {self.row!r} was given"
@@ -592,6 +590,6 @@ OPTIONS = {
         "MTEB through the mteb package, packed and resumable, and its table in the layout of the "
         "paper's Table 4.",
         (MtebArguments,),
-        "neobert mteb --model runs/encoder --tasks local --output results/mteb",
+        "neobert mteb --model runs/encoder --tasks STS12 --output results/mteb",
     ),
 }

@@ -14,7 +14,7 @@ import json
 import re
 from pathlib import Path
 
-from neobert.common.local_text import WORDNET, split_gloss
+from neobert.benchmarks.local_text import WORDNET, split_gloss
 
 
 # Files of WordNet (lexnames(5)) that hold names: groups, places, natural objects such as rivers,

@@ -77,7 +77,8 @@ def plot(rows, buckets, path, title, env):
         places = [shift * b["length"] for b in line]
         middles = [b["pseudo_perplexity"] for b in line]
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
-        figures.line(axes, places, middles, label, i, [(b["low"], b["high"]) for b in line])
+        spread = [(b["low"], b["high"]) for b in line]
+        figures.line(axes, places, middles, spread, label=label, series=i)
     figures.length_axis(axes, [bucket["length"] for bucket in buckets])
     axes.tick_params(axis="x", labelrotation=30)
     axes.set_yscale("log")

@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
 from ..common.files import json_text, read_json, write_text
+from ..common.held_out import is_held_out
 from ..common.loading import load_tokenizer, save_tokenizer
-from ..common.local_text import is_held_out
 from ..common.outputs import check_apart, check_folder, new_folder
 from ..common.runs import run_settings
 from .sources import load_rows, parse_sources
@@ -68,7 +68,7 @@ def read_texts(rows, limit, held_out):
 
 def _is_kept_back(text):
     # A key of its own: the texts may be a training part that was split by their own keys.
-    return is_held_out(f"tokenizer {text}")
+    return is_held_out(f"tokenizer {text}", 2)
 
 
 def count_words(chunks, backend):

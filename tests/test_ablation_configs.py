@@ -6,7 +6,6 @@ import torch
 
 from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.optimisation import make_schedule
-from neobert.common.published import ABLATIONS
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.pretraining import pretrain
@@ -114,8 +113,8 @@ def test_a_rung_changes_what_the_paper_says_and_nothing_else(rung):
 
 
 def test_every_rung_of_table_2_has_a_recipe():
-    """But for the last, a search of hyper-parameters."""
-    published = {rung.lower() for rung, *_ in ABLATIONS} - {"m10"}
+    """But for the last, M10, a search of hyper-parameters."""
+    published = {f"m{number}" for number in range(10)}
     recipes = {path.stem for path in (RECIPES / "ablations").glob("*.yaml")}
     assert published == {name for name in recipes if "_" not in name}
     assert {"m0", *CHANGES} == recipes

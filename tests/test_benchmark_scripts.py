@@ -9,20 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretrain_runs import TINY, make_corpus  # noqa: F401
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import measuring, memory, profile_forward, training
+from neobert.benchmarks import memory, profile_forward, training
 from neobert.benchmarks.measuring import in_a_process
 from neobert.benchmarks.memory import CONTRACT, Case
 from neobert.benchmarks.training import Steps, forward_operations
 from neobert.common.errors import UserError
+from neobert.throughput import timing
 
 
 @pytest.fixture(autouse=True)
 def small_matrix_product(monkeypatch):
-    monkeypatch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(measuring, "GEMM_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
 
 
 def here(function, *arguments, **options):
@@ -270,7 +270,3 @@ def test_on_cuda_the_times_of_the_kernels_count():
         profile_forward.own_seconds(event, "cuda") == 2.0
         and profile_forward.own_seconds(event, "cpu") == 1.0
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# conversion

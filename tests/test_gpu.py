@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neobert.benchmarks import gpu, gpu_rehearsal, gpu_steps, throughput
-from neobert.benchmarks.gpu_steps import GPU_TESTS, STEPS, targets
+from neobert.benchmarks import gpu, gpu_rehearsal
+from neobert.benchmarks.gpu import GPU_TESTS, STEPS, Step, targets
 from neobert.common import memory
 from neobert.common.errors import UserError
 
@@ -35,24 +35,10 @@ ABSENT = (
 )
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Steps without a process of their own, which takes seconds to start; names of those that
-    ran."""
-    ran = []
-
-    def run(name, folder, rehearse, limit):
-        ran.append(name)
-        try:
-            gpu.run_step(name, folder, rehearse)
-        except SystemExit:
-            return False
-        return True
-
-    monkeypatch.setattr(gpu, "run_guarded", run)
-    for module in (memory, gpu_steps, throughput):  # half a second a time
-        monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: 0))
-    return ran
+@pytest.fixture(autouse=True)
+def no_collecting(monkeypatch):
+    """Half a second a time."""
+    monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture
@@ -65,10 +51,6 @@ def bare(tmp_path):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
-
-
-def record_of(folder):
-    return json.loads((folder / "gpu.json").read_text())
 
 
 def row(name, model, implementation, speed, **more):
@@ -100,52 +82,38 @@ def test_the_files_with_gpu_tests_are_all_named():
 
 
 @pytest.mark.slow
-def test_every_step_of_the_rehearsal(tmp_path, in_this_process, monkeypatch):
+def test_every_step_of_the_rehearsal(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(
         "import pytest\n\n@pytest.mark.gpu\ndef test_one():\n    pass\n\ndef test_other():\n    "
         "assert False\n"
     )
-    monkeypatch.setattr(gpu_steps, "GPU_TESTS", (str(tmp_path / "test_some.py"),))
-    (tmp_path / "before").mkdir()
-    folder = tmp_path / "before" / "out"
-    argv = ["--rehearse", "--output", str(folder)]
-    gpu.main(argv)
-    steps = record_of(folder)["steps"]
+    monkeypatch.setattr(gpu, "GPU_TESTS", (str(tmp_path / "test_some.py"),))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in STEPS:
+        gpu.run_step(name, folder, True)
+    steps = gpu.read_steps(folder)
     assert {name: (step["state"], step["error"]) for name, step in steps.items()} == {
-        name: ("done", "") for name in STEPS
+        name: ("done", None) for name in STEPS
     }
-    assert (
-        "1 passed, 1 deselected"
-        in steps["tests"]["found"][str(tmp_path / "test_some.py")]["summary"]
-    )
-    for name in ("long", "variable", "lengths", "compiled"):
-        assert not [r for r in steps[name]["found"]["rows"] if r.get("error")]
-    compiled = {(r["set"], r["model"]) for r in steps["compiled"]["found"]["rows"]}
-    assert compiled == {
-        (name, model)
-        for name in ("2048", "4096", "8192")
-        for model in ("neobert", "modernbert-base")
-    }
-    assert (
-        set(steps["profile"]["found"]) == {"2048", "short"}
-        and len(steps["training"]["found"]["rows"]) == 4
-    )
+    summary = steps["tests"]["found"][str(tmp_path / "test_some.py")]["summary"]
+    assert "1 passed, 1 deselected" in summary
+    compiled = {(row["set"], row["model"]) for row in steps["compiled"]["found"]}
+    models = ("neobert", "modernbert-base")
+    assert compiled == {(name, model) for name in ("2048", "4096", "8192") for model in models}
+    assert set(steps["profile"]["found"]) == {"2048", "short"}
+    assert len(steps["training"]["found"]) == 4
+    gpu.write_page(folder, True)
     page = (folder / "gpu.md").read_text()
-    assert (
-        page.startswith("# GPU: a rehearsal on the CPU, not a measurement\n")
-        and "| 8192 | modernbert-base | compiled |" in page
-    )
+    assert page.startswith("# GPU: a rehearsal on the CPU, not a measurement\n")
+    assert "| 8192 | modernbert-base | compiled |" in page
     assert not re.search(r"\| 1\.47 \|  \|", page), "a target was not measured"
-    files = sorted(path.name for path in folder.iterdir())
-    assert files == ["gpu.json", "gpu.md", "gpu_tests.log"], (
-        "few files, all in one folder, are easily copied from a rented machine"
-    )
-    in_this_process.clear()
-    assert gpu.main(argv) == 0 and not in_this_process, "what is done is not done again"
+    monkeypatch.setattr(gpu, "run_step", lambda *others: pytest.fail("it was done before"))
+    assert gpu.main(["--rehearse", "--output", str(folder)]) == 0
 
 
 def test_the_rehearsal_leaves_torch_as_it_was():
-    before = torch.cuda.is_available(), torch.autocast, dict(gpu_rehearsal.measuring.GEMM_SIZES)
+    before = torch.cuda.is_available(), torch.autocast, dict(gpu_rehearsal.timing.GEMM_SIZES)
     with gpu_rehearsal.pretended_gpu():
         assert torch.cuda.is_available() and torch.randn(2, device="cuda").device.type == "cpu"
         assert torch.nn.Linear(2, 2).to("cuda").weight.device.type == "cpu"
@@ -154,7 +122,7 @@ def test_the_rehearsal_leaves_torch_as_it_was():
     assert before == (
         torch.cuda.is_available(),
         torch.autocast,
-        dict(gpu_rehearsal.measuring.GEMM_SIZES),
+        dict(gpu_rehearsal.timing.GEMM_SIZES),
     )
 
 
@@ -196,76 +164,40 @@ def test_the_script_finds_the_package_from_anywhere(tmp_path, bare):
 # failures and limits
 
 
-def test_a_step_that_fails_says_why_and_the_others_go_on(tmp_path, in_this_process, monkeypatch):
-    def broken(before, save, folder, rehearse):
-        save({"rows": [{"model": "neobert", "length": 4096, "texts": 1, "bytes": 2**20}]})
+def test_a_step_that_fails_says_why_and_keeps_what_it_found(tmp_path, monkeypatch, capsys):
+    def broken(save, folder, rehearse):
+        save([{"model": "neobert", "length": 4096, "texts": 1, "bytes": 2**20}])
         raise RuntimeError("an illegal memory access was encountered")
 
-    steps = {name: STEPS[name] for name in ("memory", "training")}
-    steps["memory"] = gpu_steps.Step("Memory", 60, broken, gpu_steps.page_of_memory)
-    for module in (gpu, gpu_steps):
-        monkeypatch.setattr(module, "STEPS", steps)
-    assert gpu.main(["--rehearse", "--output", str(tmp_path), "--steps", "memory", "training"]) == 1
-    assert in_this_process == ["memory", "training"]
-    found = record_of(tmp_path)["steps"]
-    assert (
-        found["memory"]["state"] == "failed"
-        and found["memory"]["error"] == "RuntimeError: an illegal memory access was encountered"
-    )
-    assert "in broken" in found["memory"]["traceback"], (
-        "nobody can ask the machine later where it was"
-    )
-    assert len(found["memory"]["found"]["rows"]) == 1, "what it had measured is kept"
-    assert found["training"]["state"] == "done"
-    in_this_process.clear()
-    gpu.main(["--rehearse", "--output", str(tmp_path), "--steps", "memory", "training"])
-    assert in_this_process == ["memory"], "the next call tries again what failed"
+    monkeypatch.setitem(STEPS, "memory", Step("Memory", 60, broken, gpu.page_of_memory))
+    gpu.run_step("memory", tmp_path, True)
+    step = gpu.read_steps(tmp_path)["memory"]
+    assert step["state"] == "failed" and len(step["found"]) == 1
+    assert step["error"] == "RuntimeError: an illegal memory access was encountered"
+    assert "in broken" in capsys.readouterr().err, "nobody can ask the machine later where it was"
+    gpu.write_page(tmp_path, True)
+    assert "| neobert | 4,096 | 1 | 1 |" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_step_in_its_own_process(tmp_path):
-    """One that takes too long is stopped; one that dies is failed, with its error; both keep their
-    place for the next call."""
-    assert not gpu.run_guarded("memory", tmp_path, True, limit=0.5)
-    assert record_of(tmp_path)["steps"]["memory"]["state"] == "partial"
-    assert not gpu.run_guarded("memory", tmp_path / "real", False, limit=60), "there is no GPU here"
-    entry = record_of(tmp_path / "real")["steps"]["memory"]
-    # of torch without CUDA, of torch with it
-    said = [word for word in ("CUDA", "NVIDIA driver") if word in entry["error"]]
-    assert entry["state"] == "failed" and said and entry["seconds"] > 0
+def test_a_step_that_takes_too_long_is_stopped(tmp_path, monkeypatch, capsys):
+    """In its own process, which has not even imported torch by then; the rest goes on."""
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
+    argv = ["--rehearse", "--output", str(tmp_path), "--seconds", "0.4", "--steps", "memory"]
+    assert gpu.main(argv) == 1
+    assert "memory: failed after 0 s it wrote nothing" in capsys.readouterr().out
 
 
-def test_no_step_begins_without_time(tmp_path, in_this_process, capsys):
+def test_no_step_begins_without_time(tmp_path, capsys):
     assert gpu.main(["--rehearse", "--output", str(tmp_path), "--seconds", "5"]) == 1
-    assert not in_this_process and "tests: left for the next call" in capsys.readouterr().out
-
-
-def test_measured_rows_are_handed_to_the_next_call(tmp_path):
-    rows = [
-        row("4096", "neobert", "sdpa", 1.0),
-        {**row("4096", "modernbert-base", "sdpa", 1.0), "error": "out of memory"},
-    ]
-    seen = []
-    run = gpu_steps.throughput_step(("4096",), ("sdpa",))
-    with gpu_rehearsal.pretended_gpu():
-        run({"rows": rows}, lambda found: seen.append(found), tmp_path, True)
-    found = seen[-1]["rows"]
-    assert found[0] == rows[0], "what was measured is not measured again"
-    assert [(r["model"], "error" in r) for r in found[1:]] == [("modernbert-base", False)], (
-        "what failed is tried again"
-    )
+    assert "tests: left for the next call" in capsys.readouterr().out
 
 
 def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match="torch sees no GPU here; --rehearse"):
         gpu.main(["--output", str(tmp_path)])
-    with pytest.raises(UserError, match="steps must be one of tests, long"):
-        gpu.main(["--output", str(tmp_path), "--rehearse", "--steps", "all"])
-    gpu.Record(tmp_path, True).update("memory", state="done")
-    with pytest.raises(UserError, match="gpu.json is a rehearsal; give another --output"):
-        gpu.Record(tmp_path, False)
-    (tmp_path / "gpu.json").write_text("[]")
-    with pytest.raises(UserError, match="gpu.json is not a result of this command"):
-        gpu.Record(tmp_path, False)
+    (tmp_path / "memory.json").write_text(json.dumps({"rehearsal": False, "state": "done"}))
+    with pytest.raises(UserError, match="memory.json is measured on a GPU; give another --output"):
+        gpu.main(["--rehearse", "--output", str(tmp_path)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -274,43 +206,27 @@ def test_bad_input_is_one_sentence(tmp_path):
 
 def test_targets_are_told_from_the_best_of_each_model():
     share = {"share_of_gemm": 0.4}
-    steps = {
-        "long": {
-            "found": {
-                "rows": [
-                    row("4096", "neobert", "sdpa", 150.0, **share),
-                    row("4096", "modernbert-base", "sdpa", 90.0, **share),
-                    row("8192", "neobert", "sdpa", 100.0, **share),
-                    {"set": "8192", "model": "modernbert-base", "error": "x"},
-                ]
-            }
-        },
-        "compiled": {
-            "found": {
-                "rows": [
-                    row("4096", "neobert", "compiled", 160.0, share_of_gemm=0.52),
-                    row("4096", "modernbert-base", "compiled", 100.0, **share),
-                ]
-            }
-        },
-        "variable": {
-            "found": {
-                "rows": [
-                    row("short", "neobert", "sdpa", 30.0),
-                    row("short", "neobert", "padded", 10.0),
-                ]
-            }
-        },
-        "memory": {
-            "found": {
-                "rows": [
-                    {"model": "neobert", "length": 4096, "bytes": 19},
-                    {"model": "modernbert-base", "length": 4096, "bytes": 10},
-                ]
-            }
-        },
+    found = {
+        "long": [
+            row("4096", "neobert", "sdpa", 150.0, **share),
+            row("4096", "modernbert-base", "sdpa", 90.0, **share),
+            row("8192", "neobert", "sdpa", 100.0, **share),
+            {"set": "8192", "model": "modernbert-base", "error": "x"},
+        ],
+        "compiled": [
+            row("4096", "neobert", "compiled", 160.0, share_of_gemm=0.52),
+            row("4096", "modernbert-base", "compiled", 100.0, **share),
+        ],
+        "variable": [
+            row("short", "neobert", "sdpa", 30.0, **share),
+            row("short", "neobert", "padded", 10.0, **share),
+        ],
+        "memory": [
+            {"model": "neobert", "length": 4096, "bytes": 19},
+            {"model": "modernbert-base", "length": 4096, "bytes": 10},
+        ],
     }
-    table = targets(steps)
+    table = targets(found)
     assert "| fixed 4,096 over ModernBERT base, both at their best | 1.47 | 1.60 | yes |" in table
     assert "| fixed 8,192 over ModernBERT base, both at their best | 1.91 |  |  |" in table, (
         "what was not measured is empty"

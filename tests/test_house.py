@@ -13,6 +13,7 @@ ROOMS = (
     *(
         "__main__",
         "benchmarks",
+        "throughput",
         "export",
         "convert_checkpoint",
         "pretraining",

@@ -2,12 +2,12 @@
 install, and held-out parts by key."""
 
 import gzip
-import json
 
 import pytest
 
-from neobert.common import local_text
+from neobert.benchmarks import local_text
 from neobert.common.errors import UserError
+from neobert.common.held_out import is_held_out
 
 
 def test_wordnet_lines_become_sentences(tmp_path):
@@ -76,20 +76,22 @@ def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):
             next(iter(read()))
 
 
-def test_the_held_out_part_is_a_function_of_the_key(tmp_path):
-    rows = [{"id": f"noun-{i:08d}", "text": "x"} for i in range(5000)]
-    counts = local_text.write_split(rows, tmp_path / "a", 2.0)
-    local_text.write_split(reversed(rows), tmp_path / "b", 2.0)
-    assert counts["train"] + counts["heldout"] == 5000 and 60 < counts["heldout"] < 140
-    keys = [
-        {
-            json.loads(line)["id"]
-            for line in (tmp_path / name / "heldout.jsonl").read_text().splitlines()
-        }
-        for name in "ab"
-    ]
-    assert keys[0] == keys[1], "the split must not depend on the order"
-    assert local_text.is_held_out("noun-00000013") == ("noun-00000013" in keys[0])
+def test_the_held_out_part_is_a_function_of_the_key():
+    rows = [{"id": f"noun-{i:08d}"} for i in range(5000)]
+    train, held_out = local_text.split(rows)
+    assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, "2 %"
+    assert local_text.split(rows[::-1])[1] == held_out[::-1], "the order does not matter"
+    assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
+
+
+def test_the_command_writes_both_parts_and_long_texts(tmp_path, monkeypatch):
+    rows = [{"id": f"noun-{i:08d}", "text": f"text {i}"} for i in range(1000)]
+    monkeypatch.setitem(local_text.SOURCES, "wordnet", lambda: rows)
+    command = ["wordnet", "--out", str(tmp_path / "new"), "--long-words", "4"]
+    assert local_text.main(command) == 0
+    lines = {path.stem: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
+    assert len(lines["train"]) + len(lines["heldout"]) == 1000
+    assert len(lines["long"]) == len(lines["heldout"]) // 2, "two texts of two words each"
 
 
 def test_long_texts_are_joined_from_neighbours():

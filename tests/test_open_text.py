@@ -3,7 +3,6 @@ hand, what is taken of a package, the page."""
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import math
 import shutil
@@ -14,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neobert.benchmarks import open_text
-from neobert.benchmarks.fusion import best_weight, fused, ranks_of, weighted
-from neobert.benchmarks.open_text import Row, bm25, chosen, retrieval_figures
+from neobert.benchmarks import make_texts, open_text
+from neobert.benchmarks.open_text import Row, bm25, chosen, fused, ranks_of, retrieval_figures
 from neobert.common.errors import UserError
 
 
@@ -42,36 +40,6 @@ def test_ranks_and_fusion():
         joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
         and joined[0, 0] > joined[0, 1]
     )
-
-
-def test_weighted_scores():
-    """Scores 1, 2, 3 have mean 2 and deviation sqrt(2/3); a query with equal scores says
-    nothing."""
-    step = math.sqrt(3 / 2)
-    vectors, words = np.array([[1.0, 2, 3], [5, 5, 5]]), np.array([[30.0, 20, 10], [0, 6, 3]])
-    found = weighted(vectors, words, 0.75)
-    assert found[0] == pytest.approx([-0.5 * step, 0, 0.5 * step])
-    assert found[1] == pytest.approx([-0.25 * step, 0.25 * step, 0])
-
-
-def test_the_weight_is_the_best_on_its_tests():
-    """Vectors alone find two of three, words alone another two; between them all are found."""
-    vectors = np.array([[4.0, 0, 0], [0, 4, 0], [1.2, 0, 1]])
-    words = np.array([[1, 1.2, 0.0], [0, 4, 0], [0, 0, 4]])
-    weight, mrr = best_weight([(vectors, words)])
-    assert 0 < weight < 1 and mrr == 1
-    assert best_weight([(np.eye(3), -np.eye(3))])[0] > 0.5
-    assert best_weight([(-np.eye(3), np.eye(3))])[0] < 0.5
-
-
-def test_development_is_apart():
-    """Nothing of a program that is measured on."""
-    pages = [row for row in open_text.manuals()][:40]
-    texts = {"manuals": pages}
-    found = open_text.development(texts, 30)
-    assert not {row.package for row in found["manuals"]} & {row.package for row in pages}
-    assert len(found["docstrings"]) == len(found["code"]) == 30
-    assert all(row.package.startswith("Python ") for row in found["docstrings"])
 
 
 def test_retrieval_figures():
@@ -174,13 +142,7 @@ def test_everything_on_a_small_corpus():
         "teacher": hashed(2000),
         "ours": lambda batch: beginning([" ".join(text.split()[:20]) for text in batch]),
     }
-    # Where words say all and vectors half, the weight that is chosen leaves words their part.
-    apart = {"docstrings": [row._replace(long=f"x {row.long}") for row in texts["docstrings"]]}
-    found = open_text.measure(
-        texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]), apart
-    )
-    assert 0 <= found["weight"] < 1 and found["development"]["texts"] == {"docstrings": 8}
-    assert found["development"]["mrr"] == 1
+    found = open_text.measure(texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]))
     assert len(found["retrieval"]) == 7 and found["agreement"]["prose"]["texts"] == 24
     titles, behind = (
         found["retrieval"]["title to description"],
@@ -197,12 +159,7 @@ def test_everything_on_a_small_corpus():
     )
     found["sources"] = {kind: {row.package: 1 for row in rows} for kind, rows in texts.items()}
     page = open_text.page(found, "20 (ours)")
-    assert (
-        json.loads(json.dumps(found)) == found
-        and "| manuals | 8 | 8 |" in page
-        and "By MRR, BM25 is above this encoder in" in page
-        and f"Weighted: {found['weight']:.2f} of the encoder's" in page
-    )
+    assert json.loads(json.dumps(found)) == found and "| manuals | 8 | 8 |" in page
 
 
 def test_a_missing_teacher_is_one_sentence(monkeypatch):
@@ -230,9 +187,7 @@ def wheel(folder, name, licence, words):
 def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
     """Pairs come with their licence from packages that state a permissive one and are not measured
     on; near duplicates of these and of each other are left out."""
-    spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = make_texts
     words, vendored = (" ".join(f"{word}{i}" for i in range(40)) for word in ("word", "vendored"))
     mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
     for name, licence, text in (
@@ -274,15 +229,8 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
         )
 
 
-def load_make_texts():
-    spec = importlib.util.spec_from_file_location("make_texts", ROOT / "examples" / "make_texts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_node_packages_give_their_readme_and_passages_of_their_changelog(tmp_path):
-    module, words = load_make_texts(), " ".join(f"w{i}" for i in range(400))
+    module, words = make_texts, " ".join(f"w{i}" for i in range(400))
     for name, licence in (
         ("free", "MIT"),
         ("@scope/also", "ISC"),
@@ -310,7 +258,7 @@ def test_node_packages_give_their_readme_and_passages_of_their_changelog(tmp_pat
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff sets manual pages")
 def test_manual_pages_in_both_languages_are_set(tmp_path):
-    module = load_make_texts()
+    module = make_texts
     man = (
         b".TH A 1\n.SH NAME\nfly-far \\- move in air\n.SH DESCRIPTION\nIt \\fBmoves\\fR.\n"
         b".SH BUGS\nNone\n"
@@ -328,7 +276,7 @@ def test_manual_pages_in_both_languages_are_set(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("lz4"), reason="lz4 reads apt's lists")
 def test_descriptions_speak_once_for_a_source(tmp_path):
-    module = load_make_texts()
+    module = make_texts
     packages = "Package: bird-doc\nSource: bird (1)\nSection: doc\n\nPackage: bird\nSection: net\n"
     texts = (
         "Package: bird\nDescription-en: it flies\n Short.\n\n"
@@ -349,7 +297,7 @@ def test_descriptions_speak_once_for_a_source(tmp_path):
 
 
 def test_questions_and_texts_behind_others_keep_their_answer():
-    module = load_make_texts()
+    module = make_texts
     rows = [
         {
             "kind": "description",

@@ -22,7 +22,7 @@ ROOMS = {
     "finetuning": ["finetuning", "pretraining"],
     "embeddings": ["embeddings"],
     "distillation": ["embeddings"],
-    "performance": ["benchmarks"],
+    "performance": ["benchmarks", "throughput"],
     "serving": ["export"],
     "compatibility": [],
     "development": [],
@@ -105,7 +105,7 @@ def test_every_command_and_option_exists(page):
 def test_every_file_and_option_in_the_text_exists(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for name in re.findall(
-        r"`((?:examples|recipes|embeddings|finetuning|common|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`",
+        r"`((?:examples|recipes|embeddings|finetuning|common|throughput|benchmarks|tests)/[\w./-]+\.(?:py|yaml|tsv))`",
         text,
     ):
         assert (ROOT / name).exists(), f"{page}.md names {name}"

@@ -2,15 +2,15 @@
 a class, and rows that were not measured."""
 
 import json
-import statistics
 
 import numpy as np
 import pytest
 import torch
 
-from neobert.benchmarks import measuring, precisions
+from neobert.benchmarks import precisions
 from neobert.benchmarks.engines import Engine
 from neobert.common.errors import UserError
+from neobert.throughput import timing
 
 
 SMALL = {
@@ -19,7 +19,7 @@ SMALL = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
 }
-ENGINES = ["torch-fp32", "torch-bf16", "torch-int8", "st-bert-fp32", "onnx-fp32"]
+ENGINES = ["torch-fp32", "torch-bf16", "torch-int8", "onnx-fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def result(tmp_path_factory):
     """(rows by engine, page) of a run on models of 64."""
     folder = tmp_path_factory.mktemp("precisions")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
-        patch.setattr(measuring, "GEMM_SECONDS", 0.0)
+        patch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+        patch.setattr(timing, "GEMM_SECONDS", 0.0)
         patch.setattr(precisions, "TEXTS", {"short": 6})
         patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
         argv = [
@@ -65,107 +65,72 @@ def test_vectors_are_those_of_float32(result):
     rows, _ = result
     assert rows["torch-fp32"]["cosine"] == pytest.approx(1, abs=1e-6)
     assert 0.99 < rows["torch-bf16"]["cosine"] < 1 and 0.99 < rows["torch-int8"]["cosine"] < 1
-    assert rows["st-bert-fp32"]["cosine"] is None, "BERT has other weights"
-
-
-def test_speeds_are_tokens_over_seconds(result):
-    rows, page = result
-    tokens = int(page.partition("short: 6 texts, ")[2].partition(" tokens")[0].replace(",", ""))
-    for name in ENGINES[:-1]:
-        for speed in rows[name]["speeds"]:
-            assert len(speed["seconds"]) == 2
-            assert speed["tokens_per_second"] == pytest.approx(
-                statistics.median(tokens / second for second in speed["seconds"])
-            )
 
 
 def test_every_row_is_compared_with_float32(result):
     rows, page = result
     table = page.partition("## Times as fast as torch in float32")[2].partition("##")[0]
-    for name in ("torch-int8", "st-bert-fp32"):
-        row, base = rows[name], rows["torch-fp32"]
-        ratios = [
-            f"{one['corrected'] / exact['corrected']:.2f}"
-            for one, exact in zip(row["speeds"], base["speeds"])
-        ]
-        assert f"| {' | '.join([row['name'], row['precision'], *ratios])} |" in table
+    row, base = rows["torch-int8"], rows["torch-fp32"]
+    ratios = [
+        f"{one['corrected'] / exact['corrected']:.2f}"
+        for one, exact in zip(row["speeds"], base["speeds"])
+    ]
+    assert f"| torch | int8 | {' | '.join(ratios)} |" in table and "| torch | fp32 |" not in table
 
 
-def test_the_batch_is_chosen_once_and_only_where_there_is_one(result):
-    rows, _ = result
-    batches = [speed["batches"] for speed in rows["st-bert-fp32"]["speeds"]]
-    assert batches[0] == batches[1] and batches[0][0] in (1, 4, 6)
-    assert all(speed["batches"] == [None] for speed in rows["torch-fp32"]["speeds"])
-
-
-def test_ours_is_compared_with_the_next_model_of_its_class(result):
-    rows, page = result
-    for at, threads in enumerate((1, 2)):
-        ours, other = (
-            rows[name]["speeds"][at]["corrected"] for name in ("torch-fp32", "st-bert-fp32")
-        )
-        assert (
-            f"| fp32 | short | {threads} | torch fp32 |  |  | sentence-transformers, BERT base "
-            f"fp32 | {ours / other:.2f} |" in page
-        )
-    assert "| 16 bit | short |" not in page, "there is no other engine of 16 bit"
-
-
-def test_engines_of_the_same_weights_and_other_models_are_compared_apart():
-    speeds = {
-        "torch-fp32": 30.0,
-        "torch-compiled": 20.0,
-        "onnx-fp32": 15.0,
-        "openvino-fp32": 12.0,
-        "st-bert-fp32": 40.0,
+def test_speeds_are_tokens_over_seconds_at_one_pace():
+    """Two engines: 10 tokens in 1 and in 2 seconds, the second while the machine was half as
+    fast."""
+    found = {
+        "torch-fp32": {"runs": [run(1.0, 200.0)], "vectors": {"a": np.eye(2)}},
+        "torch-bf16": {"runs": [run(2.0, 100.0)], "vectors": {"a": np.eye(2)}},
     }
-    groups = dict(zip(speeds, ("ours", "ours", "engine", "engine", "model")))
-    rows = [
-        {
-            "name": name,
-            "precision": "",
-            "kind": "fp32",
-            "group": groups[name],
-            "speeds": [{"set": "128", "threads": 1, "corrected": speed}],
-        }
-        for name, speed in speeds.items()
-    ]
-    found = [
-        precisions.best(rows, "fp32", group, "128", 1) for group in ("ours", "engine", "model")
-    ]
-    assert found == [("torch-fp32 ", 30.0), ("onnx-fp32 ", 15.0), ("st-bert-fp32 ", 40.0)]
-    assert (
-        precisions.best(rows, "fp32", "ours", "128", 2) is None
-        and precisions.best(rows, "int8", "ours", "128", 1) is None
+    for measured in found.values():
+        measured |= {"memory_bytes": 1, "disk_bytes": 1}
+    first, second = precisions.summarise(found, {"a": [[1] * 4, [1] * 6]})
+    speeds = first["speeds"][0], second["speeds"][0]
+    assert [speed["tokens_per_second"] for speed in speeds] == [10.0, 5.0]
+    assert speeds[0]["corrected"] == speeds[1]["corrected"] == 10.0 * 150 / 200
+
+
+def run(seconds, rate):
+    return {"set": "a", "threads": 1, "batch": None, "seconds": [seconds] * 3, "rates": [rate] * 3}
+
+
+def test_the_batch_is_the_fastest(monkeypatch):
+    """Of those that are tried: at most as many as there are texts. An engine without batches has
+    none."""
+
+    class Session:
+        def __call__(self, texts):
+            tried.append(getattr(self, "batch", None))
+
+    tried, session = [], Session()
+    assert precisions.best_batch(session, [[1]] * 6) is None and tried == [None]
+    tried.clear()
+    session.batch = 2
+    monkeypatch.setattr(
+        precisions, "timed", lambda call: (call(), (abs(session.batch - 4), None))[1]
     )
+    assert precisions.best_batch(session, [[1]] * 6) == 4 and tried == [2, 1, 4, 6]
 
 
-def test_the_pace_is_that_of_one_thread_for_every_engine(tmp_path, monkeypatch):
-    """Threads of an engine that wait busily after a pass would slow a product of all threads. The
-    pass itself has those that were asked for."""
+def test_an_engine_has_the_threads_that_were_asked_for(tmp_path, monkeypatch):
     before, during = torch.get_num_threads(), []
 
     def session(texts):
         during.append(torch.get_num_threads())
         return np.ones((len(texts), 2))
 
-    engine = Engine(
-        "x",
-        "fp32",
-        "",
-        lambda files, threads: session,
-        lambda files: 0,
-    )
+    engine = Engine("x", "fp32", "", lambda files, threads: session, lambda files: 0)
+    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
     monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
-    monkeypatch.setattr(
-        precisions, "MatrixProduct", lambda *given: lambda seconds: float(torch.get_num_threads())
-    )
     try:
         runs = precisions.measure("x", tmp_path, {"short": [[1]]}, [1, 2], 1)["runs"]
     finally:
         torch.set_num_threads(before)
-    assert [(run["threads"], run["rates"]) for run in runs] == [(1, [1.0]), (2, [1.0])]
-    assert sorted(set(during)) == [1, 2] and during[-1] == 2
+    assert [run["threads"] for run in runs] == [1, 2] and during[0] == 1 and during[-1] == 2
 
 
 def test_the_worst_cosine():

@@ -24,7 +24,6 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from neobert.__main__ import COMMANDS
-from neobert.benchmarks.readme_chart import OTHERS, points
 from neobert.common.loading import CODE_FILES
 from neobert.common.published import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 
@@ -187,34 +186,6 @@ def test_figures_are_those_of_the_results():
             )
             checked += 1
     assert checked >= 9
-
-
-def test_the_chart_shows_every_measured_set():
-    folder = ROOT / "results" / "throughput_cpu"
-    data = json.loads((folder / "throughput.json").read_text(encoding="utf-8"))
-    drawn = {
-        other: [(round(fill, 2), round(ratio, 2)) for fill, ratio, _ in points(data, other)]
-        for other in OTHERS
-    }
-    assert drawn["modernbert-base/sdpa"] == [
-        (0.31, 1.80),
-        (0.67, 1.04),
-        (1.0, 0.57),
-        (1.0, 0.61),
-        (1.0, 0.79),
-    ], "also what is slower"
-    assert drawn["neobert/padded"] == [
-        (0.2, 5.72),
-        (0.31, 3.18),
-        (0.4, 3.01),
-        (0.6, 1.93),
-        (0.67, 1.63),
-        (1.0, 0.99),
-    ]
-    assert (
-        "](results/throughput_cpu/by_fill.png)" in README
-        and (folder / "by_fill.png").stat().st_size < 100_000
-    )
 
 
 def anchors(path):

@@ -2,11 +2,14 @@
 way to write a result and one to draw it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from neobert.common import figures, results
 from neobert.common.results import (
+    HIDDEN,
     environment,
     environment_line,
     hardware,
@@ -14,6 +17,7 @@ from neobert.common.results import (
     mean_and_deviation,
     processor_units,
     shown,
+    without_secrets,
     write_result,
 )
 
@@ -115,86 +119,77 @@ def test_a_result_is_a_json_file_and_a_page(tmp_path):
 # plots
 
 
-def test_bars_start_at_zero_and_tell_their_values():
+def test_panels_are_an_array_and_one_panel_is_axes():
     pytest.importorskip("matplotlib")
-    for horizontal in (False, True):
-        _, axes = figures.subplots("Scores")
-        figures.bars(
-            axes,
-            ["M0", "M1", "M2"],
-            [79.2, None, 84.0],
-            [(78.0, 81.0), None, 0.5],
-            horizontal=horizontal,
-        )
-        low, high = axes.get_xlim() if horizontal else axes.get_ylim()
-        assert low == 0 and high > 84.5, (
-            "a bar that does not start at 0 shows a difference larger than it is"
-        )
-        assert [text.get_text() for text in axes.texts] == ["79.2", "84.0"], (
-            "a missing value has no figure"
-        )
-        (errors,) = axes.collections
-        across = [segment[:, 0 if horizontal else 1].tolist() for segment in errors.get_segments()]
-        assert across[0] == pytest.approx([78.0, 81.0]) and across[2] == pytest.approx(
-            [83.5, 84.5]
-        ), "a range, and a deviation"
+    _, panels = figures.subplots("Two", "steps", columns=2)
+    assert [panel.get_xlabel() for panel in panels] == ["steps", "steps"]
+    figure, axes = figures.subplots("One", "steps", "loss")
+    assert figure.axes == [axes] and axes.get_ylabel() == "loss"
+    assert figure.get_suptitle() == "One"
 
 
-def test_the_labels_of_a_length_axis_do_not_collide():
-    """Lengths that are near each other at the end, in the narrowest panel that a result has."""
-    figure, axes = figures.subplots(size=(4.4, 4))
-    figures.line(axes, [1000, 4000, 16000, 48000], [1, 2, 3, 4], "a", 0)
-    figures.length_axis(axes, [1000, 4000, 16000, 48000])
-    figure.draw_without_rendering()
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    assert len(boxes) == 4 and all(
-        left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])
-    ), boxes
-
-
-def test_lines_differ_in_colour_and_marker():
+def test_lines_differ_and_their_axis_has_the_measured_lengths():
+    """The labels do not collide where lengths are near each other, in the narrowest panel that a
+    result has."""
     pytest.importorskip("matplotlib")
-    _, axes = figures.subplots("Speed", "length", "tokens a second")
+    lengths = [1000, 4000, 16000, 48000]
+    figure, axes = figures.subplots("Speed", size=(4.4, 4))
     for series in range(len(figures.COLOURS)):
-        figures.line(axes, [128, 512], [1.0, 2.0], str(series), series)
-    figures.line(axes, [128, 512], [1.0, 2.0], "own", 0, spread=[(0.5, 1.5), (2.0, 2.0)], own=True)
-    figures.length_axis(axes, [512, 128, 512])
-    looks = {
-        (container.lines[0].get_color(), container.lines[0].get_marker())
-        for container in axes.containers
-    }
+        figures.line(axes, lengths, [1, 2, 3, 4], label=str(series), series=series)
+    figures.line(axes, [1000], [1.0], [(0.5, 1.5)], label="own", series=0, own=True)
+    looks = {(c.lines[0].get_color(), c.lines[0].get_marker()) for c in axes.containers}
     assert len(looks) == len(figures.COLOURS) + 1, "two lines look the same"
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["128", "512"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("length", "tokens a second")
+    ((bar,),) = [c.get_segments() for c in axes.containers[-1].lines[2]]
+    assert bar[:, 1].tolist() == [0.5, 1.5]
+    figures.length_axis(axes, [*lengths, 4000])
+    figure.draw_without_rendering()
+    assert [label.get_text() for label in axes.get_xticklabels()] == [f"{n:,}" for n in lengths]
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])), boxes
 
 
-def test_a_figure_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
+def test_a_figure_has_its_environment_as_caption(tmp_path):
     pytest.importorskip("matplotlib")
     figure, _ = figures.subplots("Anything")
-    env = {
-        "hardware": "A CPU, 2 cores",
-        "threads": 1,
-        "dtype": "float32",
-        "commit": "abc1234",
-        "date": "2026-01-02",
+    env = {"hardware": "A CPU, 2 cores", "threads": 1, "dtype": ["float32", "bfloat16"]}
+    env |= {"commit": "abc1234", "date": "2026-01-02"}
+    caption = "A CPU, 2 cores, threads 1, float32, bfloat16, commit abc1234, 2026-01-02"
+    assert figures.caption(env) == caption
+    figures.save(figure, tmp_path / "new" / "plot.png", env)
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.read_bytes()[:4] == b"\x89PNG" and figure.texts[-1].get_text() == caption
+
+
+# ------------------------------------------------------------------------------------------------
+# what is not told
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        (["--hub_token", "hf_x", "--a", "b"], ["--hub_token", HIDDEN, "--a", "b"]),
+        (["--api-key=x=y"], [f"--api-key={HIDDEN}"]),
+        (["--password", "--a"], ["--password", "--a"]),
+        (["s3://user:word@host/x", "-m", "y"], [f"s3://{HIDDEN}@host/x", "-m", "y"]),
+        (["--tokens_per_batch", "512", "--tokenizer", "x"],) * 2,
+    ],
+)
+def test_secrets_of_a_command_line_are_hidden(argv, told):
+    """By the names of options alone, and the user part of an address."""
+    assert without_secrets(argv) == told
+
+
+def test_every_result_is_in_the_index():
+    """And every link of the index leads to a file."""
+    folder = Path(__file__).resolve().parent.parent / "results"
+    links = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text())
+    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
+    alone = {
+        path.relative_to(folder).as_posix()
+        for path in folder.glob("*.json")
+        if not path.with_suffix(".md").exists()
     }
-    assert figures.caption(env) == "A CPU, 2 cores, 1 thread, float32, commit abc1234, 2026-01-02"
-    path = figures.save(figure, tmp_path / "new" / "plot.png", env)
-    assert path.read_bytes()[:4] == b"\x89PNG" and list(path.parent.iterdir()) == [path]
-    assert figure.texts[0].get_text() == figures.caption(env)
-    drawn = path.read_bytes()
-
-    def full_disk(file, **options):
-        with open(file, "wb") as half:
-            half.write(b"half")
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(figure, "savefig", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        figures.save(figure, path)
-    assert path.read_bytes() == drawn and list(path.parent.iterdir()) == [path], (
-        "the old plot stays, and nothing beside it"
-    )
+    assert sorted(links) == sorted((pages | alone) - {"README.md"})
 
 
 @pytest.mark.parametrize(

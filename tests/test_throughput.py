@@ -1,24 +1,29 @@
-"""Pins `neobert throughput`: the arithmetic of its sets and of its operation count, the batch
-search, what an interrupted run leaves and
-`--resume` adds, and the tables of a tiny run. Speeds are not pinned."""
+"""Pins `neobert throughput`: the arithmetic of its sets and of its operation count, the batch that
+fits, the tables and plots of a tiny run, and that a preset runs to its end. Speeds are not
+pinned."""
 
 import csv
 import json
 import math
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from neobert.benchmarks import measuring, throughput
-from neobert.benchmarks.measuring import BatchLimit, Timing, in_turns, largest_batch, ratio
-from neobert.benchmarks.throughput import Benchmark, main
-from neobert.benchmarks.throughput_models import IMPLEMENTATIONS, MODELS, build
-from neobert.benchmarks.throughput_results import ratios, tables
-from neobert.benchmarks.throughput_sets import draw_lengths, make_batch
 from neobert.common import memory
 from neobert.common.errors import UserError
+from neobert.throughput import command, timing
+from neobert.throughput.command import draw, main, ratios
+from neobert.throughput.models import (
+    IMPLEMENTATIONS,
+    MODELS,
+    build,
+    draw_lengths,
+    lengths_of_file,
+    make_batch,
+)
+from neobert.throughput.options import ThroughputArguments
+from neobert.throughput.timing import MatrixProduct, Timing, in_turns, ratio
 
 from .reference import install_flash
 
@@ -29,44 +34,19 @@ SMALL = {
     "num_attention_heads": 2,
     "intermediate_size": 48,
 }
-TINY = [
-    "--device",
-    "cpu",
-    "--sets",
-    "16",
-    "short",
-    "--batch",
-    "3",
-    "--repeats",
-    "2",
-    "--plots",
-    "false",
-]
+TINY = "--preset cpu --device cpu --sets 16 short --batch 3 --repeats 2 --models neobert".split()
 
 
 @pytest.fixture(autouse=True)
 def small_matrix_product(monkeypatch):
-    monkeypatch.setattr(measuring, "GEMM_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(measuring, "GEMM_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
     # Half a second a time; tests/test_memory.py has it.
     monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tiny(output, *more):
-    return main(
-        [
-            "--output",
-            str(output),
-            "--preset",
-            "cpu",
-            *TINY,
-            "--models",
-            "neobert",
-            "modernbert-base",
-            *more,
-        ],
-        small=SMALL,
-    )
+    return main(["--output", str(output), *TINY, *more], small=SMALL)
 
 
 def rows_of(output):
@@ -120,7 +100,7 @@ def test_fill_sets(percent, count):
 def test_lengths_of_a_file(tmp_path, tokenizer_dir):
     path = tmp_path / "texts.txt"
     path.write_text("hello world\n\nthe quick brown fox\n")
-    lengths = throughput.lengths_of_file(path, tokenizer_dir)
+    lengths = lengths_of_file(path, tokenizer_dir)
     assert lengths == [4, 6], "one length a non-empty line, with [CLS] and [SEP]"
     assert set(draw_lengths("texts", 50, file_lengths=lengths)) == {4, 6}, (
         "drawn from the lengths of the file"
@@ -144,7 +124,6 @@ def test_lengths_of_a_file(tmp_path, tokenizer_dir):
             ["--clock", "processor", "--device", "cpu", "--threads", "2"],
             "give --device cpu --threads 1",
         ),
-        (["--memory-gib", "0"], "memory_gib must be above 0"),
         (["--reapets", "3"], "did you mean --repeats"),
     ),
 )
@@ -158,65 +137,14 @@ def test_bad_input_is_one_sentence(argv, words, tmp_path):
 # measurement
 
 
-@pytest.mark.parametrize(
-    "limit,fits", ((512, 512), (512, 100), (512, 1), (512, 0), (24, 24), (24, 17), (1, 1))
-)
-def test_batch_search(limit, fits):
-    tried = []
-    found = largest_batch(lambda count: tried.append(count) or count <= fits, limit)
-    assert found <= fits and max(tried) <= limit, (
-        "a batch that does not fit is not returned, and the limit is kept"
-    )
-    assert found >= fits * 7 / 8, "it is within an eighth of the largest"
-    assert len(tried) <= 14, "few batches are tried"
-
-
-def test_out_of_memory_ends_the_search():
-    limit, seen = BatchLimit(texts=64, tokens=4096, memory=1000 * 2**30), []
-
-    def run(batch):
-        seen.append(len(batch.lengths))
-        if len(batch.lengths) > 5:
-            raise torch.OutOfMemoryError("out of memory")
-
-    assert limit.search(run, lambda count: [16] * count, "cpu") == 5, (
-        "a batch for which memory ran out is not used"
-    )
-    assert seen == [1, 2, 4, 8, 6, 5], "every size is tried, doubled, then in the gap"
-    seen.clear()
-    assert BatchLimit(texts=64, tokens=48).search(run, lambda count: [16] * count, "cpu") == 3, (
-        "at most so many padded tokens"
-    )
-
-    def broken(batch):
-        raise RuntimeError("shapes do not match")
-
-    with pytest.raises(RuntimeError, match="shapes"):
-        limit.search(broken, lambda count: [16] * count, "cpu")
-
-
-def test_calls_take_turns_and_complete_repeats_survive_an_interrupt():
+def test_calls_take_turns():
     order, clock = [], iter(range(1000))
-
-    def call(name, at=None):
-        order.append(name)
-        if len(order) == at:
-            raise KeyboardInterrupt
-
-    calls = {name: lambda name=name: call(name) for name in "ab"}
-    timings, interrupted = in_turns(calls, 3, clock=lambda: next(clock))
-    assert order == list("ababab") and not interrupted, "the calls take turns"
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    timings = in_turns(calls, 3, clock=lambda: next(clock))
+    assert order == list("ababab")
     assert timings == {"a": Timing([1, 1, 1]), "b": Timing([1, 1, 1])}, (
         "one tick of this clock from before a call to after it"
     )
-    order.clear()
-    timings, interrupted = in_turns({name: lambda name=name: call(name, at=4) for name in "ab"}, 3)
-    assert interrupted and [len(timing.seconds) for timing in timings.values()] == [1, 1], (
-        "the half repeat is dropped for both"
-    )
-    order.clear()
-    with pytest.raises(KeyboardInterrupt):
-        in_turns({name: lambda name=name: call(name, at=2) for name in "ab"}, 3)
 
 
 def test_ratios_and_shares_are_medians_of_neighbours():
@@ -231,6 +159,16 @@ def test_ratios_and_shares_are_medians_of_neighbours():
     assert timing.share(50.0) == 0.25, (
         "0.5, 0.25 and 0.25 of the rate that the matrix product had then"
     )
+
+
+def test_the_rate_of_a_matrix_product():
+    """On a clock of one tick a look; 2 n^3 operations a product, whatever the number of products
+    between two looks."""
+    seconds = iter(range(10**6))
+    product = MatrixProduct("cpu", torch.float32, lambda: next(seconds))
+    assert product.size == 64
+    products = product.timer.blocked_autorange(min_run_time=0.0).number_per_run
+    assert product() == pytest.approx(2 * 64**3 * products)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -330,306 +268,138 @@ def test_a_batch_packed_by_the_caller():
     assert packed["cu_seq_lens_q"].dtype == torch.int32, "flash-attn takes int32 offsets"
 
 
-class PretendedGpu:
-    """A device that holds `capacity` padded tokens of a model's batch; models run on the CPU,
-    torch.cuda's counters are stand-ins."""
+class Limited:
+    """A candidate that runs out of memory beyond `texts` texts."""
 
-    def __init__(self, monkeypatch, capacity):
-        self.capacity, self.passes, self.built = capacity, [], []
-        for name, value in (
-            ("is_available", True),
-            ("synchronize", None),
-            ("empty_cache", None),
-            ("reset_peak_memory_stats", None),
-            ("memory_reserved", 2**20),
-            ("max_memory_reserved", 3 * 2**20),
-        ):
-            monkeypatch.setattr(torch.cuda, name, lambda *arguments, value=value: value)
-        product, build = throughput.MatrixProduct, throughput.build
-        for module in (throughput, measuring):
-            monkeypatch.setattr(
-                module,
-                "make_batch",
-                lambda lengths, device, *seed: make_batch(lengths, "cpu", *seed),
-            )
-        monkeypatch.setattr(
-            throughput, "MatrixProduct", lambda device, *others: product("cpu", *others)
-        )
-        monkeypatch.setattr(
-            throughput,
-            "build",
-            lambda name, kind, device, *others: self.wrap(build(name, kind, "cpu", *others)),
-        )
+    longest, implementation = 512, "sdpa"
 
-    def wrap(self, run):
-        self.built.append(weakref.ref(run))
-        call = run.model.forward
+    def __init__(self, texts):
+        self.texts, self.tried = texts, []
 
-        def limited(*arguments, **inputs):
-            self.passes.append((run.name, *inputs["input_ids"].shape))
-            if inputs["input_ids"].numel() > self.capacity[run.name]:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return call(*arguments, **inputs)
-
-        run.model.forward = limited
-        return run
-
-    def measure(self, output, *more):
-        argv = [
-            "--output",
-            str(output),
-            "--preset",
-            "gpu",
-            "--device",
-            "cuda",
-            "--dtype",
-            "float32",
-            "--implementations",
-            "sdpa",
-        ]
-        argv += [
-            "--models",
-            "neobert",
-            "bert-base",
-            "modernbert-base",
-            "--repeats",
-            "2",
-            "--warmup",
-            "1",
-            "--max-batch",
-            "32",
-        ]
-        return main([*argv, "--plots", "false", *more], small=SMALL)
+    def __call__(self, batch):
+        self.tried.append(len(batch.lengths))
+        if len(batch.lengths) > self.texts:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-@pytest.mark.slow
-def test_the_largest_batch_on_a_gpu(tmp_path, monkeypatch):
-    """Each model gets its own largest batch; one that cannot hold a single text has a row that says
-    so; nothing ends the run."""
-    gpu = PretendedGpu(monkeypatch, {"neobert": 16 * 21, "bert-base": 15, "modernbert-base": 10**6})
-    assert gpu.measure(tmp_path, "--sets", "16") == 0
-    rows = {row["model"]: row for row in rows_of(tmp_path)}
-    assert 18 <= rows["neobert"]["batch"] <= 21, "21 texts fit; the search ends within an eighth"
-    assert rows["modernbert-base"]["batch"] == 32, "the search ends at --max-batch"
-    assert rows["bert-base"]["error"] == "out of memory with one text"
-    assert rows["neobert"]["peak_memory_mib"] == 3.0, (
-        "on a GPU: what the allocator reserved, with the weights"
-    )
-    assert len(rows["neobert"]["seconds"]) == 2 and rows["neobert"]["share_of_gemm"] > 0
-    assert max(texts for name, texts, _ in gpu.passes if name == "neobert") <= 32
-    order = [name for name, *_ in gpu.passes]
-    assert order == sorted(order, key=["neobert", "bert-base", "modernbert-base"].index), (
-        "one model after the other"
-    )
-    assert [run() for run in gpu.built] == [None] * 3, (
-        "none is kept: each has the memory for itself"
-    )
+@pytest.mark.parametrize(
+    "more, texts, tried",
+    [
+        ({"on_gpu": True}, 5, [1, 2, 4, 8]),
+        ({"on_gpu": True}, 100, [1, 2, 4, 8, 16, 20]),
+        ({"on_gpu": True, "batch": 6}, 6, [6]),
+        ({}, 100, [20]),
+        ({"max_tokens": 100}, 100, [6]),
+    ],
+)
+def test_the_batch_that_fits(more, texts, tried):
+    """On a GPU doubled until memory ends, elsewhere what the limits allow; a given batch is
+    taken as it is."""
+    candidate = Limited(texts)
+    options = {"batch": None, "max_batch": 20, "max_tokens": 4096, "seed": 0, "warmup": 2}
+    arguments = SimpleNamespace(**{"device": "cpu", "on_gpu": False, **options, **more})
+    batch, _ = command._first_passes(candidate, lambda count: [16] * count, arguments)
+    assert candidate.tried == [*tried, len(batch.lengths)], "one warm-up at the end"
+    assert len(batch.lengths) == max(count for count in tried if count <= texts)
 
 
-def test_memory_that_is_short_after_the_search(tmp_path, monkeypatch):
-    """What fitted once may not fit again; a batch given by the user is not made smaller in
-    silence."""
-    gpu = PretendedGpu(
-        monkeypatch, {"neobert": 16 * 20, "bert-base": 16 * 20, "modernbert-base": 16 * 20}
-    )
-    search = BatchLimit.search
-    monkeypatch.setattr(BatchLimit, "search", lambda *given: search(*given) + 8)
-    assert gpu.measure(tmp_path / "a", "--sets", "16", "--models", "neobert") == 0
-    (row,) = rows_of(tmp_path / "a")
-    assert 16 <= row["batch"] <= 20 and len(row["seconds"]) == 2, "an eighth fewer, until it fits"
-    assert gpu.measure(tmp_path / "b", "--sets", "16", "--batch", "24") == 0
-    assert {row["error"] for row in rows_of(tmp_path / "b")} == {"out of memory with 24 texts"}, (
-        "every row says so"
-    )
-
-
-@pytest.mark.slow
-def test_an_interrupt_on_a_gpu_and_resume(tmp_path, monkeypatch):
-    gpu = PretendedGpu(
-        monkeypatch, {"neobert": 10**6, "bert-base": 10**6, "modernbert-base": 10**6}
-    )
-    monkeypatch.setattr(throughput, "gc", SimpleNamespace(collect=lambda: 0))
-    search = BatchLimit.search
-
-    def interrupted(self, run, *others):
-        if run.name == "modernbert-base":
-            raise KeyboardInterrupt
-        return search(self, run, *others)
-
-    monkeypatch.setattr(BatchLimit, "search", interrupted)
-    assert gpu.measure(tmp_path, "--sets", "16", "short") == 130
-    first = rows_of(tmp_path)
-    assert [row["model"] for row in first] == ["neobert", "bert-base"], (
-        "the models that were measured are kept, in the middle of a set"
-    )
-    monkeypatch.setattr(BatchLimit, "search", search)
-    gpu.passes.clear()
-    assert gpu.measure(tmp_path, "--sets", "16", "short", "--resume") == 0
-    rows = rows_of(tmp_path)
-    assert rows[:2] == first and len(rows) == 6, "they are not measured again; the rest is added"
-    assert gpu.passes[0][0] == "modernbert-base", "it goes on where it stopped"
+def test_memory_that_ends_with_the_first_text(tmp_path):
+    arguments = SimpleNamespace(device="cpu", on_gpu=True, batch=None, max_batch=8, max_tokens=512)
+    arguments.seed = 0
+    with pytest.raises(MemoryError, match="out of memory with one text"):
+        command._first_passes(Limited(0), lambda count: [16] * count, arguments)
+    arguments.batch = 3
+    with pytest.raises(MemoryError, match="out of memory with 3 texts"):
+        command._first_passes(Limited(2), lambda count: [16] * count, arguments)
 
 
 def test_a_peer_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     """Whatever a library raises: the row says it, the others are measured."""
-    build = throughput.build
 
     def broken(name, *others):
-        run = build(name, *others)
+        candidate = build(name, *others)
         if name == "bert-base":
-            run.model.forward = lambda **inputs: (_ for _ in ()).throw(
+            candidate.model.forward = lambda **inputs: (_ for _ in ()).throw(
                 TypeError("kernel takes no such argument")
             )
-        return run
+        return candidate
 
-    monkeypatch.setattr(throughput, "build", broken)
-    argv = [
-        "--output",
-        str(tmp_path),
-        "--preset",
-        "cpu",
-        *TINY,
-        "--models",
-        "bert-base",
-        "neobert",
-        "--implementations",
-        "sdpa",
-    ]
-    assert main(argv, small=SMALL) == 0
-    rows = rows_of(tmp_path)
+    monkeypatch.setattr(command, "build", broken)
+    names = ["--models", "bert-base", "neobert", "--implementations", "sdpa", "--plots", "false"]
+    assert tiny(tmp_path / "out", *names) == 0
+    rows = rows_of(tmp_path / "out")
     assert [row.get("error") for row in rows] == ["kernel takes no such argument", None] * 2
-    assert "kernel takes no such argument" in (tmp_path / "throughput.md").read_text()
+    assert "kernel takes no such argument" in (tmp_path / "out" / "throughput.md").read_text()
+
+
+def test_a_text_that_a_model_cannot_take(tmp_path):
+    more = ["--sets", "600", "--models", "bert-base", "--implementations", "sdpa"]
+    assert tiny(tmp_path / "out", *more) == 0
+    assert rows_of(tmp_path / "out")[0]["error"] == "takes texts of at most 512 tokens"
 
 
 # ------------------------------------------------------------------------------------------------
 # results
 
 
-def test_a_tiny_run_writes_its_tables(tmp_path):
-    assert tiny(tmp_path, "--implementations", "sdpa", "padded") == 0
-    rows = rows_of(tmp_path)
-    names = [(row["set"], row["model"], row["implementation"]) for row in rows]
-    each = [("neobert", "sdpa"), ("neobert", "padded"), ("modernbert-base", "sdpa")]
-    assert names == [(name, *pair) for name in ("16", "short") for pair in each], (
-        "every set and model has its row"
-    )
+@pytest.mark.parametrize("preset", ("quick", "cpu"))
+def test_a_preset_runs_to_its_end(preset, tmp_path):
+    """With its tables and plots, as its command is on the pages; the models alone are small."""
+    argv = ["--preset", preset, "--device", "cpu", "--output", str(tmp_path / "speed")]
+    if preset == "cpu":
+        argv += ["--max-batch", "3", "--repeats", "2"]
+    assert main(argv, small={**SMALL, "num_hidden_layers": 1}) == 0
+    arguments = ThroughputArguments(preset=preset, device="cpu", output="x")
+    names = [
+        (row["set"], row["model"], row["implementation"]) for row in rows_of(tmp_path / "speed")
+    ]
+    pairs = arguments.planned()
+    assert names == [(name, *pair) for name in arguments.sets for pair in pairs]
+    plots = {"quick": {"fill.png"}, "cpu": {"fill.png", "fixed.png"}}[preset]
+    files = {path.name for path in (tmp_path / "speed").iterdir()}
+    assert files == plots | {f"throughput.{ending}" for ending in ("json", "csv", "md")}
+    for name in plots:
+        assert (tmp_path / "speed" / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_tiny_run_writes_its_tables(tmp_path, capsys):
+    more = ["--implementations", "sdpa", "padded", "--plots", "false"]
+    assert tiny(tmp_path / "out", *more) == 0
+    rows = rows_of(tmp_path / "out")
     for row in rows:
-        assert (
-            len(row["seconds"]) == 2 and row["tokens_per_second"] > 0 and row["gemm_gflops"] > 0
-        ), "two timed repeats"
+        assert len(row["seconds"]) == 2 and row["gemm_gflops"] > 0, "two timed repeats"
         median = sum(row["real_tokens"] / s for s in row["seconds"]) / 2
         assert row["tokens_per_second"] == pytest.approx(median), (
             "real tokens over seconds, the median over repeats"
         )
-    short = next(row for row in rows if row["set"] == "short")
-    lengths = draw_lengths("short", 3)
-    assert short["real_tokens"] == sum(lengths) and short["fill"] == pytest.approx(
-        sum(lengths) / 3 / max(lengths)
-    )
-    data = json.loads((tmp_path / "throughput.json").read_text())
-    assert data["environment"]["versions"]["torch"] and data["environment"]["dtype"] == "float32", (
-        "the environment is in the file"
-    )
-    table = (tmp_path / "throughput.md").read_text()
+    short, lengths = rows[2], draw_lengths("short", 3)
+    assert short["set"] == "short" and short["real_tokens"] == sum(lengths)
+    assert short["fill"] == pytest.approx(sum(lengths) / 3 / max(lengths))
+    data = json.loads((tmp_path / "out" / "throughput.json").read_text())
+    assert data["environment"]["versions"]["torch"] and data["environment"]["dtype"] == "float32"
+    table = (tmp_path / "out" / "throughput.md").read_text()
     assert "| short | neobert | padded |" in table and "real tokens/s" in table
-    with open(tmp_path / "throughput.csv") as file:
-        assert len(list(csv.DictReader(file))) == 6, "the CSV has the same rows"
+    assert "| short | neobert | padded |" in capsys.readouterr().out
+    with open(tmp_path / "out" / "throughput.csv") as file:
+        assert len(list(csv.DictReader(file))) == 4, "the CSV has the same rows"
+    with pytest.raises(UserError, match="is there already"):
+        tiny(tmp_path / "out")
+    assert rows_of(tmp_path / "out") == rows
 
 
-def test_ratios_pair_neighbours():
-    mine = {
-        "set": "short",
-        "model": "neobert",
-        "implementation": "sdpa",
-        "real_tokens": 100,
-        "seconds": [1.0, 2.0, 1.0],
-    }
-    other = {
-        "set": "short",
-        "model": "bert-base",
-        "implementation": "sdpa",
-        "real_tokens": 50,
-        "seconds": [1.0, 2.0, 3.0],
-    }
-    result = ratios([mine, other])["short"]["bert-base/sdpa"]
-    assert result["ratio"] == 2.0, (
-        "100 tokens in 1 s against 50 in 1 s; repeat by repeat 2, 2 and 6"
-    )
+def test_an_interrupt_keeps_the_sets_that_are_done(tmp_path, monkeypatch, capsys):
+    drawn = []
 
-
-def test_interrupt_keeps_what_is_done_and_resume_adds_the_rest(tmp_path, monkeypatch):
-    measure = Benchmark.measure
-
-    def interrupted(self, name, *others):
+    def lengths(name, *others, **more):
+        drawn.append(name)
         if name == "short":
             raise KeyboardInterrupt
-        return measure(self, name, *others)
+        return draw_lengths(name, *others, **more)
 
-    monkeypatch.setattr(Benchmark, "measure", interrupted)
-    assert tiny(tmp_path, "--implementations", "sdpa") == 130, (
-        "130 is the exit status of an interrupt"
-    )
-    first = rows_of(tmp_path)
-    assert [row["set"] for row in first] == ["16", "16"], "the finished set is kept"
-    monkeypatch.setattr(Benchmark, "measure", measure)
-    assert tiny(tmp_path, "--implementations", "sdpa", "--resume") == 0
-    rows = rows_of(tmp_path)
-    assert rows[:2] == first, "what was measured is not measured again"
-    assert [row["set"] for row in rows] == ["16", "16", "short", "short"], "the rest is added"
-    data = json.loads((tmp_path / "throughput.json").read_text())
-    assert all(row["date"] and "commit" in row for row in rows), (
-        "every row says when and of which commit it is"
-    )
-    data["rows"][0].update(commit="abc1234", date="1999-01-01 00:00 UTC")
-    assert "kept from earlier runs (commit abc1234, 1999-01-01 00:00 UTC)" in tables(data), (
-        "the table names the other commit"
-    )
-    with pytest.raises(
-        UserError,
-        match=(
-            "throughput.json holds results already; add to them with --resume, or give "
-            "another --output"
-        ),
-    ):
-        tiny(tmp_path, "--sets", "64")
-    assert rows_of(tmp_path) == rows, "what was measured is still there"
-    with pytest.raises(UserError, match="was measured with repeats=2"):
-        tiny(tmp_path, "--implementations", "sdpa", "--resume", "--repeats", "5")
-
-
-def test_output_must_be_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(Benchmark, "run", lambda *given: pytest.fail("the run began"))
-    for name in ("throughput.json", "throughput.md", "throughput.csv", "fixed.png", "fill.png"):
-        (tmp_path / name).write_text("[]")
-        with pytest.raises(UserError, match=f"{name} was not made by neobert throughput"):
-            tiny(tmp_path, "--resume")
-        (tmp_path / name).unlink()
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(
-        UserError, match="output must be a folder or a new name, but .*out is a file"
-    ):
-        tiny(tmp_path / "out")
-
-
-def test_a_text_that_a_model_cannot_take(tmp_path):
-    argv = [
-        "--output",
-        str(tmp_path),
-        "--preset",
-        "quick",
-        "--sets",
-        "600",
-        "--models",
-        "bert-base",
-        "--batch",
-        "1",
-        "--plots",
-        "false",
-    ]
-    assert main(argv, small=SMALL) == 0
-    assert rows_of(tmp_path)[0]["error"] == "takes texts of at most 512 tokens", (
-        "it has a row that says so"
-    )
+    monkeypatch.setattr(command, "draw_lengths", lengths)
+    assert tiny(tmp_path / "out", "--implementations", "sdpa") == 130
+    assert [row["set"] for row in rows_of(tmp_path / "out")] == ["16"] and "short" in drawn
+    assert "interrupted" in capsys.readouterr().err
 
 
 def row(model, implementation, name, seconds, fill=1.0):
@@ -639,57 +409,45 @@ def row(model, implementation, name, seconds, fill=1.0):
     return {"set": name, "model": model, "implementation": implementation, **sizes, **figures}
 
 
+def test_ratios_pair_neighbours():
+    mine = row("neobert", "sdpa", "short", 1.0) | {"seconds": [1.0, 2.0, 1.0]}
+    other = row("bert-base", "sdpa", "short", 1.0) | {
+        "seconds": [1.0, 2.0, 3.0],
+        "real_tokens": 50,
+    }
+    found = ratios([mine, other, {"set": "short", "error": "none"}])
+    assert found["short"]["bert-base/sdpa"]["ratio"] == 2.0, (
+        "100 tokens in 1 s against 50 in 1 s; repeat by repeat 2, 2 and 6"
+    )
+
+
 def test_plots_show_every_measured_point(tmp_path, monkeypatch):
     """Mixed batches against their fill, full ones against their length; models of the same speed
     are beside each other."""
     pytest.importorskip("matplotlib")
-    from neobert.benchmarks import throughput_plots
-
     rows = [
         row("neobert", "sdpa", "short", 1.0, 0.3),
-        row("neobert", "sdpa", "128", 1.0),
-        row("neobert", "sdpa", "512", 2.0),
-    ]
-    rows += [row(model, "sdpa", "128", 0.5) for model in ("bert-base", "roberta-base")]
-    rows += [
         row("neobert", "padded", "short", 3.0, 0.3),
-        row("neobert", "padded", "512", 2.0),
+        row("neobert", "sdpa", "128", 1.0),
+        row("neobert", "padded", "128", 4.0),
+        row("neobert", "sdpa", "512", 2.0),
+        row("bert-base", "sdpa", "128", 0.5),
+        row("roberta-base", "sdpa", "128", 0.5),
         {"error": "none", "set": "512"},
     ]
     drawn = {}
     monkeypatch.setattr(
-        throughput_plots,
-        "save",
-        lambda figure, path, environment: drawn.setdefault(path.name, figure),
+        command.figures, "save", lambda figure, path, made: drawn.setdefault(path.name, figure)
     )
-    throughput_plots.draw(tmp_path, {"rows": rows, "environment": {}})
+    draw(tmp_path, rows, {})
 
-    def points(axes):
-        return {
-            c.get_label(): [(x, y) for x, y in zip(*c.lines[0].get_data())] for c in axes.containers
-        }
+    def points(figure):
+        (axes,) = figure.axes
+        return {c.get_label(): list(zip(*c.lines[0].get_data())) for c in axes.containers}
 
-    (fixed,) = drawn["fixed.png"].axes
-    assert [round(y) for _, y in points(fixed)["NeoBERT"]] == [100, 50] and fixed.get_ylim()[0] == 0
-    assert (
-        len({points(fixed)[name][0][0] for name in ("BERT base", "RoBERTa base", "NeoBERT")}) == 3
-    ), "one hides behind another"
-    mixed, full = drawn["fill.png"].axes
-    assert [y for _, y in points(mixed)["NeoBERT, padded"]] == [3.0], (
-        "three times as fast as padded"
+    fixed = points(drawn["fixed.png"])
+    assert [round(y) for _, y in fixed["NeoBERT"]] == [100, 50], "its fastest implementation"
+    assert len({fixed[name][0][0] for name in ("BERT base", "RoBERTa base", "NeoBERT")}) == 3, (
+        "one hides behind another"
     )
-    assert [y for _, y in points(full)["NeoBERT, padded"]] == [1.0], (
-        "the full-length batches are there"
-    )
-    assert [y for _, y in points(full)["BERT base, sdpa"]] == [0.5], (
-        "and so are those where NeoBERT is slower"
-    )
-    assert [label.get_text() for label in full.get_xticklabels()] == ["128", "512"]
-
-
-def test_plots_are_written(tmp_path):
-    pytest.importorskip("matplotlib")
-    argv = ["--output", str(tmp_path), "--preset", "cpu", *TINY[:-1], "true", "--models", "neobert"]
-    assert main([*argv, "--implementations", "sdpa", "padded"], small=SMALL) == 0
-    for name in ("fixed.png", "fill.png"):
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG", f"{name} is drawn"
+    assert points(drawn["fill.png"]) == {"NeoBERT, padded": [(0.3, 3.0)]}, "no full batches"

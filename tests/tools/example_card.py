@@ -78,7 +78,7 @@ The log of the run is `log.jsonl`; `heldout.json` holds the figures of this card
 
 ```bash
 apt-get install wordnet-base
-python -m neobert.common.local_text wordnet --out data/wordnet
+python -m neobert.benchmarks.local_text wordnet --out data/wordnet
 neobert pretrain recipes/example_small.yaml             # keeps checkpoint-2300, where the second stage starts; may be stopped there
 neobert pretrain recipes/example_small_stage2.yaml
 python tests/tools/example_card.py runs/example_small_stage2 --after runs/example_small/checkpoint-2300

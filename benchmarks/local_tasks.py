@@ -1,5 +1,9 @@
 """Three MTEB tasks from real data in packages, for measuring sentence encoders without a network.
 
+    python -m neobert.benchmarks.local_tasks --model runs/encoder --output results/mteb
+
+The options are those of `neobert mteb`; --tasks takes the names below, or "local" for all three.
+
 - WordNetRetrieval (nDCG@10): a definition finds the words it defines, among the words of all
   held-out synsets.
 - MovieSentimentClassification (accuracy): rated sentences of movie reviews; logistic regression on
@@ -7,19 +11,21 @@
 - WordNetSimilarity (Spearman): two noun definitions against the path similarity of their synsets,
   1 / (1 + edges) (Rada et al. 1989).
 
-They are made by MTEB's own task classes, so they run wherever its tasks do. The choice of rows is a
-function of their ids (SHA-1). Queries come from the synsets that `common.local_text` keeps out of
-training; `wordnet_pairs` gives the pairs of all others.
+They are made by MTEB's own task classes. The choice of rows is a function of their ids (SHA-1).
+Queries come from the synsets that `local_text` keeps out of training.
 """
 
 import functools
 import hashlib
+import sys
 
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from ..common.local_text import (
+from ..common.commands import guarded
+from ..embeddings import mteb_evaluation
+from .local_text import (
     WORDNET,
     is_held_out,
     parse_synset,
@@ -79,15 +85,6 @@ def wordnet_definitions(folder=WORDNET):
     return rows
 
 
-def wordnet_pairs(folder=WORDNET):
-    """Training pairs `{"anchor": definition, "positive": word}`, one a word, of the synsets that
-    are not held out."""
-    for identifier, words, definition in wordnet_definitions(folder):
-        if not is_held_out(identifier):
-            for word in words:
-                yield {"anchor": definition, "positive": word}
-
-
 class WordNetRetrieval(AbsTaskRetrieval):
     queries = 1000
     metadata = _metadata(
@@ -102,32 +99,20 @@ class WordNetRetrieval(AbsTaskRetrieval):
     )
 
     def load_data(self, **kwargs):
-        if self.data_loaded:
-            return
         held_out = [row for row in wordnet_definitions() if is_held_out(row[0])]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
         held_out = sorted(held_out, key=lambda row: _order(row[0]))[: self.queries]
-        self.dataset = {
-            "default": {
-                "test": {
-                    "queries": Dataset.from_dict(
-                        {"id": [row[0] for row in held_out], "text": [row[2] for row in held_out]}
-                    ),
-                    "corpus": Dataset.from_dict(
-                        {
-                            "id": [f"word-{word}" for word in words],
-                            "title": [""] * len(words),
-                            "text": words,
-                        }
-                    ),
-                    "relevant_docs": {
-                        row[0]: {f"word-{word}": 1 for word in row[1]} for row in held_out
-                    },
-                    "top_ranked": None,
-                }
-            }
+        ids, _, definitions = zip(*held_out)
+        documents = {"id": [f"word-{word}" for word in words], "title": [""] * len(words)}
+        split = {
+            "queries": Dataset.from_dict({"id": ids, "text": definitions}),
+            "corpus": Dataset.from_dict({**documents, "text": words}),
+            "relevant_docs": {
+                key: {f"word-{word}": 1 for word in synonyms} for key, synonyms, _ in held_out
+            },
+            "top_ranked": None,
         }
-        self.data_loaded = True
+        self.dataset, self.data_loaded = {"default": {"test": split}}, True
 
 
 class MovieSentimentClassification(AbsTaskClassification):
@@ -146,18 +131,10 @@ class MovieSentimentClassification(AbsTaskClassification):
     )
 
     def load_data(self, **kwargs):
-        if self.data_loaded:
-            return
         rows = sorted(sentiment_sentences("movie"), key=lambda row: _order(row["id"]))
+        rows = [{"text": row["text"], "label": row["label"]} for row in rows]
         parts = {"test": rows[: self.test_rows], "train": rows[self.test_rows :]}
-        self.dataset = DatasetDict(
-            {
-                name: Dataset.from_dict(
-                    {"text": [row["text"] for row in part], "label": [row["label"] for row in part]}
-                )
-                for name, part in parts.items()
-            }
-        )
+        self.dataset = DatasetDict({name: Dataset.from_list(parts[name]) for name in parts})
         self.data_loaded = True
 
 
@@ -177,18 +154,9 @@ class WordNetSimilarity(AbsTaskSTS):
     )
 
     def load_data(self, **kwargs):
-        if self.data_loaded:
-            return
-        pairs = similarity_pairs(self.synsets)
-        columns = ("sentence1", "sentence2", "score")
-        self.dataset = DatasetDict(
-            {
-                "test": Dataset.from_dict(
-                    {name: [pair[i] for pair in pairs] for i, name in enumerate(columns)}
-                )
-            }
-        )
-        self.data_loaded = True
+        first, second, scores = zip(*similarity_pairs(self.synsets))
+        pairs = {"sentence1": first, "sentence2": second, "score": scores}
+        self.dataset, self.data_loaded = DatasetDict({"test": Dataset.from_dict(pairs)}), True
 
 
 @functools.cache
@@ -252,15 +220,12 @@ def similarity_pairs(count, held_out=True):
         cousins = [node for uncle in uncles for node in children.get(uncle, [])]
         siblings = [node for node in children[parent] if node != offset]
         anyone = everything[(number * 7919) % len(everything)]
-        partners = [
-            parent,
-            *(
-                min(group, key=lambda node: _order(offset + node))
-                for group in (siblings, cousins)
-                if group
-            ),
-            anyone,
+        near = [
+            min(group, key=lambda node: _order(offset + node))
+            for group in (siblings, cousins)
+            if group
         ]
+        partners = [parent, *near, anyone]
         for partner in dict.fromkeys(partners):
             if partner != offset and nodes[partner][1]:
                 pairs.append(
@@ -273,3 +238,14 @@ LOCAL_TASKS = {
     task.metadata.name: task
     for task in (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)
 }
+
+
+def main(argv=None):
+    """`neobert mteb` with these tasks beside MTEB's own; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    mteb_evaluation.LOCAL_TASKS.update(LOCAL_TASKS)
+    return mteb_evaluation.main(argv if "--tasks" in argv else [*argv, "--tasks", "local"])
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("python -m neobert.benchmarks.local_tasks", main))

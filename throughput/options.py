@@ -1,5 +1,5 @@
-"""Options of `neobert throughput` and `neobert report`, with the models, implementations and
-presets. Imports neither torch nor transformers."""
+"""Options of `neobert throughput`, with the models, implementations and presets. Imports neither
+torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -123,10 +123,12 @@ def check_set(name, texts=None):
 
 
 @dataclass(kw_only=True)
-class ComparedOptions(Arguments):
-    """What is compared."""
+class ThroughputArguments(Arguments):
+    """Options of `neobert throughput`."""
 
-    output: str = option(help="folder for throughput.json, .csv, .md and the plots")
+    output: str = option(
+        help="a new folder for throughput.json, throughput.csv, throughput.md and the plots"
+    )
     preset: str | None = option(
         None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS)
     )
@@ -141,37 +143,18 @@ class ComparedOptions(Arguments):
         "by default bfloat16 on GPUs, else float32",
         choices=("float32", "bfloat16", "float16"),
     )
-    resume: bool = option(False, "keep what --output already holds and measure the rest")
-
-
-@dataclass(kw_only=True)
-class SetOptions(Arguments):
-    """The texts and the size of a batch."""
-
     texts: str | None = option(
         None, "text file, one text a line, whose lengths make the set 'texts'"
     )
     tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
     batch: int | None = option(
-        None, "texts a batch; by default the largest that fits, found by search", least=1
+        None,
+        "texts a batch; by default as many as the two limits allow, on a GPU the largest that fits",
+        least=1,
     )
-    max_batch: int | None = option(None, "upper end of the search, in texts", least=1)
-    max_tokens: int | None = option(None, "upper end of the search, in padded tokens", least=1)
-    search: bool = option(
-        True,
-        "find the largest batch that fits; false: as many texts as max_batch and max_tokens "
-        "allow, all models in turns",
-    )
-    memory_gib: float | None = option(
-        None, "memory that a batch may take on the CPU; by default half of the free", above=0
-    )
+    max_batch: int | None = option(None, "most texts of a batch", least=1)
+    max_tokens: int | None = option(None, "most padded tokens of a batch", least=1)
     seed: int = option(0, "of the lengths and token ids", least=0)
-
-
-@dataclass(kw_only=True)
-class ClockOptions(Arguments):
-    """How time is taken."""
-
     threads: int | None = option(None, "CPU threads", least=1)
     repeats: int | None = option(None, "timed repeats", least=1)
     warmup: int | None = option(None, "repeats before, not timed", least=1)
@@ -183,24 +166,19 @@ class ClockOptions(Arguments):
     layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
     plots: bool = option(True, "draw the plots (needs matplotlib)")
 
-
-@dataclass(kw_only=True)
-class ThroughputArguments(ClockOptions, SetOptions, ComparedOptions):
-    """Options of `neobert throughput`."""
-
     def __post_init__(self):
         super().__post_init__()
         import torch
 
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.preset = self.preset or ("gpu" if self.device.startswith("cuda") else "cpu")
+        self.preset = self.preset or ("gpu" if self.on_gpu else "cpu")
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.texts is not None and "texts" not in self.sets:
             self.sets = [*self.sets, "texts"]
-        self.dtype = self.dtype or ("bfloat16" if self.device.startswith("cuda") else "float32")
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
+        self.dtype = self.dtype or ("bfloat16" if self.on_gpu else "float32")
+        if self.on_gpu and not torch.cuda.is_available():
             raise UserError("device cuda was given, but torch sees no GPU here; give --device cpu")
         if self.clock == "processor" and (self.device != "cpu" or self.threads != 1):
             raise UserError(
@@ -209,36 +187,14 @@ class ThroughputArguments(ClockOptions, SetOptions, ComparedOptions):
         for name in self.sets:
             check_set(name, self.texts)
 
-    def settings(self):
-        """What must be the same for results to be in one table."""
-        names = (
-            "device",
-            "dtype",
-            "threads",
-            "clock",
-            "batch",
-            "max_batch",
-            "max_tokens",
-            "seed",
-            "layers",
-            "texts",
-            "repeats",
-        )
-        return {name: getattr(self, name) for name in names}
+    @property
+    def on_gpu(self):
+        return self.device.startswith("cuda")
 
     def planned(self):
         """[(model, implementation)] to measure."""
         pairs = [(model, i) for model in self.models for i in self.implementations]
         return [(model, i) for model, i in pairs if model == "neobert" or i not in NEOBERT_ONLY]
-
-
-@dataclass(kw_only=True)
-class ReportArguments(Arguments):
-    """Options of `neobert report`."""
-
-    results: str = option("results", "folder with the result files")
-    output: str | None = option(None, "the page; RESULTS/report.md by default")
-    title: str = option("NeoBERT: measured results", "heading of the page")
 
 
 OPTIONS = {
@@ -250,11 +206,5 @@ Sets: a number (texts of that length), normal-256 (256 +- 64, 16 to 512), normal
 fill-30 (512 the longest, 30 % of the batch real; any percentage), and texts (the lengths of --texts FILE, one text a line).""",  # noqa: E501
         (ThroughputArguments,),
         "neobert throughput --preset cpu --output results/throughput_cpu",
-    ),
-    "report": Options(
-        "neobert report",
-        "One markdown page from the result files of a folder.",
-        (ReportArguments,),
-        "neobert report --results results",
     ),
 }

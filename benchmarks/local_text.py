@@ -8,23 +8,24 @@
   GPL-2+.
 - `sentiment_sentences`: rated sentences. Source archive of vaderSentiment 3.3.2; MIT.
 
-`python -m neobert.common.local_text wordnet --out data/wordnet` writes train.jsonl and
-heldout.jsonl.
+    python -m neobert.benchmarks.local_text wordnet --out data/wordnet  # train and heldout .jsonl
 """
 
 import argparse
 import gzip
-import hashlib
 import io
 import json
 import os
 import re
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
-from .errors import UserError
-from .files import write_text
+from ..common import held_out
+from ..common.commands import guarded
+from ..common.errors import UserError
+from ..common.folders import new_file
 
 
 WORDNET = "/usr/share/wordnet"
@@ -41,11 +42,9 @@ HELD_OUT_PERCENT = 2.0  # of the rows of a source, for training and for the loca
 _PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 
-def is_held_out(key, percent=HELD_OUT_PERCENT):
-    """Whether a row belongs to the held-out part: a fixed function of its key (SHA-1), whatever the
-    order or the machine."""
-    digest = hashlib.sha1(key.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+def is_held_out(key):
+    """Whether a row of a source belongs to the held-out part."""
+    return held_out.is_held_out(key, HELD_OUT_PERCENT)
 
 
 def parse_synset(line):
@@ -247,26 +246,16 @@ SOURCES = {
     "wordnet": wordnet_entries,
     "wordnet-sentences": wordnet_sentences,
     "gcide": gcide_entries,
+    **{f"sentiment-{name}": partial(sentiment_sentences, name) for name in SENTIMENT_SETS},
 }
-SOURCES.update(
-    {f"sentiment-{name}": (lambda name=name: sentiment_sentences(name)) for name in SENTIMENT_SETS}
-)
 
 
-def write_split(rows, folder, percent=HELD_OUT_PERCENT):
-    """Writes train.jsonl and heldout.jsonl, each completely or not at all.
-
-    Returns:
-        dict with the number of rows of each.
-    """
-    parts = {"train": [], "heldout": []}
+def split(rows):
+    """(rows to train on, held-out rows), in lists."""
+    parts = [], []
     for row in rows:
-        parts["heldout" if is_held_out(row["id"], percent) else "train"].append(
-            json.dumps(row, ensure_ascii=False)
-        )
-    for name, lines in parts.items():
-        write_text(Path(folder) / f"{name}.jsonl", "\n".join(lines) + "\n")
-    return {name: len(lines) for name, lines in parts.items()}
+        parts[is_held_out(row["id"])].append(row)
+    return parts
 
 
 def join_texts(texts, words):
@@ -281,44 +270,35 @@ def join_texts(texts, words):
             joined, count = [], 0
 
 
+def write_rows(path, rows):
+    """Writes a jsonl file, completely or not at all, and prints its size."""
+    with new_file(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    print(f"{path}: {len(rows):,} rows", flush=True)
+
+
 def main(argv=None):
-    """`python -m neobert.common.local_text SOURCE --out FOLDER`; returns the exit code."""
+    """`python -m neobert.benchmarks.local_text SOURCE --out FOLDER`; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m neobert.common.local_text", description=__doc__.splitlines()[0]
+        prog="python -m neobert.benchmarks.local_text", description=__doc__.splitlines()[0]
     )
     parser.add_argument("source", choices=SOURCES)
-    parser.add_argument("--out", required=True, help="folder for train.jsonl and heldout.jsonl")
-    parser.add_argument("--heldout-percent", type=float, default=HELD_OUT_PERCENT)
+    parser.add_argument("--out", required=True, type=Path, help="folder of the .jsonl files")
     parser.add_argument(
         "--long-words",
         type=int,
         help="also long.jsonl: neighbouring held-out rows joined to texts of so many words",
     )
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.long_words is not None and arguments.long_words < 1:
-            raise UserError(f"long_words must be at least 1, but {arguments.long_words} was given")
-        counts = write_split(SOURCES[arguments.source](), arguments.out, arguments.heldout_percent)
-        if arguments.long_words is not None:
-            rows = (
-                json.loads(line)["text"]
-                for line in (Path(arguments.out) / "heldout.jsonl").read_text().splitlines()
-            )
-            long = [
-                json.dumps({"text": text}, ensure_ascii=False)
-                for text in join_texts(rows, arguments.long_words)
-            ]
-            write_text(Path(arguments.out) / "long.jsonl", "\n".join(long) + "\n")
-            counts["long"] = len(long)
-    except UserError as error:
-        print(f"local_text: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"{arguments.out}: "
-        + ", ".join(f"{count:,} rows in {name}.jsonl" for name, count in counts.items())
-    )
+    files = dict(zip(("train", "heldout"), split(SOURCES[arguments.source]())))
+    if arguments.long_words:
+        long = join_texts((row["text"] for row in files["heldout"]), arguments.long_words)
+        files["long"] = [{"text": text} for text in long]
+    for name, rows in files.items():
+        write_rows(arguments.out / f"{name}.jsonl", rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("local_text", main))

@@ -1,0 +1,338 @@
+"""`neobert throughput`: real tokens a second of NeoBERT and its peers, on fixed lengths and on
+mixed ones (paper, Table 9 and Figure 3).
+
+Every model is built with random weights. A *set* says how long the texts of a batch are; tokens a
+second count real tokens only. The models that are compared take turns in every repeat, and so does
+a plain matrix product, so that a busy machine slows all alike. Results are written after every set:
+an interrupt keeps what is done.
+"""
+
+import csv
+import functools
+import io
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ..common import figures
+from ..common.errors import one_line
+from ..common.folders import check_new, new_file
+from ..common.memory import PeakMemory
+from ..common.results import environment, markdown_table, write_result
+from .models import build, draw_lengths, lengths_of_file, make_batch
+from .options import OPTIONS
+from .timing import CLOCKS, MatrixProduct, between, in_turns, out_of_memory, ratio
+
+
+NOTE = (
+    "Medians over repeats; padding is not counted as tokens or as work. Share: floating-point "
+    "operations that the real tokens need, over those that a plain matrix product did in the same "
+    "time. Peak: memory beyond that before the forward, reserved on CUDA and resident on the CPU."
+)
+COLUMNS = (
+    "set",
+    "model",
+    "implementation",
+    "batch",
+    "longest",
+    "fill",
+    "tokens_per_second",
+    "quartiles",
+    "share_of_gemm",
+    "peak_memory_mib",
+    "error",
+)
+# In the order of the legends.
+NAMES = {
+    "bert-base": "BERT base",
+    "roberta-base": "RoBERTa base",
+    "modernbert-base": "ModernBERT base",
+    "bert-large": "BERT large",
+    "roberta-large": "RoBERTa large",
+    "modernbert-large": "ModernBERT large",
+    "neobert": "NeoBERT",
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# measurement
+
+
+def measure(arguments, small=None, save=lambda rows: None):
+    """Measures every model and implementation on every set.
+
+    Args:
+        arguments: `ThroughputArguments`.
+        small: configuration fields that replace the published ones.
+        save: function of the rows so far, called after every set.
+    Returns:
+        a list of dictionaries, one a set, model and implementation. A model that is not available
+        here, or fails, has a row with "error".
+    """
+    small = dict(small or {})
+    if arguments.layers:
+        small["num_hidden_layers"] = arguments.layers
+    clock = CLOCKS[arguments.clock]
+    product = MatrixProduct(arguments.device, getattr(torch, arguments.dtype), clock)
+    file_lengths = None
+    if arguments.texts:
+        file_lengths = lengths_of_file(arguments.texts, arguments.tokenizer)
+    pairs, candidates, rows = arguments.planned(), {}, []
+    steps = len(arguments.sets) * len(pairs) * (arguments.repeats + 1)
+    with tqdm(total=steps, desc="throughput", unit="pass", disable=None) as progress:
+        for name in arguments.sets:
+            lengths = functools.partial(
+                draw_lengths, name, seed=arguments.seed, file_lengths=file_lengths
+            )
+            ready, of_set = {}, []
+            for pair in pairs:
+                progress.set_postfix_str(f"{name} {'/'.join(pair)}")
+                row = {"set": name, "model": pair[0], "implementation": pair[1]}
+                of_set.append(row)
+                try:
+                    if pair not in candidates:
+                        candidates[pair] = _build(pair, arguments, small, candidates)
+                    batch, peak = _first_passes(candidates[pair], lengths, arguments)
+                    ready[pair] = row, batch, peak
+                # one that is not installed or fails here has a row that says so
+                except Exception as error:
+                    row["error"] = one_line(error, 160)
+                progress.update(1)
+            calls = {
+                pair: lambda candidate=candidates[pair], batch=batch: candidate(batch)
+                for pair, (_, batch, _) in ready.items()
+            }
+            with torch.inference_mode():
+                timings = in_turns(calls, arguments.repeats, product, clock, progress.update)
+            for pair, (row, batch, peak) in ready.items():
+                row.update(_figures(candidates[pair], batch, timings[pair], product))
+                row["peak_memory_mib"] = None if peak is None else peak / 2**20
+            rows += of_set
+            save(rows)
+    return rows
+
+
+def _build(pair, arguments, small, candidates):
+    """A `Candidate`; all variants of NeoBERT share one set of weights."""
+    shared = None
+    for (model, _), other in candidates.items():
+        if model == pair[0] == "neobert":
+            shared = other.model.model if other.layout == "published" else other.model
+    return build(*pair, arguments.device, getattr(torch, arguments.dtype), small, shared)
+
+
+@torch.inference_mode()
+def _first_passes(candidate, lengths, arguments):
+    """Untimed passes, with as many texts as the options say: on a GPU without --batch, doubled
+    until memory ends.
+
+    Args:
+        lengths: function of a number of texts -> their lengths.
+    Returns:
+        (the `Batch`, bytes of memory beyond those before its first pass or None).
+    """
+    most = arguments.batch or arguments.max_batch
+    if max(lengths(most)) > candidate.longest:
+        raise ValueError(f"takes texts of at most {candidate.longest} tokens")
+    while not arguments.batch and most > 1 and most * max(lengths(most)) > arguments.max_tokens:
+        most -= 1
+    count = 1 if arguments.on_gpu and not arguments.batch else most
+    fits = None
+    while fits is None or count > len(fits[0].lengths):
+        try:
+            batch = make_batch(lengths(count), arguments.device, arguments.seed)
+            with PeakMemory(arguments.device) as memory:
+                candidate(batch)
+            fits = batch, memory.growth
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if fits is None:
+                texts = "one text" if count == 1 else f"{count} texts"
+                raise MemoryError(f"out of memory with {texts}") from None
+            break
+        count = min(2 * count, most)
+    for _ in range(arguments.warmup - 1):
+        candidate(fits[0])
+    return fits
+
+
+def _figures(candidate, batch, timing, product):
+    """The measured fields of a row."""
+    tokens, texts, longest = sum(batch.lengths), len(batch.lengths), max(batch.lengths)
+    speed = timing.per_second(tokens)
+    return {
+        "backend": candidate.backend,
+        "batch": texts,
+        "longest": longest,
+        "fill": tokens / (texts * longest),
+        "real_tokens": tokens,
+        "tokens_per_second": speed["median"],
+        "quartiles": speed["quartiles"],
+        "seconds": timing.seconds,
+        "gemm_gflops": sorted(timing.rates)[len(timing.rates) // 2] / 1e9,
+        "gemm_size": product.size,
+        "share_of_gemm": timing.share(candidate.flops(batch.lengths)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# tables and plots
+
+
+def ratios(rows, implementation="sdpa"):
+    """Speed of NeoBERT over every other run of the same set: {set: {"model/implementation":
+    {"ratio", "quartiles"}}}."""
+    per_token = {
+        (row["set"], row["model"], row["implementation"]): [
+            second / row["real_tokens"] for second in row["seconds"]
+        ]
+        for row in rows
+        if not row.get("error")
+    }
+    result = {}
+    for (name, model, kind), seconds in per_token.items():
+        own = per_token.get((name, "neobert", implementation))
+        if own is not None and own is not seconds:
+            result.setdefault(name, {})[f"{model}/{kind}"] = ratio(seconds, own)
+    return result
+
+
+def row_table(rows):
+    """Every run, as a markdown table."""
+    lines = []
+    for row in rows:
+        name = [row["set"], row["model"], row["implementation"]]
+        if row.get("error"):
+            lines.append([*name, "", "", "", "", row["error"], "", ""])
+            continue
+        speed = f"{row['tokens_per_second']:,.0f}", between(row["quartiles"])
+        peak = row["peak_memory_mib"]
+        lines.append(
+            [*name, row["batch"], row["longest"], f"{row['fill']:.2f}", *speed]
+            + [f"{row['share_of_gemm']:.2f}", None if peak is None else f"{peak:,.0f}"]
+        )
+    header = "set, model, implementation, texts, longest, fill, real tokens/s, quartiles"
+    return markdown_table([*header.split(", "), "share of GEMM", "peak MiB"], lines)
+
+
+def ratio_table(rows, implementation="sdpa"):
+    """`ratios` as a markdown table."""
+    table = [
+        [name, other, f"{value['ratio']:.2f}", between(value["quartiles"], ".2f")]
+        for name, others in ratios(rows, implementation).items()
+        for other, value in others.items()
+    ]
+    return markdown_table(["set", "model/implementation", "times as fast", "quartiles"], table)
+
+
+def write_results(folder, arguments, made, rows):
+    """Writes throughput.json, throughput.md and throughput.csv; returns the page.
+
+    Args:
+        made: the environment, as `results.environment` returns it.
+    """
+    text = (
+        f"Clock: {arguments.clock}. {NOTE}\n\n{row_table(rows)}\n## NeoBERT (sdpa) over\n\n"
+        f"{ratio_table(rows)}"
+    )
+    data = {"options": asdict(arguments), "rows": rows, "ratios": ratios(rows)}
+    page = write_result(Path(folder) / "throughput", "Throughput", made, data, text)
+    with new_file(Path(folder) / "throughput.csv") as binary:
+        file = io.TextIOWrapper(binary, encoding="utf-8", newline="", write_through=True)
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        file.detach()
+    return page
+
+
+def draw(folder, rows, made):
+    """Writes fixed.png (length against speed) and fill.png (fill rate against speed-up, the gap of
+    the paper's Figure 3), each only if there is something to draw."""
+    rows = [row for row in rows if not row.get("error")]
+    fixed = [row for row in rows if row["set"].isdigit()]
+    if fixed:
+        figures.save(_fixed(fixed), Path(folder) / "fixed.png", made)
+    mixed = {name: found for name, found in ratios(rows).items() if not name.isdigit()}
+    if mixed:
+        fills = {row["set"]: row["fill"] for row in rows if row["model"] == "neobert"}
+        figures.save(_fill(mixed, fills), Path(folder) / "fill.png", made)
+
+
+def _fixed(rows):
+    """Each model with its fastest implementation on texts of one length."""
+    figure, axes = figures.subplots(
+        "Texts of one length, no padding", "length in tokens", "tokens per second"
+    )
+    lengths = sorted({int(row["set"]) for row in rows})
+    for series, (model, name) in enumerate(NAMES.items()):
+        points = []
+        for length in lengths:
+            of_length = [row for row in rows if (row["model"], row["set"]) == (model, str(length))]
+            if of_length:
+                best = max(of_length, key=lambda row: row["tokens_per_second"])
+                # A little beside each other, so that models of one speed do not hide each other.
+                points.append((length * 1.02**series, best["tokens_per_second"], best["quartiles"]))
+        if points:
+            figures.line(axes, *zip(*points), label=name, series=series, own=model == "neobert")
+    figures.length_axis(axes, lengths)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.legend()
+    return figure
+
+
+def _fill(mixed, fills):
+    """The speed of packed NeoBERT over everything else on mixed lengths, {set: {other: ratio}},
+    against the fill rate of the batch, {set: fill}."""
+    figure, axes = figures.subplots(
+        "Mixed lengths: NeoBERT packed is so many times as fast as",
+        "real tokens in the batch (fill rate)",
+        "times as fast (above 1: NeoBERT is faster)",
+    )
+    axes.axhline(1, color=figures.GREY, linewidth=0.8)
+    others = list(dict.fromkeys(other for found in mixed.values() for other in found))
+    ends = [1]
+    for series, other in enumerate(others):
+        points = sorted(
+            (fills[name] + 0.01 * series, found[other]["ratio"], found[other]["quartiles"])
+            for name, found in mixed.items()
+            if other in found
+        )
+        ends += [end for *_, quartiles in points for end in quartiles]
+        model, _, implementation = other.partition("/")
+        figures.line(axes, *zip(*points), label=f"{NAMES[model]}, {implementation}", series=series)
+    figures.ratio_axis(axes, min(ends), max(ends))
+    axes.set_xlim(0, 1.1)
+    axes.legend()
+    return figure
+
+
+def main(argv=None, small=None):
+    """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
+    130 after an interrupt."""
+    (arguments,) = OPTIONS["throughput"].read(sys.argv[1:] if argv is None else argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    check_new(arguments.output, "output")
+    folder = Path(arguments.output)
+    made = environment(dtype=arguments.dtype)
+    measured = []
+
+    def save(rows):
+        measured[:] = rows
+        write_results(folder, arguments, made, rows)
+
+    try:
+        measure(arguments, small, save)
+    except KeyboardInterrupt:
+        print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
+        return 130
+    if arguments.plots:
+        draw(folder, measured, made)
+    print(row_table(measured), ratio_table(measured), sep="\n")
+    return 0
