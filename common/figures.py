@@ -53,7 +53,8 @@ def subplots(title=None, xlabel=None, ylabel=None, rows=1, columns=1, size=None,
         size: inches, by default 6.4 x 4.2 a panel.
         options: of matplotlib's `Figure.subplots`: sharex, width_ratios, ...
     Returns:
-        (Figure, Axes), or an array of Axes where there are several panels.
+        (Figure, Axes), or an array of Axes where there are several panels or with
+        `squeeze=False`.
     Raises:
         ImportError: matplotlib is not installed.
     """
@@ -65,12 +66,13 @@ def subplots(title=None, xlabel=None, ylabel=None, rows=1, columns=1, size=None,
     matplotlib.rcParams.update(_STYLE)
     figure = Figure(figsize=size or (6.4 * columns, 4.2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, **options)
-    for panel in numpy.ravel(axes):
+    panels = numpy.ravel(axes)
+    for panel in panels:
         panel.set(
             **{name: value for name, value in (("xlabel", xlabel), ("ylabel", ylabel)) if value}
         )
-    if title and rows * columns == 1:
-        axes.set_title(title)
+    if title and len(panels) == 1:
+        panels[0].set_title(title)
     elif title:
         figure.suptitle(title, fontsize=11)
     return figure, axes
