@@ -85,7 +85,8 @@ def main(argv=None):
     to_beat = baseline.score(mean_vectors(model, test), test["label"])
     print(f"logistic regression on the vectors of the model as it is: accuracy {to_beat:.2f}")
     width = model.config.hidden_size
-    rate = args.learning_rate or min(1e-3, 2e-5 * max(1, 768 / width) ** 4)
+    # 2e-5 is for the published model; small ones (192, 384) learn best at 5e-4 to 2e-3.
+    rate = args.learning_rate or min(1e-3, 2e-5 * max(1, 768 / width) ** 5)
     print(f"learning rate {rate:.1e} for a model of width {width}; --learning-rate changes it")
 
     settings = {"num_train_epochs": args.epochs, "learning_rate": rate, "seed": args.seed}
@@ -108,9 +109,7 @@ def main(argv=None):
     if len(set(predicted)) == 1:
         name = names[predicted[0]]
         print(f"warning: all rows were taken for {name!r}; try another --learning-rate or --epochs")
-    print(
-        f"saved; pipeline('text-classification', {args.output!r}, trust_remote_code=True) loads it"
-    )
+    print(f"load it by pipeline('text-classification', {args.output!r}, trust_remote_code=True)")
     return outcome.metrics
 
 

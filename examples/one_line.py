@@ -17,7 +17,7 @@ def run(main):
         if os.environ.get("NEOBERT_DEBUG", "0") != "0":
             raise
         # The libraries' texts may have several lines; the reason may be in the cause (datasets).
-        words = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        words = f"there is no column or key {error}" if isinstance(error, KeyError) else str(error)
         if error.__cause__ is not None:
             words = f"{words.partition(chr(10))[0]}: {error.__cause__}"
         line = words.strip().partition("\n")[0][:400] or type(error).__name__
