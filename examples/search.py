@@ -5,7 +5,7 @@
     python examples/search.py find "a bird of prey" --where "kind = 'noun'"
     python examples/search.py delete --where "id = '7'"
 
-A file (.jsonl, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
+A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
 row whose `id` is there already replaces it. What `neobert encode texts.jsonl vectors.parquet --keep
 id text ...` wrote has its vectors in `embedding`. The store remembers the model of its vectors.
 """
@@ -13,6 +13,8 @@ id text ...` wrote has its vectors in `embedding`. The store remembers the model
 import argparse
 import sys
 import time
+from functools import partial
+from pathlib import Path
 
 import lancedb
 import pandas
@@ -27,8 +29,11 @@ WEIGHT, CANDIDATES = 0.6, 100  # of vectors in a score, the rest is BM25's; join
 
 def read_rows(path, model):
     """Table of a file, with a vector of each text in `embedding`."""
-    parquet = path.endswith(".parquet")
-    frame = pandas.read_parquet(path) if parquet else pandas.read_json(path, lines=True)
+    readers = {".parquet": pandas.read_parquet, ".csv": pandas.read_csv}
+    read = readers.get(Path(path).suffix, partial(pandas.read_json, lines=True))
+    frame = read(path)
+    if missing := {"id", "text"} - set(frame):
+        sys.exit(f"{path} has no column {min(missing)!r}; it has {', '.join(frame)}")
     frame = frame.astype({"id": str}).drop_duplicates("id", keep="last")
     if "embedding" not in frame:
         encode = SentenceTransformer(model, trust_remote_code=True).encode_document
@@ -39,10 +44,7 @@ def read_rows(path, model):
 
 
 def add(store, table, args):
-    known = table and table.schema.metadata[b"model"].decode()
-    if known and args.model not in (None, known):
-        sys.exit(f"the store holds vectors of {known}, and {args.model} was given")
-    rows = read_rows(args.given[0], known or args.model or "examples/sentence-encoder")
+    rows = read_rows(args.given[0], args.model)
     if table:
         merge = table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all()
         merge.execute(rows)
@@ -54,7 +56,7 @@ def add(store, table, args):
 
 
 def find(store, table, args):
-    encoder = SentenceTransformer(table.schema.metadata[b"model"].decode(), trust_remote_code=True)
+    encoder = SentenceTransformer(args.model, trust_remote_code=True)
     for query in args.given:
         start = time.perf_counter()
         vector = encoder.encode_query(query, normalize_embeddings=True)
@@ -85,15 +87,21 @@ def main():
     parser.add_argument("--where", help="condition on columns, as in SQL")
     parser.add_argument("--by", choices=("both", "meaning", "words"), default="both")
     parser.add_argument("--top", type=int, default=3)
-    parser.add_argument("--model", help="sentence encoder of a new store")
+    parser.add_argument("--model", help="sentence encoder of the store")
     parser.add_argument("--store", default="runs/search")
     args = parser.parse_args()
     store, run = lancedb.connect(args.store), args.command
     table = store.open_table("texts") if store.list_tables().tables else None
     if (run != "add" and not table) or not (args.where if run == "delete" else args.given):
         parser.error("add needs a file, find queries, delete --where; the last two also a store")
+    known = table and table.schema.metadata[b"model"].decode()
+    if known and args.model not in (None, known):
+        sys.exit(f"the store holds vectors of {known}, and {args.model} was given")
+    args.model = known or args.model or "examples/sentence-encoder"
     {"add": add, "find": find, "delete": delete}[run](store, table, args)
 
 
 if __name__ == "__main__":
-    main()
+    from one_line import run  # an error is one line; a copy of this file calls main()
+
+    run(main)

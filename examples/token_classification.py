@@ -40,7 +40,7 @@ def main(argv=None):
     data = load_dataset(
         "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
     )
-    names = sorted({tag for tags in data["train"]["tags"] for tag in tags})
+    names = sorted({tag for split in data.values() for tags in split["tags"] for tag in tags})
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     labelling = {
         "id2label": dict(enumerate(names)),
@@ -97,4 +97,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    from one_line import run  # an error is one line; a copy of this file calls main()
+
+    run(main)

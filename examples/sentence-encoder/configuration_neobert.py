@@ -1,1 +1,404 @@
-../../configuration_neobert.py
+"""Configuration of NeoBERT (arXiv 2502.19587, section 3).
+
+One class describes the published model and every rung of the paper's ablation ladder. It reads the
+published `config.json` (`max_length`, a nested `kwargs`, ...) and the fields of the authors'
+training configurations, and stores them under one set of names.
+"""
+
+import inspect
+from typing import TYPE_CHECKING
+
+from transformers.configuration_utils import PretrainedConfig
+
+
+if TYPE_CHECKING:
+    # Never runs. transformers 4 and 5.0 copy the files that a file names, here with the
+    # configuration: a user's own class beside the modeling file would miss the attention file.
+    from .attention_neobert import VERSION  # noqa: F401
+
+_CHOICES = {
+    "hidden_act": ("swiglu", "gelu"),
+    "norm_type": ("rms", "layer"),
+    "position_embedding_type": ("rope", "learned"),
+    "classifier_pooling": ("cls", "mean"),
+}
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+# Larger values in a file are damage, and would take all memory or time.
+_MOST_LAYERS, _LARGEST_FACTOR = 1000, 1e6
+
+# Fields of published configs that say nothing about the model.
+_IGNORED_FIELDS = ("kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head")
+
+# Names of the authors' training code, and the fields that they set where those are not given.
+ALIASES = {
+    "dropout": ("attention_dropout", "hidden_dropout"),
+    "dropout_prob": ("attention_dropout", "hidden_dropout"),
+    "rope": ("position_embedding_type",),
+    "rms_norm": ("norm_type",),
+    "max_length": ("max_position_embeddings",),
+}
+# What False means there.
+_FALSE = {"rope": "learned", "rms_norm": "layer"}
+# Of the fields that an alias may set.
+_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "norm_type": "rms",
+    "position_embedding_type": "rope",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+# What `architectures` says for a class. llama.cpp and transformers.js match on the published name,
+# which comes first; sentence-transformers takes a name that ends in ForMaskedLM for a masked LM.
+ARCHITECTURES = {
+    "NeoBERTModel": ["NeoBERT"],
+    "NeoBERTForMaskedLM": ["NeoBERTLMHead", "NeoBERTForMaskedLM"],
+}
+
+# What `AutoModel...from_pretrained(folder, trust_remote_code=True)` resolves to. Written to every
+# config.json.
+AUTO_MAP = {
+    "AutoConfig": "configuration_neobert.NeoBERTConfig",
+    "AutoModel": "modeling_neobert.NeoBERTModel",
+    "AutoModelForMaskedLM": "modeling_neobert.NeoBERTForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_neobert.NeoBERTForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_neobert.NeoBERTForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_neobert.NeoBERTForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_neobert.NeoBERTForMultipleChoice",
+}
+# Names of this repository's classes, published ones included.
+_CLASSES = {name.rpartition(".")[2] for name in AUTO_MAP.values()}
+_CLASSES |= {name for names in ARCHITECTURES.values() for name in names}
+
+
+def _is_number(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < float("inf")
+
+
+class NeoBERTConfig(PretrainedConfig):
+    """Architecture and behaviour of a NeoBERT model. The defaults are the published 250M model.
+
+    Args:
+        vocab_size: rows V of the token embedding and of the masked-LM decoder.
+        hidden_size: width D of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: heads H; `head_dim` K is `hidden_size / num_attention_heads` and must
+            be even for RoPE.
+        intermediate_size: feed-forward width. SwiGLU uses 8 * ceil(int(2 * intermediate_size / 3) /
+            8) of it (`ffn_inner_size`).
+        max_position_embeddings: context length in tokens. `max_length` of published configs is read
+            as this.
+        norm_eps: epsilon of the norms.
+        hidden_act: "swiglu" or "gelu" (ablation M0).
+        norm_type: "rms" or "layer" (ablation M0).
+        position_embedding_type: "rope" or "learned" (ablation M0).
+        rope_theta: base of the rotary angles.
+        rope_scaling, rope_parameters: context extension, `{"rope_type": "yarn", "factor": 2.0}` for
+            example, as transformers 4 (`rope_scaling` beside `rope_theta`) and 5 (`rope_parameters`
+            with `rope_theta` inside) write it. Types: default, linear, dynamic, yarn.
+        attention_dropout, hidden_dropout: probabilities; `dropout` / `dropout_prob` of training
+            configs set both.
+        classifier_dropout: dropout of the task heads.
+        classifier_pooling: what the sequence heads read, "cls" (the first token) or "mean" (over
+            real tokens).
+        sparse_prediction: with labels, the masked LM computes logits for labelled tokens only,
+            (labelled, V), as in ModernBERT.
+        unpad_inputs: pack padded batches inside the model, so that no layer computes on padding.
+        embedding_init_range, decoder_init_range: bounds of the uniform initialisation of embeddings
+            and linear layers.
+        classifier_init_range: standard deviation of the normal initialisation of the task heads.
+        pad_token_id: id of the padding token, or None.
+        tie_word_embeddings: share the decoder's weight with the embedding. The published model does
+            not.
+
+    Raises:
+        ValueError: a value is not allowed; the message says what was given and what is allowed.
+    """
+
+    model_type = "neobert"
+    # BERT's names, which code for any encoder reads and sets.
+    attribute_map = {
+        "hidden_dropout_prob": "hidden_dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+        "layer_norm_eps": "norm_eps",
+        "initializer_range": "classifier_init_range",
+    }
+    bos_token_id = eos_token_id = None
+
+    def __init__(
+        self,
+        vocab_size=30522,
+        hidden_size=768,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        max_position_embeddings=None,
+        norm_eps=1e-5,
+        hidden_act="swiglu",
+        norm_type=None,
+        position_embedding_type=None,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=None,
+        attention_dropout=None,
+        hidden_dropout=None,
+        classifier_dropout=0.1,
+        classifier_pooling="cls",
+        sparse_prediction=False,
+        unpad_inputs=True,
+        embedding_init_range=0.02,
+        decoder_init_range=0.02,
+        classifier_init_range=0.02,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        **kwargs,
+    ):
+        fields = {name: value for name, value in locals().items() if name in _FIELDS}
+        if kwargs.pop("ngpt", False):
+            raise ValueError(
+                "ngpt=True was given, but normalised transformers are not supported; "
+                "train with ngpt=False."
+            )
+        for name in _IGNORED_FIELDS:
+            kwargs.pop(name, None)
+        for name, own in self.attribute_map.items():
+            fields[own] = kwargs.pop(name, fields[own])
+        for alias, names in ALIASES.items():
+            value = kwargs.pop(alias, None)
+            if alias in _FALSE:
+                value = _FALSE[alias] if value is False else None
+            for name in names:
+                fields[name] = value if fields[name] is None else fields[name]
+        for name, default in _DEFAULTS.items():
+            fields[name] = default if fields[name] is None else fields[name]
+        # What older folders call `sparse_prediction`.
+        logits = kwargs.pop("masked_lm_logits", None)
+        if logits is not None:
+            fields["sparse_prediction"] = {"all": False, "masked": True}.get(logits, logits)
+        if isinstance(hidden_act, str):
+            fields["hidden_act"] = hidden_act.lower()
+        for name, value in fields.items():
+            setattr(self, name, value)
+        # What YaRN extends, whatever order the fields are set in afterwards.
+        self._trained_length = self.max_position_embeddings
+        self.__dict__["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        if rope_theta is not None:
+            self.rope_theta = rope_theta
+        for parameters in (rope_scaling, rope_parameters):
+            if parameters is not None:
+                self.rope_parameters = parameters
+        self._check()
+        super().__init__(
+            pad_token_id=pad_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs
+        )
+        # transformers 5 no longer keeps these on every config.
+        self.pad_token_id, self.tie_word_embeddings = pad_token_id, tie_word_embeddings
+
+    @property
+    def head_dim(self):
+        """K = hidden_size / num_attention_heads."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_inner_size(self):
+        """Inner width of the feed-forward.
+
+        2/3 of `intermediate_size`, rounded up to a multiple of 8, for SwiGLU: 3072 -> 2048.
+        """
+        if self.hidden_act == "gelu":
+            return self.intermediate_size
+        return 8 * ((int(2 * self.intermediate_size / 3) + 7) // 8)
+
+    # `rope_parameters` is the stored form. The other two names are views of it, so that a value set
+    # after construction (`from_pretrained(..., rope_scaling={...})`) counts, whichever form it has.
+    @property
+    def rope_parameters(self):
+        return self.__dict__.get("rope_parameters")
+
+    @rope_parameters.setter
+    def rope_parameters(self, value):
+        self.__dict__["rope_parameters"] = self._normalised_rope(value)
+
+    @property
+    def context_length(self):
+        """Longest text: `max_position_embeddings`, or what RoPE scaling extends it to."""
+        rope, length = self.rope_parameters, self.max_position_embeddings
+        if rope["rope_type"] == "default":
+            return length
+        trained = rope.get("original_max_position_embeddings") or length
+        return max(length, int(trained * rope.get("factor", 1)))
+
+    @property
+    def rope_scaling(self):
+        parameters = self.rope_parameters
+        if parameters["rope_type"] == "default":
+            return None
+        return {name: value for name, value in parameters.items() if name != "rope_theta"}
+
+    @rope_scaling.setter
+    def rope_scaling(self, value):
+        self.rope_parameters = value
+
+    @property
+    def rope_theta(self):
+        return self.rope_parameters["rope_theta"]
+
+    @rope_theta.setter
+    def rope_theta(self, value):
+        if not _is_number(value) or value <= 0:
+            raise ValueError(f"rope_theta must be a positive number, but {value!r} was given.")
+        self.rope_parameters = {**self.rope_parameters, "rope_theta": value}
+
+    def _normalised_rope(self, value):
+        """`rope_type`, `rope_theta` and the rest of either library's form; None is the default."""
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise ValueError(
+                "rope_parameters / rope_scaling must be a dictionary or None, "
+                f"but {value!r} was given."
+            )
+        parameters = dict(value)
+        rope_type = parameters.pop("rope_type", None) or parameters.get("type") or "default"
+        parameters.pop("type", None)
+        theta = parameters.pop("rope_theta", None)
+        theta = self.rope_theta if theta is None else theta
+        if rope_type not in _ROPE_TYPES:
+            raise ValueError(
+                f"rope_type must be one of {', '.join(_ROPE_TYPES)}, but {rope_type!r} was given."
+            )
+        if not _is_number(theta) or theta <= 0:
+            raise ValueError(f"rope_theta must be a positive number, but {theta!r} was given.")
+        if rope_type != "default":
+            factor = parameters.get("factor")
+            if not _is_number(factor) or not 1 <= factor <= _LARGEST_FACTOR:
+                raise ValueError(
+                    f"rope_type {rope_type!r} needs a 'factor' from 1 to {_LARGEST_FACTOR:,.0f}, "
+                    f"but {factor!r} was given."
+                )
+        if rope_type == "yarn":
+            trained = parameters.setdefault("original_max_position_embeddings", None)
+            if trained is None:
+                parameters["original_max_position_embeddings"] = self._trained_length
+            elif isinstance(trained, bool) or not isinstance(trained, int) or trained < 1:
+                raise ValueError(
+                    "original_max_position_embeddings must be a positive whole number, "
+                    f"but {trained!r} was given."
+                )
+            fast, slow = parameters.get("beta_fast", 32), parameters.get("beta_slow", 1)
+            if not (_is_number(fast) and _is_number(slow) and fast > slow > 0):
+                raise ValueError(
+                    "YaRN needs beta_fast above beta_slow above 0, "
+                    f"but {fast!r} and {slow!r} were given."
+                )
+        return {"rope_type": rope_type, "rope_theta": float(theta), **parameters}
+
+    def _check(self):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"{field} must be a positive whole number, but {value!r} was given."
+                )
+        if self.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers must be at most {_MOST_LAYERS:,}, "
+                f"but {self.num_hidden_layers} was given."
+            )
+        if self.hidden_act == "swiglu" and self.intermediate_size < 2:
+            raise ValueError(
+                "intermediate_size must be at least 2 for SwiGLU, which uses two thirds of it, "
+                "but 1 was given."
+            )
+        for field, allowed in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(
+                    f"{field} must be one of {', '.join(allowed)}, but {value!r} was given."
+                )
+        for field in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
+            value = getattr(self, field)
+            if not _is_number(value) or not 0 <= value < 1:
+                raise ValueError(
+                    f"{field} must be a probability from 0 to below 1, but {value!r} was given."
+                )
+        for field in (
+            "embedding_init_range",
+            "decoder_init_range",
+            "classifier_init_range",
+            "norm_eps",
+        ):
+            value = getattr(self, field)
+            if not _is_number(value) or value < 0:
+                raise ValueError(
+                    f"{field} must be a number of at least 0, but {value!r} was given."
+                )
+        pad = self.pad_token_id
+        if pad is not None and (
+            isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size
+        ):
+            raise ValueError(
+                f"pad_token_id must be None or lie between 0 and {self.vocab_size - 1}, "
+                f"but {pad!r} was given."
+            )
+        for field in ("unpad_inputs", "sparse_prediction"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(
+                    f"{field} must be True or False, but {getattr(self, field)!r} was given."
+                )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                "hidden_size must be a multiple of num_attention_heads, "
+                f"but {self.hidden_size} and {self.num_attention_heads} were given."
+            )
+        if self.position_embedding_type == "rope" and self.head_dim % 2:
+            raise ValueError(
+                "RoPE needs an even head_dim (hidden_size / num_attention_heads), "
+                f"but {self.hidden_size} / {self.num_attention_heads} = {self.head_dim} was given."
+            )
+        if self.rope_parameters["rope_type"] == "dynamic" and self.head_dim == 2:
+            raise ValueError(
+                "rope_type 'dynamic' needs a head_dim of at least 4, "
+                "since its formula divides by head_dim - 2; 2 was given."
+            )
+
+    # transformers 5 makes every config class a dataclass, whose generated comparison would see none
+    # of our fields.
+    def __eq__(self, other):
+        return isinstance(other, PretrainedConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None
+
+    def to_dict(self):
+        """Serialised form: the published class names, and the complete auto_map.
+
+        A user's own classes stay in it.
+        """
+        output = super().to_dict()
+        output.pop("_trained_length", None)
+        names = output.get("architectures") or []
+        if names:
+            names = [published for name in names for published in ARCHITECTURES.get(name, [name])]
+            output["architectures"] = list(dict.fromkeys(names))
+        given = output.get("auto_map") or {}
+        own = {
+            key: name for key, name in given.items() if str(name).rpartition(".")[2] not in _CLASSES
+        }
+        output["auto_map"] = {**AUTO_MAP, **own}
+        return output
+
+
+# The fields that `__init__` stores as they are.
+_FIELDS = set(inspect.signature(NeoBERTConfig.__init__).parameters)
+_FIELDS -= {"self", "kwargs", "rope_theta", "rope_scaling", "rope_parameters"}
+
+NeoBERTConfig.register_for_auto_class()

@@ -1,13 +1,18 @@
-"""Writes the table of the remote code into SECURITY.md: python tests/tools/remote_files.py"""
+"""Writes the table of the remote code into SECURITY.md, and the code into the bundled encoder's
+folder: python tests/tools/remote_files.py
+
+The folder holds copies and not links, so that it can be copied, and cloned on Windows.
+"""
 
 import hashlib
 import re
 from pathlib import Path
 
-from neobert.common.loading import CODE_FILES
+from neobert.common.loading import CODE_FILES, copy_code
 
 
 ROOT = Path(__file__).resolve().parents[2]
+ENCODER = ROOT / "examples" / "sentence-encoder"
 
 
 def with_table(page):
@@ -26,3 +31,4 @@ def with_table(page):
 if __name__ == "__main__":
     path = ROOT / "SECURITY.md"
     path.write_text(with_table(path.read_text(encoding="utf-8")), encoding="utf-8")
+    copy_code(ENCODER)

@@ -1,0 +1,211 @@
+"""Pins README's table of tasks: every command line of every row runs to its end, as written, on
+small data, and no library helps that the words above the table do not install. A row without an
+entry below fails."""
+
+import configparser
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from packaging.requirements import Requirement
+
+from .test_readme import README, ROOT, table
+
+
+pytestmark = pytest.mark.slow
+ROWS = {task: cell for task, _, cell in table("Find your task")}
+# Options that make a row's commands small, one entry a command, and what its last command prints or
+# leaves.
+SMALL = {
+    "classify the rows of a CSV": ([["--epochs=1"]], "logistic regression on the vectors had"),
+    "find names in text": ([["--epochs=1"]], "entity F1"),
+    "vectors of my texts": ([[]] * 3, "vectors-2.parquet"),
+    "search in them": ([[], []], "found in"),
+    "an encoder for my pairs of texts": ([["--max-steps=2"]], "runs/mine/modules.json"),
+    "a smaller encoder, without labels": ([["--max-steps=2"]], "runs/student/modules.json"),
+    "adapt to my domain or language": (
+        [
+            [],
+            "--max-steps=3 --tokens-per-step=512 --tokens-per-batch=512 --max-length=64".split()
+            + "--bf16=false --eval-steps=2 --save-steps=1 --dataloader-num-workers=0".split(),
+        ],
+        "runs/adapt_domain/model.safetensors",
+    ),
+    "serve over HTTP": ([[]], "serves"),
+    "ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
+    "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
+    "measure speed on my machine": (
+        ["--layers=1 --max-batch=2 --repeats=1 --warmup=1 --threads=1".split()],
+        "runs/speed/throughput.md",
+    ),
+}
+INFINITY = ROOT / ".cache" / "engines" / "infinity" / "bin" / "infinity_emb"
+
+
+def commands(cell):
+    """The words of each command line of a cell; an option that stands alone is added to the command
+    before it, whose output then has a number."""
+    lines = []
+    for text in re.findall(r"`((?:python|neobert|infinity_emb|--).*?)`", cell):
+        added = text.startswith("--")
+        words = shlex.split(f"{lines[0]} {text}" if added else text)
+        if added:
+            words = [word.replace(".parquet", f"-{len(lines)}.parquet") for word in words]
+        lines.append(shlex.join(words))
+    return [shlex.split(line) for line in lines]
+
+
+def installed_by(extra):
+    """Names of the distributions that `pip install '.[extra]'` brings here, in pip's spelling."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    todo = [Requirement(line) for line in setup["options"]["install_requires"].split()]
+    todo += [Requirement(line) for line in extras[extra].split()]
+    names, seen = set(), set()
+    while todo:
+        requirement = todo.pop()
+        name = requirement.name.lower().replace("_", "-").replace(".", "-")
+        names.add(name)
+        for part in {"", *requirement.extras} - {part for other, part in seen if other == name}:
+            seen.add((name, part))
+            if name == "neobert":
+                todo += [Requirement(line) for line in extras.get(part, "").split()]
+                continue
+            try:
+                lines = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue  # an option of another platform
+            needed = map(Requirement, lines)
+            todo += [r for r in needed if not r.marker or r.marker.evaluate({"extra": part})]
+    return names
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Variables of processes that cannot import what '.[all]' does not bring."""
+    extra = re.search(r"In a clone, after `pip install '\.\[(\w+)\]'`", README)[1]
+    brought = installed_by(extra)
+    hidden = [
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if not {owner.lower().replace("_", "-").replace(".", "-") for owner in owners} & brought
+        and module not in ("neobert", "_distutils_hack")
+    ]
+    assert "lightning" not in brought and "pytest" in hidden and "torch" not in hidden
+    folder = tmp_path_factory.mktemp("only")
+    code = f"import sys\nsys.modules.update(dict.fromkeys({hidden!r}))\n"
+    (folder / "sitecustomize.py").write_text(code)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HOME": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@pytest.fixture
+def clone(bundled, tmp_path):
+    """A folder with the clone's own, `make demo`'s, and a user's files."""
+    for name in ("examples", "recipes", "tests", "convert_checkpoint.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(bundled)
+    lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+    words, texts = zip(*(line.split("\t") for line in lines[:600]))
+    (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
+    (tmp_path / "reviews.csv").write_text(
+        "\n".join(["stars,review", *(f'{1 + i % 2},"{text}"' for i, text in enumerate(texts[:40]))])
+    )
+    rows = {
+        "texts": [{"id": i, "text": text} for i, text in enumerate(texts)],
+        "pairs": [{"anchor": text, "positive": word} for word, text in zip(words, texts)],
+    }
+    for i, name in enumerate(
+        ("domain/train", "domain/heldout", "general/train", "general/heldout")
+    ):
+        rows[f"data/{name}"] = rows["texts"][150 * i : 150 * (i + 1)]
+    for name, table_ in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in table_), encoding="utf-8")
+    return tmp_path
+
+
+def test_serving_says_how_its_environment_is_made():
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (words,) = commands(ROWS["serve over HTTP"])
+    line = " ".join(words).replace("ENCODER", "examples/sentence-encoder")
+    assert f"infinity/bin/{line}" in page and "infinity/bin/pip install" in page
+
+
+def serve(words, clone):
+    """Starts the server, asks it for a vector and ends it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = clone / "log"
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            [INFINITY, *words[1:], "--port", str(port)],
+            cwd=clone,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": ""},
+        )
+    try:
+        asked = json.dumps({"model": "examples/sentence-encoder", "input": ["a text"]}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/embeddings", asked, {"Content-Type": "application/json"}
+        )
+        for _ in range(240):
+            assert server.poll() is None, log.read_text()[-3000:]
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    vector = json.load(answer)["data"][0]["embedding"]
+                break
+            except urllib.error.URLError:
+                time.sleep(0.5)
+        assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-3)
+    finally:
+        server.terminate()
+        server.wait(30)
+    return "serves"
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_row(task, clone, environment):
+    options, expected = SMALL[task]
+    lines = commands(ROWS[task])
+    assert len(lines) == len(options), f"options for each of {lines}"
+    places = {"ENCODER": "examples/sentence-encoder", "MLM": "runs/demo"}
+    for words, more in zip(lines, options):
+        words = [places.get(word, word) for word in words]
+        if words[0] == "infinity_emb":
+            if not INFINITY.exists():
+                pytest.skip("infinity is not installed: make test-serving")
+            printed = serve(words, clone)
+            continue
+        start = {"python": [sys.executable], "neobert": [sys.executable, "-m", "neobert"]}
+        done = subprocess.run(
+            [*start[words[0]], *words[1:], *more],
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr[-3000:]}"
+        printed = done.stdout
+    assert expected in printed or (clone / expected).is_file(), printed[-2000:]
