@@ -19,7 +19,10 @@ class _Registration:
     none of `WATCHED` is being imported.
     """
 
-    WATCHED = ("transformers", f"{__name__}.configuration_neobert", f"{__name__}.modeling_neobert")
+    WATCHED = (
+        "transformers",
+        *(f"{__name__}.{part}_neobert" for part in ("configuration", "attention", "modeling")),
+    )
     under_way = 0
 
     @classmethod

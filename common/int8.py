@@ -167,12 +167,12 @@ class Int8FeedForward(nn.Module):
         super().__init__()
         self.up, self.down, self.gated = up, down, gated
 
-    def forward(self, given):
-        pieces = [(given.codes, given.scales)]
+    def forward(self, tokens):
+        pieces = [(tokens.codes, tokens.scales)]
         if not is_tracing():
-            pieces = zip(given.codes.split(_TOKENS), given.scales.split(_TOKENS))
-        outputs = [self.piece(*piece, given.dtype) for piece in pieces]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(given.shape)
+            pieces = zip(tokens.codes.split(_TOKENS), tokens.scales.split(_TOKENS))
+        outputs = [self.piece(*piece, tokens.dtype) for piece in pieces]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(tokens.shape)
 
     def piece(self, codes, scales, dtype):
         """(R, D) bytes and (T, 1) scales -> (T, D)."""
@@ -240,8 +240,8 @@ def quantize_int8(model, even_if_slow=False):
             exact = smooth(encoder)
             for block in encoder.transformer_encoder:
                 _quantise(block, steps)
-            found = drawn_states(encoder.eval())
-            cosine = F.cosine_similarity(found.double(), exact.double(), dim=-1).min().item()
+            states = drawn_states(encoder.eval()).double()
+            cosine = F.cosine_similarity(states, exact.double(), dim=-1).min().item()
             if not cosine >= LEAST_COSINE:
                 warnings.warn(
                     f"int8 is not near to this model: of {exact[..., 0].numel()} drawn tokens the "

@@ -94,8 +94,8 @@ def is_exact(steps, rows, width=520):
     weight = (signs * steps).to(torch.int8)
     codes = torch.randint(2, (rows, width), generator=generator) * 255
     codes[0] = 255
-    found = product(codes.to(torch.uint8), pack_weight(weight), torch.ones(len(weight)))
-    return torch.equal(found, ((codes - ZERO) @ weight.long().T).float())
+    output = product(codes.to(torch.uint8), pack_weight(weight), torch.ones(len(weight)))
+    return torch.equal(output, ((codes - ZERO) @ weight.long().T).float())
 
 
 @functools.cache
@@ -139,11 +139,11 @@ def _seconds(rows, width, repeats):
 
 def usable_product(even_if_slow=False):
     """`int8_product()`; UserError where it is not faster than float32, unless `even_if_slow`."""
-    found = int8_product()
-    if found.speed < LEAST_SPEED and not even_if_slow:
+    measured = int8_product()
+    if measured.speed < LEAST_SPEED and not even_if_slow:
         raise UserError(
             "int8 does not pay on this processor: its int8 product takes "
-            f"{1 / found.speed:.1f} times as long as that of float32; give float32 (or, from "
+            f"{1 / measured.speed:.1f} times as long as that of float32; give float32 (or, from "
             "Python, neobert.quantize_int8(model, even_if_slow=True))"
         )
-    return found
+    return measured

@@ -81,17 +81,18 @@ def smooth(encoder):
     """Smooths the outliers of a `NeoBERTModel`, in place; returns its `drawn_states`."""
     largest, hidden = largest_inputs(encoder)
     for block in encoder.transformer_encoder:
-        qkv, wo, up, down = layers = linear_layers(block)
-        found = [factors(layer, largest[layer]) for layer in layers]
+        layers = linear_layers(block)
+        qkv, _, up, _ = layers
+        of_qkv, of_wo, of_up, of_down = (factors(layer, largest[layer]) for layer in layers)
         if block.config.hidden_act != "swiglu":
-            found[3].fill_(1)  # nothing linear is before `down`
-        for layer, columns in zip(layers, found):
+            of_down.fill_(1)  # nothing linear is before `down`
+        for layer, columns in zip(layers, (of_qkv, of_wo, of_up, of_down)):
             layer.weight.mul_(columns)
-        for norm, columns in ((block.attention_norm, found[0]), (block.ffn_norm, found[2])):
+        for norm, columns in ((block.attention_norm, of_qkv), (block.ffn_norm, of_up)):
             for parameter in norm.parameters():
                 parameter.div_(columns)
         values = qkv.weight.view(block.num_heads, 3, -1, qkv.in_features)[:, 2]
-        values.div_(found[1].view(block.num_heads, -1, 1))
+        values.div_(of_wo.view(block.num_heads, -1, 1))
         if block.config.hidden_act == "swiglu":  # the second half is what the gate multiplies
-            up.weight[len(found[3]) :].div_(found[3][:, None])
+            up.weight[len(of_down) :].div_(of_down[:, None])
     return hidden

@@ -4,6 +4,8 @@ each sequence of a packed output."""
 import numpy as np
 import torch
 
+from ..attention_neobert import Packing
+
 
 def pack(sequences, device="cpu"):
     """Token sequences one after another, as the keyword arguments of a NeoBERT forward.
@@ -27,8 +29,7 @@ def pack(sequences, device="cpu"):
 
 
 def mean_of_sequences(hidden, cu_seq_lens):
-    """Mean over the tokens of each packed sequence, in float32: a sum in bfloat16 stops growing
-    after a few hundred tokens.
+    """Mean over the tokens of each packed sequence, summed in float32.
 
     Args:
         hidden: (1, T, D).
@@ -36,11 +37,4 @@ def mean_of_sequences(hidden, cu_seq_lens):
     Returns:
         (N, D) in the dtype of `hidden`; zeros for an empty sequence.
     """
-    lengths = cu_seq_lens.diff()
-    sequence = torch.repeat_interleave(
-        torch.arange(len(lengths), device=hidden.device), lengths, output_size=hidden.shape[1]
-    )
-    sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device).index_add_(
-        0, sequence, hidden[0].float()
-    )
-    return (sums / lengths[:, None].clamp(min=1)).to(hidden.dtype)
+    return Packing(cu_seq_lens, None).means(hidden)

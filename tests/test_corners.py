@@ -280,7 +280,7 @@ def test_labels_of_the_wrong_kind():
     model = make_model(
         NeoBERTForSequenceClassification, num_labels=3, problem_type="multi_label_classification"
     )
-    with pytest.raises(ValueError, match="between 0 and 1, but -1.0"):
+    with pytest.raises(ValueError, match="between 0 and 1, but others"):
         model(ids, labels=torch.tensor([[0.0, 1.0, -1.0]]))
 
 
@@ -335,16 +335,6 @@ def test_ids_of_a_larger_embedding():
     model = make_model(NeoBERTModel)
     model.set_input_embeddings(nn.Embedding(300, 64))
     assert model(torch.full((1, 4), 299))[0].isfinite().all()
-
-
-def test_positions_of_the_wrong_kind():
-    ids = random_batch([9])[0]
-    with pytest.raises(ValueError, match="position_ids.*bool"):
-        make_model(NeoBERTModel)(ids, position_ids=ids > 0)
-    with pytest.raises(ValueError, match=r"\(2, 6\) or \(1, 6\), but \(3, 6\)"):
-        make_model(NeoBERTModel)(
-            torch.ones(2, 6, dtype=torch.long), position_ids=torch.arange(6).expand(3, 6)
-        )
 
 
 def test_dynamic_rope_on_the_meta_device():

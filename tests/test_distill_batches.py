@@ -90,6 +90,14 @@ def test_batches_hold_bundles_and_each_text_once():
     assert max(map(len, without)) > 2, "units that are near stand together though nobody asked"
 
 
+def test_a_bundle_takes_the_nearest_units_that_no_other_has():
+    """All have the same nearest two: who comes later takes those that are left."""
+    near = np.array([[u for u in range(6) if u != own] for own in range(6)])
+    given = {"units": [[i] for i in range(6)], "near": near, "neighbours": 2}
+    first, second = NearTexts(range(6), 3, **given)
+    assert sorted([*first, *second]) == [*range(6)]
+
+
 def test_an_epoch_repeats_exactly_and_the_next_differs():
     first, second = sampler(), sampler()
     assert list(first) == list(second) == list(first)

@@ -454,27 +454,6 @@ def test_one_choice_is_not_taken_for_a_packed_batch():
     ).logits.shape == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "given,words",
-    (
-        (
-            {
-                "input_ids": torch.ones(1, 1, 9, dtype=torch.long),
-                "cu_seq_lens_q": torch.tensor([0, 4, 9]),
-            },
-            "takes no packed batch",
-        ),
-        (
-            {"input_ids": torch.ones(1, 2, 9, dtype=torch.long), "position_ids": torch.arange(9)},
-            r"position_ids of .*\(9,\) was given",
-        ),
-    ),
-)
-def test_bad_multiple_choice(given, words):
-    with pytest.raises(ValueError, match=words):
-        make_model(NeoBERTForMultipleChoice)(**given)
-
-
 @torch.no_grad()
 def test_labels_of_a_quantised_model():
     """torch's dynamic int8 layers have no weight tensor."""
@@ -599,7 +578,7 @@ BAD_LABELS = {
         NeoBERTForSequenceClassification,
         {"num_labels": 3},
         {"labels": torch.ones(2, 3) * 2},
-        "between 0 and 1.*2",
+        "between 0 and 1, but others",
     ),
     "regression length": (
         NeoBERTForSequenceClassification,
@@ -619,12 +598,6 @@ BAD_LABELS = {
         {"start_positions": torch.tensor([1]), "end_positions": torch.tensor([1])},
         r"start_positions.*\(2,\).*\(1,\)",
     ),
-    "start without end": (
-        NeoBERTForQuestionAnswering,
-        {},
-        {"start_positions": torch.tensor([1, 1])},
-        "start_positions.*end_positions",
-    ),
 }
 
 
@@ -638,7 +611,7 @@ def test_bad_labels(case):
 
 def test_bad_choices():
     model = make_model(NeoBERTForMultipleChoice)
-    with pytest.raises(ValueError, match=r"\(batch, choices, length\).*\(2, 6\)"):
+    with pytest.raises(ValueError, match=r"input_ids of shape.*\(12,\)"):
         model(IDS)
     with pytest.raises(ValueError, match="between 0 and 1.*5 was"):
         model(IDS.view(2, 2, 3), labels=torch.tensor([0, 5]))

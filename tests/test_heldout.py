@@ -22,9 +22,15 @@ from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import pretrain
 from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
-from neobert.pretraining.heldout import evaluate_batches, parse_heldout, piece_characters
+from neobert.pretraining.heldout import (
+    check_held_out,
+    evaluate_batches,
+    parse_heldout,
+    piece_characters,
+)
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import tokenise_texts
+from neobert.pretraining.sources import parse_sources
 
 
 TEXT = "naïve café, “quoted” 雪国 ### C# # résumé — straße 🐢 unaffable\tend"
@@ -172,6 +178,14 @@ def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, given, words)
     error = capsys.readouterr().err
     assert code == 2 and words in error and len(error.strip().split("\n")) == 1, error
     assert not out.exists(), "nothing must be left behind"
+
+
+def test_held_out_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
+    (tmp_path / "train.txt").write_text("a text\n")
+    (tmp_path / "other.txt").symlink_to("train.txt")
+    sets = parse_heldout({"a": str(tmp_path / "other.txt")})
+    with pytest.raises(UserError, match="trained on too"):
+        check_held_out(sets, parse_sources(str(tmp_path / "train.txt"), None, "train", "text"))
 
 
 def test_a_name_that_is_there_twice_in_a_recipe(corpus, tmp_path, capsys):

@@ -146,11 +146,12 @@ def test_a_linear_layer_by_hand():
     assert not found[1, 2].any() and found.shape == (3, 7, 24)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
 def test_a_norm_gives_the_bytes_of_its_output(kind):
-    norm = (nn.RMSNorm if kind == "rms" else nn.LayerNorm)(48, eps=1e-5)
-    nn.init.uniform_(norm.weight, 0.5, 2)
-    x = 3 * torch.randn(2, 9, 48)
+    norm = kind(48, eps=0.5)
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    x = torch.randn(2, 9, 48)
     with torch.no_grad():
         made = int8.Int8Norm(norm).eval()(x)
         exact = norm(x).flatten(0, 1)
@@ -166,9 +167,11 @@ def test_outliers_alone_are_smoothed_by_powers_of_two():
     layer.weight.data[:, 9] /= 16
     largest = torch.rand(64) + 1
     largest[3], largest[9] = 80, 80
+    largest[20], largest[21] = (times * largest.median() for times in (7.5, 8.5))
     factors = outliers.factors(layer, largest)
     assert factors[3] == 8 and factors[9] == 32  # sqrt(80 / 1.5); sqrt(80 / 1.5 * 16)
-    assert (factors == 1).sum() == 62
+    assert factors[20] == 1 and factors[21] > 1, "an outlier is 8 times the median"
+    assert (factors == 1).sum() == 61
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -267,10 +270,12 @@ def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config)
     block = model.transformer_encoder[0]
     with torch.no_grad():
         block.attention_norm.weight[3], block.attention_norm.bias[5] = 90, 90
+        block.ffn[0].weight[7] *= 300  # what `down` reads is behind a function of its own
     largest, exact = outliers.largest_inputs(model)
+    down = block.ffn[2].weight.clone()
     outliers.smooth(model)
     after, hidden = outliers.largest_inputs(model)
-    assert torch.equal(hidden, exact)
+    assert torch.equal(hidden, exact) and torch.equal(block.ffn[2].weight, down)
     assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
 
 
@@ -287,6 +292,13 @@ def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
     monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
     with pytest.warns(UserWarning, match=r"of 256 drawn tokens the worst has cosine 0\.[0-8]"):
         quantize_int8(with_outliers("norms"))
+
+
+def test_vectors_without_a_number_are_told_about(model):
+    with torch.no_grad():
+        model.layer_norm.weight[0] = float("nan")
+    with pytest.warns(UserWarning, match="the worst has cosine nan"):
+        quantize_int8(model)
 
 
 def test_heads_sentence_transformers_and_copies(tiny_config, bundled_pair):

@@ -11,6 +11,7 @@ import filecmp
 import json
 import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -354,6 +355,12 @@ def test_the_auto_classes_know_neobert(tmp_path):
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is NeoBERTForMaskedLM, (
         "No remote code is needed with the package."
     )
+
+
+def test_any_file_of_the_model_may_be_imported_first():
+    """In another process: it imports transformers, whose Auto classes then want them all."""
+    code = "import neobert.attention_neobert, transformers as t; t.AutoConfig.for_model('neobert')"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_checkout_is_a_configuration():

@@ -368,18 +368,12 @@ BAD_INPUTS = {
     ),
     "both": ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both were given"),
     "ids of 1 dimension": ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
-    "float ids": ({"input_ids": IDS.float()}, "int64 or int32.*float32"),
-    "bool ids": ({"input_ids": IDS.bool()}, "int64 or int32.*bool"),
+    "no token": ({"input_ids": IDS[:, :0]}, r"at least one token.*\(2, 0\)"),
     "id beyond the vocabulary": ({"input_ids": IDS * 200}, "between 0 and 199, but 200"),
     "negative id": ({"input_ids": -IDS}, "between 0 and 199, but -1"),
     "embeds of 2 dimensions": (
         {"inputs_embeds": torch.zeros(6, 64)},
         r"\(batch, length, 64\).*\(6, 64\)",
-    ),
-    "embeds of another width": ({"inputs_embeds": torch.zeros(2, 6, 32)}, r"\(2, 6, 32\)"),
-    "whole-number embeds": (
-        {"inputs_embeds": torch.zeros(2, 6, 64, dtype=torch.long)},
-        "floating-point.*int64",
     ),
     "mask of another length": (
         {"input_ids": IDS, "attention_mask": torch.ones(2, 5)},
@@ -400,14 +394,6 @@ BAD_INPUTS = {
     "segment numbers as mask": (
         {"input_ids": IDS, "attention_mask": IDS * 2},
         "1 for real tokens and 0",
-    ),
-    "positions of another length": (
-        {"input_ids": IDS, "position_ids": torch.arange(5)},
-        r"\(2, 6\) or \(1, 6\).*\(1, 5\)",
-    ),
-    "float positions": (
-        {"input_ids": IDS, "position_ids": torch.arange(6.0)},
-        "position_ids.*float32",
     ),
     "packed batch of two rows": (
         {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 6])},
@@ -437,8 +423,6 @@ def test_bad_inputs_of_learned_positions():
     model = make_model(NeoBERTModel, **LEARNED)
     with pytest.raises(ValueError, match="200 tokens.*learned positions reach 128"):
         model(torch.ones(1, 200, dtype=torch.long))
-    with pytest.raises(ValueError, match="position_ids.*127.*300"):
-        model(IDS, position_ids=torch.arange(6) + 295)
 
 
 def test_bad_labels():

@@ -185,7 +185,7 @@ def test_yarn_that_extends_to_less_than_the_context():
 def test_a_factor_of_one_is_allowed_and_one_below_is_not(factor):
     NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": factor})
     for bad in (0.99, 0, -2.0, 1e308, True, "2"):
-        with pytest.raises(ValueError, match="'factor' from 1 to 1,000,000"):
+        with pytest.raises(ValueError, match="factor must be a number from 1 to 1,000,000"):
             NeoBERTConfig(**FIELDS, rope_scaling={"rope_type": "yarn", "factor": bad})
 
 
@@ -303,9 +303,6 @@ def test_learned_positions_at_their_last_row():
         1e-5,
         "the last position",
     )
-    for bad in (torch.tensor([128]), torch.tensor([-1])):
-        with pytest.raises(ValueError, match="between 0 and 127"):
-            model(ids[:, :1], position_ids=bad)
     with pytest.raises(ValueError, match="129 tokens"):
         model(random_batch([129])[0])
 

@@ -46,6 +46,10 @@ CASES = {
         ("Birds, e.g. a wren. Wrens, etc. sing.", 12, 0),
         ["Birds, e.g. a wren.", "Wrens, etc. sing."],
     ),
+    "before a small letter no sentence ends": (
+        ("A b c. D e! f g. H", 8, 0),
+        ["A b c.", "D e! f g. H"],
+    ),
     "quotes and brackets belong to the sentence": (
         ('He said "Go." She (it is told.) went.', 7, 0),
         ['He said "Go."', "She (it is told.)", "went."],

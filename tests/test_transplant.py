@@ -126,6 +126,16 @@ def test_a_vocabulary_of_another_kind_gives_the_pieces_of_the_text():
     assert back["\u0120ab"] == ["ab"] and back["ab"] == ["##ab"]
 
 
+def test_what_another_kind_of_tokenizer_does_not_know_is_no_row_of_unknown():
+    backend = Tokenizer(models.Unigram([("[UNK]", 0.0), ("\u2581a", -1.0), ("b", -2.0)], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    old = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    new = wordpiece(["\u03b1", "ab", "a\u03b1"], lowercase=False)
+    found = named(find_rows(old, new), old, new)
+    assert found["ab"] == ["\u2581a", "b"] and found["[UNK]"] == ["[UNK]"]
+    assert "[UNK]" not in found["\u03b1"] and found["a\u03b1"] == ["\u2581a"]
+
+
 def test_rows_are_means_to_the_bit_where_there_is_one():
     torch.manual_seed(3)
     weight = torch.randn(6, 4)
