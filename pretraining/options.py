@@ -1,7 +1,6 @@
 """Options of `neobert pretrain`, `tokenizer` and `pseudo-perplexity`, with the paper's values
 as defaults. Imports neither torch nor transformers."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -255,15 +254,8 @@ class PseudoPerplexityArguments(Arguments):
     """Options of `neobert pseudo-perplexity`."""
 
     model: str = option(help="folder or Hub name of a masked language model")
-    text: str = option(
-        help=(
-            ".txt (a text a line), .jsonl, .parquet, .csv, a folder of such files, or a Hub "
-            "data set"
-        )
-    )
+    text: str = option(help="text, as the dataset of neobert pretrain; a .txt has a text a line")
     column: str = option("text", "column with the text")
-    subset: str | None = option(None, "subset of the Hub data set")
-    split: str = option("train", "split of the Hub data set")
     output: str = option("results/pseudo_perplexity", "folder of the CSV, the table and the plot")
     name: str | None = option(None, "name in the plot; default: last part of --model")
     tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
@@ -276,10 +268,8 @@ class PseudoPerplexityArguments(Arguments):
     )
     bucketing: str = option(
         "cut",
-        (
-            "cut: every text at each length that it reaches; own: every text once, at its "
-            "own length, in the next bucket up"
-        ),
+        "cut: every text at each length that it reaches; own: every text once, at its own length, "
+        "in the next bucket up",
         choices=("cut", "own"),
     )
     texts: int = option(
@@ -287,7 +277,6 @@ class PseudoPerplexityArguments(Arguments):
         "so many texts are used: the first that reach the largest length, then the longest",
         least=1,
     )
-    max_documents: int = option(20000, "how many rows of the data are looked at", least=1)
     positions: str = option("64", "sampled positions a text, or exact for all of them")
     seed: int = option(0, "of the sampled positions")
     yarn: list[str] = option(
@@ -297,48 +286,24 @@ class PseudoPerplexityArguments(Arguments):
     yarn_from: int | None = option(
         None, "length that YaRN extends from; default: the model's max_position_embeddings", least=1
     )
-    batch_tokens: int = option(
-        16384, "tokens of a forward: masked copies of a text go through together", least=1
-    )
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     device: str | None = option(None, "default: cuda if there is one, else cpu")
-    attn_implementation: str | None = option(None, "of transformers")
     trust_remote_code: bool = option(
         False, "run Python code that the model brings (NeoBERT itself needs none)"
     )
-    title: str | None = option(None, "title of the plot")
 
     def __post_init__(self):
         super().__post_init__()
-        self.name = (self.name or Path(str(self.model).rstrip("/")).name or "model").replace(
-            ",", ";"
-        )
-        self.position_count = None if self.positions == "exact" else _count(self.positions)
-        self.yarn_factors = [None if part == "off" else _factor(part) for part in self.yarn]
-        if self.lengths == [] or not self.yarn_factors:
-            raise UserError("lengths and yarn need a value each")
-
-
-def _count(text):
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise UserError(
-            f"positions must be a whole number of at least 1, or exact, but {text!r} was given"
-        )
-    return count
-
-
-def _factor(text):
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 1 < factor < math.inf:
-        raise UserError(f"yarn takes off or a factor above 1, but {text!r} was given")
-    return factor
+        self.name = self.name or Path(self.model.rstrip("/")).name or "model"
+        try:
+            self.position_count = None if self.positions == "exact" else int(self.positions)
+            self.yarn_factors = [None if part == "off" else float(part) for part in self.yarn]
+        except ValueError as error:
+            raise UserError(f"positions and yarn: {error}") from error
+        if self.position_count is not None and self.position_count < 1:
+            raise UserError("positions must be a whole number of at least 1, or exact")
+        if any(factor is not None and not 1 < factor < 1e6 for factor in self.yarn_factors):
+            raise UserError(f"yarn takes off or factors above 1, but {self.yarn} was given")
 
 
 OPTIONS = {
