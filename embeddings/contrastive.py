@@ -21,10 +21,11 @@ from sentence_transformers.sentence_transformer.losses import (
 from transformers import set_seed
 
 from ..common.errors import UserError, one_line
+from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import files_digest, known_by
 from ..common.lora import lora_config, trainable_parameters
-from ..common.output import Output, run_settings
+from ..common.output import RESULT, Output, run_settings
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
 from ..common.trainer_options import number_options, training_arguments
@@ -32,10 +33,9 @@ from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from .contrastive_card import write_card
 from .contrastive_data import (
-    PairSource,
     SizeAlphaBatchSampler,
     TextsBatchSampler,
-    inspected,
+    check_batch,
     load_source,
     probabilities,
     rows_per_batch,
@@ -75,20 +75,14 @@ def check(arguments, training):
             "on; use neobert mteb"
         )
     if training.per_device_train_batch_size < 2:
-        given = training.per_device_train_batch_size
         raise UserError(
-            "per_device_train_batch_size must be at least 2 (the others of a batch are the "
-            f"negatives), but {given} was given"
+            "per_device_train_batch_size must be at least 2: the others of a batch are the "
+            "negatives"
         )
     sources = arguments.sources()
-    if arguments.heldout:
-        inspected(PairSource.from_file(arguments.heldout))
-    local = [
-        arguments.model,
-        arguments.heldout,
-        *(source.path for source in sources if source.is_local),
-    ]
-    apart(arguments.output, *(path for path in local if path and Path(path).exists()))
+    local = [source.path for source in sources if source.is_local]
+    given = filter(None, [arguments.model, arguments.heldout, *local])
+    apart(arguments.output, *(path for path in given if Path(path).exists()))
     return sources
 
 
@@ -105,7 +99,7 @@ def held_out(arguments, data):
             "on, and not measured",
             file=sys.stderr,
         )
-    relevant = {question: found for question, found in relevant.items() if question not in trained}
+    relevant = {text: found for text, found in relevant.items() if text not in trained}
     if not relevant:
         raise UserError(
             f"all questions of {arguments.heldout} are in the training data; give rows that are "
@@ -121,15 +115,9 @@ def build_datasets(arguments, training, sources):
 
     data, prompts = DatasetDict(), {}
     for source in sources:
-        data[source.name] = load_source(source, seed=training.seed)
-        group = arguments.processes_together(training)
-        least = max(2, group)
-        if rows_per_batch(data[source.name], least, None) < least:
-            raise UserError(
-                f"{source.name} ({source.path}): in-batch negatives need at least {least} rows "
-                "without a common text, but its "
-                f"{len(data[source.name])} usable rows share theirs"
-            )
+        part = data[source.name] = load_source(source, seed=training.seed)
+        rows = rows_per_batch(part, training.train_batch_size, arguments.texts_per_batch)
+        check_batch(source, part, rows)
         if text := prompt(arguments.instruction_template, source.instruction):
             prompts[source.name] = {"anchor": text}
     return data, prompts
@@ -138,15 +126,10 @@ def build_datasets(arguments, training, sources):
 def build_loss(model, arguments):
     """InfoNCE on cosine similarity / temperature; with gradient caching where `mini_batch_size` is
     given."""
-    settings = {
-        "scale": 1 / arguments.temperature,
-        "gather_across_devices": arguments.gather_negatives,
-    }
-    if arguments.mini_batch_size:
-        return CachedMultipleNegativesRankingLoss(
-            model, mini_batch_size=arguments.mini_batch_size, **settings
-        )
-    return MultipleNegativesRankingLoss(model, **settings)
+    scale, size = 1 / arguments.temperature, arguments.mini_batch_size
+    if size:
+        return CachedMultipleNegativesRankingLoss(model, scale=scale, mini_batch_size=size)
+    return MultipleNegativesRankingLoss(model, scale=scale)
 
 
 def build_trainer(model, data, prompts, arguments, training):
@@ -157,12 +140,10 @@ def build_trainer(model, data, prompts, arguments, training):
     # A nested dictionary must not be empty, or the trainer would not know the data sets apart.
     training.prompts = prompts or None
     training.batch_sampler = functools.partial(
-        TextsBatchSampler,
-        texts_per_batch=arguments.texts_per_batch,
-        group=arguments.processes_together(training),
+        TextsBatchSampler, texts_per_batch=arguments.texts_per_batch
     )
     training.multi_dataset_batch_sampler = functools.partial(
-        SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size, names=list(data)
+        SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size
     )
     try:
         return ContrastiveTrainer(
@@ -175,13 +156,10 @@ def build_trainer(model, data, prompts, arguments, training):
 def model_prompts(prompts, arguments):
     """The prompts of the encoder: those of the data sets by their names, "query" and "document"."""
     named = {name: texts["anchor"] for name, texts in prompts.items()}
-    different = list(dict.fromkeys(named.values()))
-    usual = (
-        prompt(arguments.instruction_template, "Retrieve text that answers the query.")
-        if named
-        else ""
-    )
-    return {"query": different[0] if len(different) == 1 else usual, "document": "", **named}
+    query = next(iter(named.values()), "")
+    if len(set(named.values())) > 1:
+        query = prompt(arguments.instruction_template, "Retrieve text that answers the query.")
+    return {"query": query, "document": "", **named}
 
 
 def merge_lora(model, adapter_folder, arguments):
@@ -189,7 +167,7 @@ def merge_lora(model, adapter_folder, arguments):
     from peft import PeftModel
 
     model[0].auto_model.save_pretrained(adapter_folder)
-    plain = load_sentence_transformer(**arguments.loading())
+    plain = load_sentence_transformer(arguments.model, **arguments.loading())
     adapted = PeftModel.from_pretrained(plain[0].auto_model, adapter_folder)
     merged = adapted.merge_and_unload()
     assert merged is plain[0].auto_model, "merging changed the model object"
@@ -221,7 +199,7 @@ def train(arguments, training):
             checkpoints.
     Returns:
         dict: data set sizes and probabilities, losses of the log, steps, seconds. None if the
-        folder was finished already.
+        folder was finished already and there is nothing new to measure.
     Raises:
         UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
     """
@@ -229,19 +207,17 @@ def train(arguments, training):
     output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
     if output.state() == "finished":
         shutil.rmtree(training.output_dir, ignore_errors=True)
-        return None
-    set_seed(training.seed)
-    model = load_sentence_transformer(**arguments.loading())
-    if arguments.lora:
-        model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
+        return _measured_later(arguments, training, sources)
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
         heldout = held_out(arguments, data)
-        before = (
-            measure(model.to(training.device), *heldout)
-            if heldout and training.process_index == 0
-            else None
-        )
+    set_seed(training.seed)
+    model = load_sentence_transformer(arguments.model, **arguments.loading())
+    if arguments.lora:
+        model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
+    before = None
+    if heldout and training.process_index == 0:
+        before = measure(model.to(training.device), *heldout)
     with checkpoints.claim(output):
         trainer = build_trainer(model, data, prompts, arguments, training)
         summary = _train(trainer, data, arguments)
@@ -253,8 +229,7 @@ def train(arguments, training):
                 trained.prompts = model_prompts(prompts, arguments)
                 if heldout:
                     summary["heldout"] = {
-                        "questions": len(heldout[0]),
-                        "texts": len(heldout[1]),
+                        **_counts(arguments, heldout),
                         "before": before,
                         "after": measure(trained.to(training.device), *heldout),
                     }
@@ -269,15 +244,33 @@ def train(arguments, training):
     return summary
 
 
+def _counts(arguments, heldout):
+    """What is told of held-out rows beside the measures."""
+    relevant, texts = heldout
+    digest = files_digest([arguments.heldout])
+    return {"questions": len(relevant), "texts": len(texts), "file": digest}
+
+
+def _measured_later(arguments, training, sources):
+    """The summary of an encoder that is finished, on a file of held-out rows that its training did
+    not have; None where it had, or without such a file."""
+    if arguments.heldout is None or training.process_index:
+        return None
+    summary = read_json(Path(arguments.output) / RESULT)["training"]
+    if summary.get("heldout", {}).get("file") == files_digest([arguments.heldout]):
+        return None
+    data, _ = build_datasets(arguments, training, sources)
+    heldout = held_out(arguments, data)
+    model = load_sentence_transformer(arguments.output, trust_remote_code=True)
+    measured = measure(model.to(training.device), *heldout)
+    return {**summary, "heldout": {**_counts(arguments, heldout), "after": measured}}
+
+
 def _train(trainer, data, arguments):
     """Runs the trainer; returns what is told about it."""
     sizes = {name: len(part) for name, part in data.items()}
-    sizes_asked = (
-        trainer.args.train_batch_size,
-        arguments.texts_per_batch,
-        arguments.processes_together(trainer.args),
-    )
-    rows = {name: rows_per_batch(part, *sizes_asked) for name, part in data.items()}
+    batch = trainer.args.train_batch_size, arguments.texts_per_batch
+    rows = {name: rows_per_batch(part, *batch) for name, part in data.items()}
     drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
     if trainer.is_world_process_zero():
         for name, size in sizes.items():
@@ -335,5 +328,6 @@ def main(argv=None):
                     f"{found['texts']:,} texts"
                 )
                 for when in ("before", "after"):
-                    print(f"  {when:<6}  {described(found[when])}")
+                    if when in found:
+                        print(f"  {when:<6}  {described(found[when])}")
     return 0

@@ -69,7 +69,8 @@ def _measured(found):
     if found is None:
         return ""
     rows = [
-        [when, *(f"{found[when][name]:.3f}" for name in METRICS)] for when in ("before", "after")
+        [when, *(f"{found[when][name]:.3f} ± {found[when][f'{name}_se']:.3f}" for name in METRICS)]
+        for when in ("before", "after")
     ]
     return (
         f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched "

@@ -5,12 +5,14 @@ Every data set becomes columns anchor, positive, negative_1, ..., negative_n. A 
 set, drawn with probability proportional to size^alpha (paper, section 4.3).
 """
 
+import itertools
 import math
+import sys
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_type_hints
 
-import numpy as np
 import torch
 from sentence_transformers.base.sampler import (
     MultiDatasetDefaultBatchSampler,
@@ -20,7 +22,7 @@ from sentence_transformers.base.sampler import (
 from ..common.arguments import check_ranges, option, typed
 from ..common.errors import UserError, listed, one_line
 from ..common.identity import files_digest
-from ..common.rows import FORMATS, check_characters, read_rows, row_columns, row_format
+from ..common.rows import FORMATS, read_rows, row_columns, row_format
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,8 @@ class PairSource:
     @property
     def columns(self):
         """The columns of a row that hold all of this."""
-        return list(
-            dict.fromkeys(
-                path.split(".")[0]
-                for path in (self.anchor, self.positive, *self.negatives, *self.above)
-            )
-        )
+        paths = (self.anchor, self.positive, *self.negatives, *self.above)
+        return list(dict.fromkeys(path.split(".")[0] for path in paths))
 
     @classmethod
     def from_dict(cls, values):
@@ -93,56 +91,56 @@ class PairSource:
             )
         return cls(name=Path(path).name.split(".")[0], path=str(path), instruction=instruction)
 
-    def replaced(self, **values):
-        return replace(self, **values)
 
-
-def lookup(row, path):
+def lookup(value, path):
     """What `path` ("set.0", "neg_paras.*.text") leads to in a row; None where it leads nowhere."""
-    return _lookup(row, path.split("."))
-
-
-def _lookup(value, steps):
-    if not steps or value is None:
+    if not path or value is None:
         return value
-    step, *rest = steps
+    step, _, rest = path.partition(".")
     if step == "*":
-        return [_lookup(item, rest) for item in value] if isinstance(value, (list, tuple)) else None
+        items = value if isinstance(value, (list, tuple)) else None
+        return items and [lookup(item, rest) for item in items]
     if isinstance(value, dict):
-        return _lookup(value.get(step), rest)
-    if isinstance(value, (list, tuple)) and step.isdigit():
-        return _lookup(value[int(step)], rest) if int(step) < len(value) else None
+        return lookup(value.get(step), rest)
+    if isinstance(value, (list, tuple)) and step.isdigit() and int(step) < len(value):
+        return lookup(value[int(step)], rest)
+    return None
+
+
+def unusable(row, source, negative_count):
+    """Why a row is left out, in a few words; None for one that is trained on."""
+    for name, path in (("anchor", source.anchor), ("positive", source.positive)):
+        if not _is_text(lookup(row, path)):
+            return f"without {name}"
+    if negative_count and not _negatives(row, source):
+        return "without negative"
+    for column, lowest in source.above.items():
+        if row[column] is None or not row[column] > lowest:
+            return f"with a {column} not above {lowest:g}"
     return None
 
 
 def example(row, source, negative_count):
-    """anchor, positive and negative_1 ... of one row, or None where a text is missing or empty.
+    """anchor, positive and negative_1 ... of a usable row.
 
     Args:
         row: dict.
-        source: `DataSource`.
-        negative_count: negatives of every example of this data set.
+        source: `PairSource`.
+        negative_count: negatives of every example of this data set; a shorter list is repeated.
     """
-    anchor, positive = lookup(row, source.anchor), lookup(row, source.positive)
-    if not _is_text(anchor) or not _is_text(positive):
-        return None
-    output = {"anchor": anchor, "positive": positive}
-    if negative_count:
-        found = _negatives(row, source)
-        if not found:
-            return None
-        output.update({f"negative_{i + 1}": found[i % len(found)] for i in range(negative_count)})
+    output = {"anchor": lookup(row, source.anchor), "positive": lookup(row, source.positive)}
+    texts = _negatives(row, source)
+    for i in range(negative_count):
+        output[f"negative_{i + 1}"] = texts[i % len(texts)]
     return output
 
 
 def _negatives(row, source):
-    found = []
+    texts = []
     for path in source.negatives:
         value = lookup(row, path)
-        found += [
-            text for text in (value if isinstance(value, list) else [value]) if _is_text(text)
-        ]
-    return found[: source.max_negatives]
+        texts += filter(_is_text, value if isinstance(value, list) else [value])
+    return texts[: source.max_negatives]
 
 
 def _is_text(value):
@@ -153,64 +151,63 @@ def _is_negative(column):
     return column == "negative" or column.startswith("negative_")
 
 
-def inspected(source):
-    """The source with its negative columns named; a local file is read row by row, and so checked.
+def _names(negative_count):
+    return ["anchor", "positive", *(f"negative_{i + 1}" for i in range(negative_count))]
 
-    Raises:
-        UserError: no such file, a broken row, a column that is missing, negatives in some rows
-            only.
-    """
-    if not source.is_local:
-        return source
-    alike = None
-    if not source.negatives:
-        found = sorted(
-            filter(_is_negative, row_columns(source.path)), key=lambda name: (len(name), name)
-        )
-        source, alike = source.replaced(negatives=found), _is_negative
-    texts = [path for path in (source.anchor, source.positive) if "." not in path]
-    for place, row in read_rows(source.path, source.columns, texts, alike=alike):
-        for text in _negatives(row, source):
-            check_characters(place, "negatives", text)
+
+def with_negatives(source):
+    """The source with the negative columns of its file named, where it names none itself."""
+    if source.is_local and not source.negatives:
+        columns = filter(_is_negative, row_columns(source.path))
+        columns = sorted(columns, key=lambda name: (len(name), name))
+        return replace(source, negatives=columns)
     return source
-
-
-def _is_above(value, lowest):
-    return value is not None and value > lowest
 
 
 def _local_examples(source, count, digest):
     """Examples of a local file; `digest` is that of its content, which the library's cache goes
     by."""
     for _, row in read_rows(source.path, source.columns):
-        if all(_is_above(row[column], lowest) for column, lowest in source.above.items()):
-            made = example(row, source, count)
-            if made is not None:
-                yield made
+        if unusable(row, source, count) is None:
+            yield example(row, source, count)
 
 
 def _load_local(source):
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetsError
 
-    count = max(
-        (len(_negatives(row, source)) for _, row in read_rows(source.path, source.columns)),
-        default=0,
-    )
-    names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
-    features = Features({name: Value("string") for name in names})
-    given = {"source": source, "count": count, "digest": files_digest([source.path])}
+    texts = [path for path in (source.anchor, source.positive) if "." not in path]
+    alike = _is_negative if all(map(_is_negative, source.negatives)) else None
     try:
-        return Dataset.from_generator(_local_examples, features=features, gen_kwargs=given)
-    except (
-        TypeError,
-        ValueError,
-        DatasetsError,
-    ) as error:  # `above` of what has no order; no row at all
+        rows = read_rows(source.path, source.columns, texts, alike=alike)
+        count = max((len(_negatives(row, source)) for _, row in rows), default=0)
+        rows = read_rows(source.path, source.columns)
+        _say_left_out(source, Counter(unusable(row, source, count) for _, row in rows))
+        features = Features({name: Value("string") for name in _names(count)})
+        settings = {"source": source, "count": count, "digest": files_digest([source.path])}
+        return Dataset.from_generator(_local_examples, features=features, gen_kwargs=settings)
+    except UserError:
+        raise
+    except (TypeError, ValueError, DatasetsError) as error:  # `above` of what has no order
         raise UserError(
             f"{source.name} ({source.path}) has no usable row "
             f"({one_line(error.__cause__ or error)})"
         ) from error
+
+
+def _say_left_out(source, reasons):
+    """Prints how many rows are not trained on, and why.
+
+    Args:
+        reasons: {what `unusable` says: rows}.
+    """
+    used = reasons.pop(None, 0)
+    if reasons:
+        print(
+            f"{source.name}: {reasons.total():,} of {used + reasons.total():,} rows left out: "
+            + ", ".join(f"{rows:,} {reason}" for reason, rows in reasons.items()),
+            file=sys.stderr,
+        )
 
 
 def _load_from_hub(source, seed):
@@ -218,19 +215,15 @@ def _load_from_hub(source, seed):
     from datasets.exceptions import DatasetsError
 
     try:
-        data = (
-            _load_qrels(source)
-            if source.qrels
-            else load_dataset(
-                source.path, source.subset, split=source.split, revision=source.revision
-            )
+        if source.qrels:
+            return _load_qrels(source)
+        data = load_dataset(
+            source.path, source.subset, split=source.split, revision=source.revision
         )
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(
             f"the data set {source.path} cannot be loaded: {one_line(error)}"
         ) from error
-    if source.qrels:
-        return data
     for column in source.columns:
         if column not in data.column_names:
             raise UserError(
@@ -239,27 +232,32 @@ def _load_from_hub(source, seed):
             )
     for column, lowest in source.above.items():
         data = data.filter(
-            lambda values, lowest=lowest: [_is_above(value, lowest) for value in values],
+            lambda values, lowest=lowest: [
+                value is not None and value > lowest for value in values
+            ],
             input_columns=column,
             batched=True,
         )
-    # before the work of the conversion
-    if source.max_rows is not None and len(data) > source.max_rows:
-        data = data.shuffle(seed=seed).select(range(source.max_rows))
-    count = 0
-    if source.negatives:
-        count = max(
-            (len(_negatives(row, source)) for row in data.select(range(min(1000, len(data))))),
-            default=0,
-        )
+    data = _sampled(data, source, seed)  # before the work of the conversion
+    first = data.select(range(min(1000, len(data))))
+    count = max((len(_negatives(row, source)) for row in first), default=0)
 
     def convert(batch):
         rows = (dict(zip(batch, values)) for values in zip(*batch.values()))
-        made = [made for row in rows if (made := example(row, source, count)) is not None]
-        names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
-        return {name: [row[name] for row in made] for name in names}
+        made = [example(row, source, count) for row in rows if unusable(row, source, count) is None]
+        return {name: [row[name] for row in made] for name in _names(count)}
 
-    return data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
+    used = data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
+    left_out = {"without anchor, positive or negative": len(data) - len(used)}
+    _say_left_out(source, Counter({None: len(used)}) + Counter(left_out))
+    return used
+
+
+def _sampled(data, source, seed):
+    """At most `max_rows` of the rows, by the seed."""
+    if source.max_rows is None or len(data) <= source.max_rows:
+        return data
+    return data.shuffle(seed=seed).select(range(source.max_rows))
 
 
 def load_source(source, seed=0):
@@ -269,8 +267,7 @@ def load_source(source, seed=0):
         UserError: it cannot be loaded, has other columns, or no usable row.
     """
     data = _load_local(source) if source.is_local else _load_from_hub(source, seed)
-    if source.max_rows is not None and len(data) > source.max_rows:
-        data = data.shuffle(seed=seed).select(range(source.max_rows))
+    data = _sampled(data, source, seed)
     if not len(data):
         raise UserError(f"{source.name} ({source.path}) has no usable row")
     return data
@@ -296,13 +293,9 @@ def _load_qrels(source):
             row["_id"]: f"{row.get('title') or ''} {row['text']}".strip()
             for row in data.select(rows)
         }
-    pairs = zip(wanted["queries"], wanted["corpus"])
-    pairs = [
-        (texts["queries"].get(query), texts["corpus"].get(document)) for query, document in pairs
-    ]
-    return Dataset.from_dict(
-        {"anchor": [pair[0] for pair in pairs], "positive": [pair[1] for pair in pairs]}
-    )
+    queries = [texts["queries"].get(identifier) for identifier in wanted["queries"]]
+    documents = [texts["corpus"].get(identifier) for identifier in wanted["corpus"]]
+    return Dataset.from_dict({"anchor": queries, "positive": documents})
 
 
 def probabilities(sizes, alpha):
@@ -324,17 +317,13 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         batch_samplers: one sampler a data set.
         alpha: 0 draws all alike, 1 in proportion to their size.
         group: number of processes.
-        names: of the data sets, for the message about one without a batch.
     """
 
-    def __init__(
-        self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1, names=None
-    ):
+    def __init__(self, dataset, batch_samplers, generator=None, seed=0, alpha=0.5, group=1):
         super().__init__(dataset, batch_samplers=batch_samplers, generator=generator, seed=seed)
         # it differs between data sets; accelerate would drop the batches of any other size
         self.batch_size = None
         self.group = group
-        self.names = names or range(len(batch_samplers))
         self.probabilities = probabilities([len(part) for part in dataset.datasets], alpha)
 
     def __iter__(self):
@@ -345,101 +334,54 @@ class SizeAlphaBatchSampler(MultiDatasetDefaultBatchSampler):
         for part in self.dataset.datasets:
             offsets.append(offsets[-1] + len(part))
         weights = torch.tensor(self.probabilities, dtype=torch.float64)
-        iterators, rounds = {}, [0] * len(self.batch_samplers)
+        batches = [self._batches(number) for number in range(len(self.batch_samplers))]
         for _ in range(len(self) // self.group):
             drawn = int(torch.multinomial(weights, 1, generator=generator))
             for _ in range(self.group):
-                if drawn not in iterators:
-                    iterators[drawn] = self._restarted(drawn, rounds)
-                tries = 0
-                while (batch := next(iterators[drawn], None)) is None:
-                    # Where most rows share a text with another, a batch may be found in few orders.
-                    if (tries := tries + 1) > 100:
-                        size = self.batch_samplers[drawn].batch_size
-                        raise UserError(
-                            f"the data set {self.names[drawn]} has too few different rows for a "
-                            f"batch of {size}; lower the batch size"
-                        )
-                    iterators[drawn] = self._restarted(drawn, rounds)
-                yield [index + offsets[drawn] for index in batch]
+                yield [index + offsets[drawn] for index in next(batches[drawn])]
 
-    def _restarted(self, number, rounds):
-        sampler = self.batch_samplers[number]
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch * 1_000_003 + rounds[number] * 101 + number)
-        rounds[number] += 1
-        return iter(sampler)
+    def _batches(self, number):
+        """The batches of one data set, without an end: each time through in a new order."""
+        for times in itertools.count():
+            sampler = self.batch_samplers[number]
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch * 1_000_003 + times * 101 + number)
+            yield from sampler
 
     def __len__(self):
         return sum(len(sampler) for sampler in self.batch_samplers) // self.group * self.group
 
 
 class TextsBatchSampler(NoDuplicatesBatchSampler):
-    """Batches without a text that occurs twice (it would be a negative of its own row), cut to
-    encoded texts and to different rows.
+    """Batches without a text that occurs twice, which would be a negative of its own row.
 
     Args:
-        texts_per_batch: texts of one batch over all its columns (the paper's code: 128), or None
-            for `batch_size` rows.
-        group: batches in a row without a common text: those of the processes that share their
-            negatives.
+        batch_size: rows of a batch.
+        texts_per_batch: texts of one batch over all its columns (the paper's code: 128), in place
+            of `batch_size`.
     """
 
     def __init__(
-        self,
-        dataset,
-        batch_size,
-        drop_last=True,
-        texts_per_batch=None,
-        group=1,
-        generator=None,
-        **kwargs,
+        self, dataset, batch_size, drop_last=True, texts_per_batch=None, generator=None, **others
     ):
-        self.group, self.rows = group, rows_per_batch(dataset, batch_size, texts_per_batch, group)
-        super().__init__(
-            dataset,
-            batch_size=self.rows * group,
-            drop_last=True,
-            generator=torch.Generator(),
-            **kwargs,
+        rows = rows_per_batch(dataset, batch_size, texts_per_batch)
+        super().__init__(dataset, rows, drop_last=True, generator=torch.Generator(), **others)
+
+
+def rows_per_batch(dataset, batch_size, texts_per_batch=None):
+    """Rows in a batch of `dataset`."""
+    if texts_per_batch is None:
+        return batch_size
+    # The trainer adds a column with the name of the data set.
+    texts = [name for name in dataset.column_names if name != "dataset_name"]
+    return max(2, texts_per_batch // len(texts))
+
+
+def check_batch(source, data, rows):
+    """Raises UserError where a batch of `rows` rows without a common text cannot be found."""
+    if next(iter(TextsBatchSampler(data, rows)), None) is None:
+        raise UserError(
+            f"{source.name} ({source.path}): {rows} rows without a common text make a batch, and "
+            f"its {len(data):,} usable rows have not so many; give a smaller "
+            "--per-device-train-batch-size"
         )
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield from (
-                batch[start : start + self.rows] for start in range(0, len(batch), self.rows)
-            )
-
-    def __len__(self):
-        return super().__len__() * self.group
-
-
-def rows_per_batch(dataset, batch_size, texts_per_batch, group=1):
-    """Rows in a batch of `dataset`: as many as were asked for, or as many as `group` batches have
-    without a common text."""
-    columns = [
-        name
-        for name in dataset.column_names
-        if name in ("anchor", "positive") or _is_negative(name)
-    ]
-    rows = batch_size if texts_per_batch is None else max(2, texts_per_batch // len(columns))
-    # The trainer gives every row the name of its data set, which all rows have in common.
-    plain = dataset.with_format(None).select_columns(columns)
-    # The count depends on the order of the rows: take the minimum of three orders.
-    return min(_different_rows(plain, rows * group, seed) for seed in range(3)) // group
-
-
-def _different_rows(dataset, most, seed):
-    """Rows without a common text, at most `most`, that one pass finds; of a large data set over a
-    random part."""
-    texts, found = set(), 0
-    for index in np.random.default_rng(seed).choice(
-        len(dataset), min(len(dataset), max(10_000, 50 * most)), replace=False
-    ):
-        row = set(dataset[int(index)].values())
-        if texts.isdisjoint(row):
-            texts |= row
-            found += 1
-            if found == most:
-                break
-    return found

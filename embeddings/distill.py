@@ -13,6 +13,7 @@ import functools
 import shutil
 from pathlib import Path
 
+import numpy as np
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import set_seed
 
@@ -20,7 +21,7 @@ from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.files import read_json
 from ..common.folders import apart, check_place
 from ..common.identity import files_digest, known_by, model_digest
-from ..common.loading import check_model, choose_device, set_attention
+from ..common.loading import check_model, choose_device
 from ..common.output import Output, run_settings
 from ..common.results import environment
 from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
@@ -28,15 +29,9 @@ from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from .distill_batches import NearTexts, SimilarLengths, nearest_units
 from .distill_card import precision_check, write_card
-from .distill_data import (
-    TeacherVectors,
-    read_texts,
-    texts_digest,
-    token_lengths,
-    training_dataset,
-)
+from .distill_data import read_texts, teacher_vectors, token_lengths, training_dataset
 from .distill_loss import Agreement, DistillLoss
-from .distill_student import as_shipped, build_student, save_student
+from .distill_student import build_student, save_student
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
@@ -76,41 +71,31 @@ def settings_of(arguments, trainer_options, sources, others):
 
 
 def load_teacher(arguments, device):
-    dtype = arguments.teacher_dtype
     return PackedEncoder(
         arguments.teacher,
-        dtype=dtype,
+        dtype=arguments.teacher_dtype,
         device=device,
         max_length=arguments.max_length,
         trust_remote_code=arguments.trust_remote_code,
     )
 
 
-def teacher_vectors(arguments, texts, device):
-    """`TeacherVectors` of all texts of a run: {"train", "held_out", other names}."""
-    loaded = []
-
-    def load():
-        if not loaded:
-            loaded.append(load_teacher(arguments, device))
-        return loaded[0]
-
+def all_vectors(arguments, texts, device):
+    """The teacher's vectors of the training texts, (N, D) float16 on disk, and {name: (texts, their
+    vectors)} of what agreement is measured on."""
+    load = functools.cache(functools.partial(load_teacher, arguments, device))
     identity = {
         "teacher": model_digest(arguments.teacher),
         "max_length": arguments.max_length,
         "dtype": arguments.teacher_dtype,
     }
     folder = Path(arguments.work) / "vectors"
-    sets = {
-        "train": texts.train,
-        "held_out": texts.held_out,
-        **{f"other-{name}": rows for name, rows in texts.other.items()},
-    }
-    return {
-        name: TeacherVectors(folder / name, rows, identity, load)
-        for name, rows in sets.items()
-        if rows
-    }
+    train = teacher_vectors(folder / "train.npy", texts.train, identity, load)
+    sets = {}
+    for name, rows in texts.measured.items():
+        file = folder / (f"{name}.npy" if name == "held_out" else f"other-{name}.npy")
+        sets[name] = rows, np.float32(teacher_vectors(file, rows, identity, load))
+    return train, sets
 
 
 def train(arguments, trainer_options):
@@ -142,79 +127,66 @@ def train(arguments, trainer_options):
         shutil.rmtree(training.output_dir, ignore_errors=True)
         return None
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
+    if fixed["eval_strategy"] != "no":
+        texts.check_measured()
     set_seed(training.seed)
     teacher = load_teacher(arguments, "cpu")
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
     del teacher
-    packing = student[0].auto_model.config._attn_implementation
-    set_attention(student[0].auto_model, arguments.attn_implementation)
     with checkpoints.claim(output):
         with training.main_process_first(desc="teacher vectors"):
-            vectors = teacher_vectors(arguments, texts, device)
-        return _train(arguments, training, output, texts, vectors, student, packing)
+            vectors, sets = all_vectors(arguments, texts, device)
+        model = student[0].auto_model
+        if arguments.compile:
+            compile_blocks(model)
+        training.batch_sampler = _batches(arguments, training, texts, vectors, student.tokenizer)
+        trainer = DistillTrainer(
+            model=student,
+            args=training,
+            train_dataset=training_dataset(texts.train, vectors),
+            loss=DistillLoss(student, arguments),
+            evaluator=Agreement(sets) if sets else None,
+        )
+        checkpoints.train(trainer)
+        uncompile_blocks(model)
+        figures = {
+            "texts": {
+                "train": len(texts.train),
+                "held_out": len(texts.held_out),
+                **{name: len(rows) for name, rows in texts.other.items()},
+            },
+            "steps": trainer.state.global_step,
+            "epochs": trainer.state.epoch,
+            "seconds": checkpoints.spent(trainer)["seconds"],
+            **_histories(trainer.state.log_history),
+            "earlier": earlier_runs(arguments.init_from),
+            "environment": environment(
+                dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
+                processes=training.world_size,
+            ),
+        }
+        if training.process_index == 0:
+            with output.final_files() as folder:
+                save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
+                figures["precision"] = precision_check(folder, sets)
+                write_card(folder, arguments, figures)
+            output.finish(**figures)
+            shutil.rmtree(training.output_dir)
+        return figures
 
 
-def _train(arguments, training, output, texts, vectors, student, packing):
-    """Trains `student` and writes it with the attention implementation `packing`."""
-    model = student[0].auto_model
-    if arguments.compile:
-        compile_blocks(model)
-    training.batch_sampler = _batches(arguments, training, texts, vectors, student.tokenizer)
-    sets = {name: (rows, vectors[key]) for name, rows, key in _measured(texts) if key in vectors}
-    sets = {name: (rows, kept.rows(range(len(rows)))) for name, (rows, kept) in sets.items()}
-    trainer = DistillTrainer(
-        model=student,
-        args=training,
-        train_dataset=training_dataset(texts.train, vectors["train"]),
-        loss=DistillLoss(student, arguments),
-        evaluator=Agreement(sets) if sets else None,
-    )
-    checkpoints.train(trainer)
-    history = trainer.state.log_history
-    uncompile_blocks(model)
-    model.set_attn_implementation(packing)
-    figures = {
-        "texts": {
-            "train": len(texts.train),
-            "held_out": len(texts.held_out),
-            **{name: len(rows) for name, rows in texts.other.items()},
-        },
-        "steps": trainer.state.global_step,
-        "epochs": trainer.state.epoch,
-        "seconds": checkpoints.spent(trainer)["seconds"],
-        "losses": [
-            {
-                key: entry[key]
-                for key in ("step", "loss", "cosine", "mse", "similarity", "cpu_seconds")
-                if key in entry
-            }
-            for entry in history
-            if "loss" in entry
-        ],
-        "agreement": [
-            {
-                key.removeprefix("eval_"): value
-                for key, value in entry.items()
-                if key == "step" or key.endswith(("_cosine", "_spearman"))
-            }
-            for entry in history
-            if any(key.endswith("_spearman") for key in entry)
-        ],
-        "earlier": earlier_runs(arguments.init_from),
-        "environment": environment(
-            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
-            processes=training.world_size,
-        ),
-    }
-    if training.process_index == 0:
-        with output.final_files() as folder:
-            shipped = as_shipped(student.to("cpu"), arguments.keep_projection)
-            save_student(shipped, folder, arguments.dtype, arguments.embedding_dtype)
-            figures["precision"] = precision_check(folder, sets)
-            write_card(folder, arguments, figures)
-        output.finish(**figures)
-        shutil.rmtree(training.output_dir)
-    return figures
+def _histories(history):
+    """The losses and the agreement over the steps, of the trainer's log."""
+    losses, agreed = [], []
+    names = ("step", "loss", "cosine", "similarity", "cpu_seconds")
+    for entry in history:
+        if "loss" in entry:
+            losses.append({name: entry[name] for name in names if name in entry})
+        if any(name.endswith("_spearman") for name in entry):
+            values = {name.removeprefix("eval_"): value for name, value in entry.items()}
+            kept = [n for n in values if n == "step" or n.endswith(("_cosine", "_spearman"))]
+            agreed.append({name: values[name] for name in kept})
+    return {"losses": losses, "agreement": agreed}
 
 
 def earlier_runs(init_from):
@@ -235,27 +207,11 @@ def _batches(arguments, training, texts, vectors, tokenizer):
     else by length."""
     if arguments.neighbours or len(texts.units) < len(texts.train):
         # Four times as many candidates: another bundle may have the first ones.
-        near = nearest_units(vectors["train"].rows, texts.units, 4 * arguments.neighbours)
-        return functools.partial(
-            NearTexts,
-            units=texts.units,
-            near=near,
-            neighbours=arguments.neighbours,
-            group=training.world_size,
-        )
-    with training.main_process_first(desc="lengths"):
-        path = (
-            Path(arguments.work) / f"lengths-{arguments.max_length}-{texts_digest(texts.train)}.npy"
-        )
-        lengths = token_lengths(texts.train, tokenizer, arguments.max_length, path)
+        near = nearest_units(vectors, texts.units, 4 * arguments.neighbours)
+        settings = {"units": texts.units, "near": near, "neighbours": arguments.neighbours}
+        return functools.partial(NearTexts, group=training.world_size, **settings)
+    lengths = token_lengths(texts.train, tokenizer, arguments.max_length)
     return functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
-
-
-def _measured(texts):
-    """(name, texts, folder of their vectors) of what agreement is measured on."""
-    yield "held_out", texts.held_out, "held_out"
-    for name, rows in texts.other.items():
-        yield name, rows, f"other-{name}"
 
 
 def main(argv=None):

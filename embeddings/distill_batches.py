@@ -20,10 +20,18 @@ class _SteppedBatches(DefaultBatchSampler):
     Args:
         dataset: of N texts.
         group: batches of a step, one a process.
-        unused: what the trainer gives to every sampler beside these.
     """
 
-    def __init__(self, dataset, batch_size, *, seed=0, group=1, **unused):
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        drop_last=True,
+        valid_label_columns=None,
+        generator=None,
+        seed=0,
+        group=1,
+    ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True, seed=seed)
         self.count = len(dataset)
         self.group = group
@@ -115,7 +123,7 @@ def nearest_units(vectors, units, count, seed=0):
     K is `count`, or less where the smallest part has fewer others.
 
     Args:
-        vectors: function from a list of text numbers to (n, D) float32, the teacher's vectors.
+        vectors: (N, D), the teacher's vectors of all texts.
         units: list of lists of text numbers; the mean of their unit vectors stands for a unit.
     """
     order = np.random.default_rng(seed).permutation(len(units))
@@ -124,7 +132,8 @@ def nearest_units(vectors, units, count, seed=0):
     near = np.empty((len(units), count), dtype=np.int64)
     for part in parts:
         sizes = torch.tensor([len(units[u]) for u in part])
-        found = F.normalize(torch.from_numpy(vectors([t for u in part for t in units[u]])), dim=-1)
+        rows = np.float32(vectors[[t for u in part for t in units[u]]])
+        found = F.normalize(torch.from_numpy(rows), dim=-1)
         owner = torch.repeat_interleave(torch.arange(len(part)), sizes)
         means = torch.zeros(len(part), found.shape[1]).index_add_(0, owner, found)
         means = F.normalize(means, dim=-1)

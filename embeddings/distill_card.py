@@ -3,47 +3,46 @@
 import os
 import sys
 
-import numpy as np
-
 from ..common.cards import base_model, front_matter
 from ..common.files import write_text
 from ..common.results import markdown_table, shown
 from .distill_loss import agreement
-from .packed_encoder import PackedEncoder
+from .packed_encoder import NotFinite, PackedEncoder
 
 
 LEAST_COSINE = 0.99
 
 
 def precision_check(folder, sets):
-    """Loads the saved student in float32, bfloat16 and float16.
+    """Loads the saved student in float32, bfloat16 and float16, and says on stderr in which of them
+    it should not be used.
 
     Args:
         sets: {name: (texts, teacher's vectors)}.
     Returns:
         {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine",
-        "<set>_spearman": agreement with the teacher}}.
-        A line on stderr says where vectors are of another direction than those of float32.
+        "<set>_spearman": agreement with the teacher}}, without a dtype whose vectors are not
+        finite.
     """
-    found, exact = {}, {}
+    precisions, exact = {}, None
     for dtype in ("float32", "bfloat16", "float16"):
         encoder = PackedEncoder(str(folder), dtype=dtype, device="cpu")
-        figures = {}
-        for name, (texts, vectors) in sets.items():
-            own = encoder.embed(encoder.tokenize(texts))
-            exact.setdefault(name, own)
-            cosine = agreement(own, exact[name])["cosine"]
-            if not np.isfinite(own).all() or not cosine > LEAST_COSINE:
-                print(
-                    f"the student's vectors in {dtype} are not those of float32 (mean cosine "
-                    f"{cosine:.4f}): load it in float32",
-                    file=sys.stderr,
-                )
-            figures["to_float32"] = min(cosine, figures.get("to_float32", 1.0))
-            figures |= {f"{name}_{key}": value for key, value in agreement(own, vectors).items()}
-        found[dtype] = figures
-        del encoder
-    return found
+        try:
+            own = {name: encoder.embed(encoder.tokenize(rows)) for name, (rows, _) in sets.items()}
+        except NotFinite:
+            if dtype == "float32":
+                raise
+            print(f"the student's vectors are not finite in {dtype}", file=sys.stderr)
+            continue
+        exact = exact or own
+        cosines = [agreement(own[name], exact[name])["cosine"] for name in sets]
+        precisions[dtype] = {"to_float32": min(cosines, default=1.0)}
+        for name, (_, vectors) in sets.items():
+            for key, value in agreement(own[name], vectors).items():
+                precisions[dtype][f"{name}_{key}"] = value
+        if not precisions[dtype]["to_float32"] >= LEAST_COSINE:
+            print(f"the student's vectors in {dtype} are not those of float32", file=sys.stderr)
+    return precisions
 
 
 def write_card(folder, arguments, figures):
@@ -125,10 +124,9 @@ def _others(others):
 
 
 def _losses(arguments):
-    named = {
-        "cosine": "1 - cosine",
-        "mse": "mean squared error",
-        "similarity": f"KL divergence of in-batch similarities / {arguments.similarity_temperature:g}",  # noqa: E501
-    }
-    parts = [(getattr(arguments, f"{name}_weight"), words) for name, words in named.items()]
+    temperature = f"{arguments.similarity_temperature:g}"
+    parts = [
+        (arguments.cosine_weight, "1 - cosine"),
+        (arguments.similarity_weight, f"KL divergence of in-batch similarities / {temperature}"),
+    ]
     return ", ".join(f"{weight:g} x {words}" for weight, words in parts if weight > 0)

@@ -1,12 +1,11 @@
 """What a student learns from: texts of local files, split by hash, and the teacher's vectors of
 them, kept on disk.
 
-A folder of vectors has `vectors.json`, which says of whose texts and which teacher they are, and
-shards `00000.npy` of (65,536, D) float16. Every shard is written completely or not at all, so that
-a run which was interrupted goes on at the first one that is missing.
+The vectors of N texts are one file `NAME.npy`, (N, D) float16. `NAME.json` beside it says of whose
+texts and which teacher they are and how many are there, so that a run which was interrupted goes
+on.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option, typed
 from ..common.errors import UserError
-from ..common.files import new_file, read_json, write_json
+from ..common.files import read_json, write_json
 from ..common.rows import check_column, read_rows, row_format
 
 
-SHARD = 65_536
+PART = 65_536  # texts whose vectors are written at a time
 
 
 @dataclass
@@ -43,12 +42,7 @@ class TextSource(Arguments):
         types and files that are not there."""
         values = {"path": entry} if isinstance(entry, str) else entry
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = (
-            [key for key in values if key not in known]
-            if isinstance(values, dict)
-            else [str(values)]
-        )
-        if unknown or not values.get("path"):
+        if not isinstance(values, dict) or set(values) - set(known) or not values.get("path"):
             raise UserError(
                 f"each of texts must be a file or a mapping with {', '.join(known)}, but {entry!r} "
                 "was given"
@@ -99,6 +93,22 @@ class Texts:
     other: dict
     units: list
 
+    @property
+    def measured(self):
+        """{name: texts} of what agreement with the teacher is measured on, at least 3 each."""
+        sets = {"held_out": self.held_out, **self.other}
+        return {name: texts for name, texts in sets.items() if len(texts) > 2}
+
+    def check_measured(self):
+        """Raises UserError where there is nothing to measure on."""
+        if not self.measured:
+            count = len(self.train) + len(self.held_out)
+            percent = max(10, min(50, -(-600 // count)))
+            raise UserError(
+                f"{len(self.held_out) or 'no'} texts of {count} are held out, and 3 are needed to "
+                f"measure with; give more texts, or --held-out-percent {percent}"
+            )
+
 
 def read_texts(sources, others, held_out_percent, most):
     """`Texts` of the sources; of held-out texts, and of each kind of other texts, the first `most`
@@ -127,18 +137,11 @@ def read_texts(sources, others, held_out_percent, most):
         raise UserError(
             f"texts must hold at least 2 different texts to learn from, but {len(train)} were found"
         )
-    other = {
-        source.name: _chosen(
-            {text for texts in source.read() for text in texts if text not in seen}, most
-        )
-        for source in others
-    }
-    return Texts(
-        train,
-        _chosen(held_out, most),
-        {name: texts for name, texts in other.items() if len(texts) > 2},
-        units,
-    )
+    other = {}
+    for source in others:
+        rows = {text for together in source.read() for text in together if text not in seen}
+        other[source.name] = _chosen(rows, most)
+    return Texts(train, _chosen(held_out, most), other, units)
 
 
 def _chosen(texts, most):
@@ -153,74 +156,51 @@ def texts_digest(texts):
     return digest.hexdigest()[:12]
 
 
-class TeacherVectors:
-    """The teacher's vectors of a list of texts: (N, D) float16 in shards on disk.
+def teacher_vectors(path, texts, identity, load_teacher):
+    """The teacher's vectors of N texts, (N, D) float16, memory-mapped; those that the file does not
+    have yet are computed first.
 
     Args:
-        folder: of these texts alone.
-        texts: N strings.
+        path: of the file, .npy; it holds the vectors of these texts alone.
         identity: {name: value} of what else the vectors depend on.
-        load_teacher: function without arguments that returns a `PackedEncoder`; called when a shard
-            is missing.
+        load_teacher: function without arguments that returns a `PackedEncoder`; called when vectors
+            are missing.
     Raises:
-        UserError: the folder holds vectors of another teacher or of other texts.
+        UserError: the file holds vectors of another teacher or of other texts, or they do not fit
+            in float16.
     """
-
-    def __init__(self, folder, texts, identity, load_teacher):
-        self.folder, self.count = Path(folder), len(texts)
-        wanted = {"texts": texts_digest(texts), "count": len(texts), **identity}
-        described = self.folder / "vectors.json"
-        if described.is_file():
-            found = read_json(described)
-            changed = [name for name in wanted if found.get(name) != wanted[name]]
-            if changed:
-                raise UserError(
-                    f"{folder} holds vectors of another run ({', '.join(changed)} differ); give "
-                    "another --work, or remove that folder"
-                )
-        else:
-            write_json(described, wanted)
-        shards = [
-            (i, self.folder / f"{number:05d}.npy")
-            for number, i in enumerate(range(0, len(texts), SHARD))
-        ]
-        missing = [(start, path) for start, path in shards if not path.is_file()]
-        if missing:
-            teacher = load_teacher()
-            with tqdm(
-                total=sum(min(SHARD, len(texts) - start) for start, _ in missing),
-                desc=f"teacher, {self.folder.name}",
-            ) as bar:
-                for start, path in missing:
-                    if path.is_file():  # another process was faster
-                        continue
-                    vectors = teacher.embed(
-                        teacher.tokenize(texts[start : start + SHARD]), bar.update
-                    )
-                    self._write(path, vectors)
-        self.shards = [np.load(path, mmap_mode="r") for _, path in shards]
-
-    @staticmethod
-    def _write(path, vectors):
-        with np.errstate(over="ignore"):
-            vectors = vectors.astype(np.float16)
-        if not np.isfinite(vectors).all():
+    described = path.with_suffix(".json")
+    state = {"texts": texts_digest(texts), "count": len(texts), **identity, "done": 0}
+    if described.is_file():
+        previous = read_json(described)
+        changed = [name for name in state if name != "done" and previous.get(name) != state[name]]
+        if changed:
             raise UserError(
-                "the teacher's vectors are not finite in float16; give --teacher-dtype float32"
+                f"{path} holds vectors of another run ({', '.join(changed)} differ); give another "
+                "--work, or remove that file"
             )
-        with new_file(path) as file:
-            np.save(file, vectors)
-
-    @property
-    def width(self):
-        return self.shards[0].shape[1]
-
-    def __len__(self):
-        return self.count
-
-    def rows(self, index):
-        """(n, D) float32 of the texts with these numbers."""
-        return np.stack([self.shards[i // SHARD][i % SHARD] for i in index]).astype(np.float32)
+        state = previous
+    if state["done"] < len(texts):
+        teacher = load_teacher()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shape = (len(texts), teacher.width)
+        mode = "r+" if state["done"] else "w+"
+        vectors = np.lib.format.open_memmap(path, mode, np.float16, shape)
+        with tqdm(total=len(texts), initial=state["done"], desc=f"teacher, {path.stem}") as bar:
+            for start in range(state["done"], len(texts), PART):
+                tokens = teacher.tokenize(texts[start : start + PART])
+                with np.errstate(over="ignore"):
+                    part = teacher.embed(tokens, bar.update).astype(np.float16)
+                if not np.isfinite(part).all():
+                    raise UserError(
+                        "the teacher's vectors are not finite in float16; give --teacher-dtype "
+                        "float32"
+                    )
+                vectors[start : start + PART] = part
+                vectors.flush()
+                state["done"] = start + len(part)
+                write_json(described, state)
+    return np.load(path, mmap_mode="r")
 
 
 def training_dataset(texts, vectors):
@@ -233,27 +213,16 @@ def training_dataset(texts, vectors):
     def with_vectors(batch):
         output = dict(batch)
         if "label" in batch:
-            output["label"] = list(torch.from_numpy(vectors.rows(batch["label"])))
+            output["label"] = list(torch.from_numpy(np.float32(vectors[batch["label"]])))
         return output
 
     return data.with_transform(with_vectors)
 
 
-def token_lengths(texts, tokenizer, max_length, path):
-    """Tokens of each text, (N,) int32, kept in the file `path`."""
-    with contextlib.suppress(OSError, ValueError, EOFError):  # none, or a torn one
-        lengths = np.load(path)
-        if lengths.shape == (len(texts),):
-            return lengths
+def token_lengths(texts, tokenizer, max_length):
+    """Tokens of each text, (N,) int32."""
+    settings = {"truncation": True, "max_length": max_length, "return_attention_mask": False}
     lengths = []
     for start in tqdm(range(0, len(texts), 4096), desc="lengths"):
-        rows = tokenizer(
-            texts[start : start + 4096],
-            truncation=True,
-            max_length=max_length,
-            return_attention_mask=False,
-        )["input_ids"]
-        lengths += map(len, rows)
-    with new_file(path) as file:
-        np.save(file, np.array(lengths, dtype=np.int32))
+        lengths += map(len, tokenizer(texts[start : start + 4096], **settings)["input_ids"])
     return np.array(lengths, dtype=np.int32)

@@ -28,8 +28,7 @@ def similarity_loss(student, teacher, temperature):
 
 
 class DistillLoss(nn.Module):
-    """cosine_weight * (1 - cos) + mse_weight * MSE + similarity_weight * `similarity_loss`, each in
-    float32.
+    """cosine_weight * (1 - cos) + similarity_weight * `similarity_loss`, each in float32.
 
     Args:
         model: SentenceTransformer whose vectors are as wide as the teacher's.
@@ -40,7 +39,8 @@ class DistillLoss(nn.Module):
         super().__init__()
         self.model = model
         self.weights = {
-            name: getattr(arguments, f"{name}_weight") for name in ("cosine", "mse", "similarity")
+            "cosine": arguments.cosine_weight,
+            "similarity": arguments.similarity_weight,
         }
         self.temperature = arguments.similarity_temperature
 
@@ -59,7 +59,6 @@ class DistillLoss(nn.Module):
     def losses(self, vectors, labels):
         parts = {
             "cosine": lambda: (1 - F.cosine_similarity(vectors, labels, dim=-1)).mean(),
-            "mse": lambda: F.mse_loss(vectors, labels),
             "similarity": lambda: similarity_loss(vectors, labels, self.temperature),
         }
         return {name: weight * parts[name]() for name, weight in self.weights.items() if weight > 0}

@@ -1,7 +1,6 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes
 of a small file."""
 
-import copy
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from ..common.errors import UserError
 from ..common.files import write_json
 from ..common.loading import WEIGHT_DTYPES, copy_code
-from ..common.outliers import linear_layers
 from ..common.pooling import save_for_all_versions
 from .packed_encoder import load_sentence_transformer
 
@@ -36,7 +34,6 @@ def build_student(arguments, teacher, width):
     from sentence_transformers import models as modules
 
     student = _loaded(arguments) if arguments.init_from else _fresh(arguments, teacher)
-    add_blocks(student[0].auto_model, arguments.added_blocks)
     transformer, pooling = student[0], student[1]
     own = transformer.auto_model.config.hidden_size
     parts = [transformer, pooling]
@@ -113,21 +110,6 @@ def _fresh(arguments, teacher):
 
 
 @torch.no_grad()
-def add_blocks(model, count):
-    """Appends `count` blocks to a NeoBERT. Its output stays what it is: each is a copy of the block
-    before it, with zeros for the weights by which a block adds to the residual stream."""
-    blocks = model.transformer_encoder
-    for _ in range(count):
-        block = copy.deepcopy(blocks[-1])
-        block.layer_idx = len(blocks)
-        _, wo, _, down = linear_layers(block)
-        for linear in (wo, down):
-            torch.nn.init.zeros_(linear.weight)
-        blocks.append(block)
-    model.config.num_hidden_layers = len(blocks)
-
-
-@torch.no_grad()
 def take_embeddings(student, teacher, storage):
     """Copies the teacher's token embeddings into the student, rounded to what will be stored.
 
@@ -154,21 +136,6 @@ def take_embeddings(student, teacher, storage):
         _, vectors = torch.linalg.eigh(source.double().T @ source.double())
         source = source @ vectors[:, -width:].flip(1).float()
     target.copy_(source[:rows].to(storage).float())
-
-
-def as_shipped(student, keep_projection):
-    """The student as it is saved: without the Dense module unless it is kept."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers import models as modules
-
-    parts = [
-        module
-        for module in student.children()
-        if keep_projection or not isinstance(module, modules.Dense)
-    ]
-    shipped = SentenceTransformer(modules=parts, device="cpu")
-    shipped.max_seq_length = student.max_seq_length
-    return shipped
 
 
 def save_student(student, folder, dtype, embedding_dtype):

@@ -27,6 +27,7 @@ from ..common.results import environment
 from ..common.rows import check_column, row_columns, row_files
 from ..common.runs import LOCK, Run, run_settings, stamps
 from .encode_append import Base, remove_run
+from .encode_options import FORMATS
 from .encode_parts import (
     CUT,
     MARK,
@@ -41,7 +42,7 @@ from .encode_parts import (
     read_mark,
 )
 from .encode_workers import Job, Rank, build_encoder, encode_in_processes, encode_windows
-from .options import FORMATS, OPTIONS
+from .options import OPTIONS
 from .stamps import STAMP, Stamp
 
 

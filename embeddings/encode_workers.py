@@ -167,9 +167,7 @@ def build_encoder(arguments, device, encoder=None):
     prompt = encoder.prompt(arguments.prompt_name) if named else arguments.prompt
     windows = None
     if arguments.long_texts == "windows":
-        windows = WindowSettings.of(
-            encoder, prompt, arguments.window, arguments.overlap, arguments.late
-        )
+        windows = WindowSettings.of(encoder, prompt, arguments.window, arguments.overlap)
     return Loaded(encoder, prompt, windows)
 
 
@@ -205,7 +203,6 @@ def encode_windows(loaded, job, numbers, progress):
                     found.tokens,
                     _in_rows(progress, len(rows), len(found.tokens)),
                     loaded.prompt,
-                    found.ranges,
                 )
             except NotFinite as error:
                 row = error.index if found.rows is None else found.rows[error.index]

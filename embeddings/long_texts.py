@@ -1,5 +1,5 @@
 """Texts that are longer than a vector should stand for: several vectors a text, each of a window of
-it, alone or pooled from one pass over the document."""
+it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..common.errors import UserError
-from .spans import Pass, passes, spans
+from .spans import spans
 
 
 _WINDOW = 256  # tokens of a window, where nobody says so
@@ -18,15 +18,12 @@ class Windows(NamedTuple):
     """N windows of texts, and what the model reads for them.
 
     Attributes:
-        tokens: list of int32 arrays, the sequences of the model.
-        ranges: (k, 2) array for each sequence, the tokens that each of its windows is the mean of;
-            None where a sequence is a window.
+        tokens: list of N int32 arrays, the sequences of the model.
         rows: (N,) number of the text of each window; None where each text is one sequence.
         starts, ends: (N,) its first character in the text, and the one after its last.
     """
 
     tokens: list
-    ranges: list | None = None
     rows: np.ndarray | None = None
     starts: np.ndarray | None = None
     ends: np.ndarray | None = None
@@ -39,16 +36,13 @@ class WindowSettings:
     Attributes:
         window: most tokens of the text in a window, without the prompt and [CLS] and [SEP].
         overlap: most tokens that neighbours share.
-        late: whether a window is the mean over its tokens from a pass over the document (late
-            chunking, arXiv 2409.04701); else it is read alone.
     """
 
     window: int
     overlap: int
-    late: bool = False
 
     @classmethod
-    def of(cls, encoder, prompt, window=None, overlap=None, late=False):
+    def of(cls, encoder, prompt, window=None, overlap=None):
         """Checked for an encoder: by default windows of 256 tokens, or as many as it reads if that
         is less, of which neighbours share at most an eighth.
 
@@ -59,11 +53,6 @@ class WindowSettings:
             raise UserError(
                 "windows need a tokenizer that tells the place of each token (a tokenizer.json), "
                 "but the model's does not"
-            )
-        if late and encoder.pooling != "mean":
-            raise UserError(
-                "late takes the mean over the tokens of a window, but this model's pooling is "
-                f"{encoder.pooling!r}; leave it out"
             )
         if encoder.max_length is None:
             raise UserError("the model names no limit of tokens; give max_length")
@@ -79,60 +68,34 @@ class WindowSettings:
         overlap = window // 8 if overlap is None else overlap
         if overlap >= window:
             raise UserError(f"overlap must be below window, {window}, but {overlap} was given")
-        return cls(window, overlap, late)
+        return cls(window, overlap)
 
 
 def tokenize_windows(encoder, texts, prompt, settings, lengths=None):
-    """The `Windows` of texts. No token of a text is left out.
-
-    A window that is read alone has the prompt and the special tokens of a text of its own. Of a
-    pass they belong to the windows at the document's ends: a text of one window has the same vector
-    with `late` and without.
+    """The `Windows` of texts. No token of a text is left out. A window has the prompt and the
+    special tokens of a text of its own.
 
     Args:
         encoder: `PackedEncoder`.
         texts: list of texts.
-        prompt: text before each window, or with `late` before each pass.
+        prompt: text before each window.
         settings: `WindowSettings`.
         lengths: a list that gets the number of tokens of each text with its prompt.
     """
-    tokens, ranges, rows, places = [], [], [], []
+    tokens, rows, places = [], [], []
     for start, batch in _batches(texts):
         for row, (text, parts) in enumerate(zip(batch, _parts(encoder, prompt, batch)), start):
             before, (ids, offsets), after = parts
             room = max(1, encoder.max_length - len(before) - len(after))
             window = min(settings.window, room)
-            found = spans(text, offsets, window, min(settings.overlap, window - 1))
-            read = [Pass(span.first, span.stop, [span]) for span in found]
-            if settings.late:
-                read = passes(found, len(ids), room, room // 8)
-                pooled_from = len(before) if prompt and not encoder.pools_prompt else 0
-                ranges += [_ranges(one, parts, pooled_from) for one in read]
-            tokens += [np.concatenate([before, ids[one.first : one.stop], after]) for one in read]
-            rows += [row] * len(found)
-            places += [(span.start, span.end) for span in found]
+            for span in spans(text, offsets, window, min(settings.overlap, window - 1)):
+                tokens.append(np.concatenate([before, ids[span.first : span.stop], after]))
+                rows.append(row)
+                places.append((span.start, span.end))
             if lengths is not None:
                 lengths.append(len(before) + len(ids) + len(after))
     starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return Windows(
-        tokens, ranges if settings.late else None, np.array(rows, dtype=np.int64), starts, ends
-    )
-
-
-def _ranges(read, parts, pooled_from):
-    """(k, 2) tokens of a pass that its spans are the mean of; what is before the text, from the
-    token `pooled_from` on, and after it belongs to the spans at its ends."""
-    before, (ids, _), after = parts
-    moved = len(before) - read.first
-    return np.array(
-        [
-            (
-                span.first + moved if span.first else pooled_from,
-                span.stop + moved + (len(after) if span.stop == len(ids) else 0),
-            )
-            for span in read.spans
-        ]
-    )
+    return Windows(tokens, np.array(rows, dtype=np.int64), starts, ends)
 
 
 def _batches(texts):

@@ -204,7 +204,7 @@ def evaluate(encoder, arguments, show_progress_bar=True):
         tasks,
         cache=cache,
         co2_tracker=False,
-        raise_error=arguments.stop_on_error,
+        raise_error=False,
         show_progress_bar=show_progress_bar,
         encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
     )

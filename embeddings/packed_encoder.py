@@ -26,19 +26,14 @@ from ..common.loading import (
 from ..common.packing import mean_of_sequences, pack
 
 
-_PROBE = "A short text."
-
-
 class NotFinite(UserError):
     """A vector with infinite values or none at all; `index` is that of its text."""
 
     def __init__(self, index, dtype):
-        remedy = (
-            "the model's weights are damaged"
-            if dtype == "float32"
-            else "give --dtype float32, or bfloat16"
+        super().__init__(
+            f"the vector is not finite in {dtype}; give --dtype float32 or bfloat16, unless the "
+            "model's weights are damaged"
         )
-        super().__init__(f"the vector is not finite in {dtype}; {remedy}")
         self.index = index
 
 
@@ -68,18 +63,14 @@ def load_sentence_transformer(
     require("eval", "sentence_transformers")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers import models as modules
+    from sentence_transformers.util import is_sentence_transformer_model
 
-    if pooling not in POOLINGS:
-        raise UserError(f"pooling must be one of {', '.join(POOLINGS)}, but {pooling!r} was given")
-    if max_length is not None and max_length < 3:
-        raise UserError(f"max_length must be at least 3 tokens, but {max_length} was given")
     check_model(model)
-    folder = Path(model)
     model_kwargs = {"dtype": dtype}
     if attn_implementation:
         model_kwargs["attn_implementation"] = attn_implementation
     try:
-        if is_sentence_transformer(model):
+        if is_sentence_transformer_model(model):
             encoder = SentenceTransformer(
                 model,
                 device=str(device),
@@ -92,7 +83,7 @@ def load_sentence_transformer(
                 model,
                 model_kwargs={**model_kwargs, **remote},
                 config_kwargs=dict(remote),
-                tokenizer_name_or_path=tokenizer or _tokenizer_of(folder),
+                tokenizer_name_or_path=tokenizer or _tokenizer_of(Path(model)),
             )
             width = transformer.auto_model.config.hidden_size
             encoder = SentenceTransformer(
@@ -114,33 +105,18 @@ def _load(model, device, dtype, settings):
     return encoder if fastest_dtype(matrix_rates()) == "float32" else encoder.to(torch.bfloat16)
 
 
-def is_sentence_transformer(model):
-    """Whether a folder or Hub name is a sentence encoder, and not a bare one."""
-    if Path(model).exists():
-        return (Path(model) / "modules.json").is_file()
-    from sentence_transformers.util import is_sentence_transformer_model
-
-    return is_sentence_transformer_model(model)
-
-
 def _tokenizer_of(folder):
     """The packaged tokenizer for a local NeoBERT folder without one, else None (the model's
     own)."""
-    if not folder.exists() or any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-    ):
+    names = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+    if not folder.exists() or any((folder / name).is_file() for name in names):
         return None
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    if (
-        config.model_type == "neobert"
-        and config.vocab_size == 30522
-        and (TOKENIZER / "tokenizer.json").is_file()
-    ):
-        return str(TOKENIZER)
-    raise UserError(f"{folder} has no tokenizer; name one with --tokenizer")
+    if config.model_type != "neobert" or config.vocab_size != 30522 or not TOKENIZER.exists():
+        raise UserError(f"{folder} has no tokenizer; name one with --tokenizer")
+    return str(TOKENIZER)
 
 
 class PackedEncoder:
@@ -168,44 +144,34 @@ class PackedEncoder:
         self.tokens_per_batch = tokens_per_batch or (
             CUDA_TOKENS if self.device.type == "cuda" else CPU_TOKENS
         )
-        if self.tokens_per_batch < 1:
-            raise UserError(
-                f"tokens_per_batch must be at least 1, but {tokens_per_batch} was given"
-            )
         # those that change a vector
         self.prompts = {name: text for name, text in (model.prompts or {}).items() if text}
         self._tokenizer = model.tokenizer
         modules = list(model.children())
-        self._packed_pooling = _packed_pooling(modules)
-        self.pooling, self.pools_prompt = _pooling(modules)
+        self.pooling, pools_prompt = _pooling(modules)
+        config = getattr(modules[0].auto_model, "config", None)
+        # Whether this model runs without padding.
+        self.packs = (
+            getattr(config, "model_type", None) == "neobert"
+            and self.pooling in POOLINGS
+            and pools_prompt
+        )
         self._rest = modules[2:]
-        probe = self._tokenizer([_PROBE], return_attention_mask=False)["input_ids"][0]
         with torch.inference_mode():
-            vector = (self._embed_packed if self.packs else self._embed_padded)(
-                [np.asarray(probe, dtype=np.int32)]
-            )
-        self.width = vector.shape[1]
+            embed = self._embed_packed if self.packs else self._embed_padded
+            self.width = embed(self.tokenize(["A short text."])).shape[1]
 
     @classmethod
     def from_arguments(cls, arguments, device, dtype=None):
-        """The encoder that a command's arguments describe (fields named as the settings above), on
-        `device`; `dtype` in place of theirs."""
+        """The encoder that a command's arguments describe, on `device`; `dtype` in place of
+        theirs."""
         return cls(
             arguments.model,
-            dtype=dtype or arguments.dtype,
-            device=device,
-            tokens_per_batch=arguments.tokens_per_batch,
-            max_length=arguments.max_length,
-            pooling=arguments.pooling,
-            tokenizer=arguments.tokenizer,
-            attn_implementation=arguments.attn_implementation,
-            trust_remote_code=arguments.trust_remote_code,
+            dtype or arguments.dtype,
+            device,
+            arguments.tokens_per_batch,
+            **arguments.loading(),
         )
-
-    @property
-    def packs(self):
-        """Whether this model runs without padding."""
-        return self._packed_pooling is not None
 
     @property
     def dtype_name(self):
@@ -287,7 +253,7 @@ class PackedEncoder:
             yield np.array(batch)
 
     @torch.inference_mode()
-    def embed(self, tokens, progress=None, prompt="", ranges=None):
+    def embed(self, tokens, progress=None, prompt=""):
         """Vectors of tokenized texts, (N, width) float32, in the order given.
 
         Args:
@@ -295,28 +261,18 @@ class PackedEncoder:
             progress: called with the number of texts of each finished batch.
             prompt: that the texts were tokenized with; some models leave its tokens out of the
                 pooling.
-            ranges: a (k, 2) array for each text, its tokens of which the k vectors of this text are
-                the means, first and after the last; N is then their number. For a model whose
-                pooling is the mean.
         Raises:
             NotFinite: float16 ends at 65,504, and the activations of a model may be larger.
         """
-        counts = (
-            np.ones(len(tokens), dtype=int) if ranges is None else np.array([*map(len, ranges)])
-        )
-        ends = counts.cumsum()
-        output = torch.empty(counts.sum(), self.width, device=self.device)
+        output = torch.empty(len(tokens), self.width, device=self.device)
         prompt_length = 0 if self.packs else self._prompt_length(prompt)
         for index in self.batches(np.array([len(ids) for ids in tokens])):
             batch = [tokens[i] for i in index]
-            if ranges is not None:
-                vectors = self._embed_ranges(batch, [ranges[i] for i in index])
-            elif self.packs:
+            if self.packs:
                 vectors = self._embed_packed(batch)
             else:
                 vectors = self._embed_padded(batch, prompt_length)
-            places = np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in index])
-            output[torch.from_numpy(places).to(self.device)] = vectors.float()
+            output[torch.from_numpy(index).to(self.device)] = vectors.float()
             if progress is not None:
                 progress(len(index))
         finite = output.isfinite().all(dim=1)
@@ -329,40 +285,16 @@ class PackedEncoder:
         with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
             return self.embed(self.tokenize(texts, prompt), bar.update, prompt)
 
-    def _hidden(self, batch):
-        """Hidden states of packed texts, (1, T, D), and the (N + 1,) bounds of the texts."""
+    def _embed_packed(self, batch):
         total = sum(map(len, batch))
         filler = self._filler(total)
-        filler = [np.zeros(filler, np.int32)] if filler else []
-        packed = pack([*batch, *filler], self.device)
+        packed = pack([*batch, np.zeros(filler, np.int32)] if filler else batch, self.device)
         hidden = self.sentence_transformer[0].auto_model(**packed).last_hidden_state[:, :total]
-        return hidden, packed["cu_seq_lens_q"][: len(batch) + 1]
-
-    def _embed_packed(self, batch):
-        hidden, bounds = self._hidden(batch)
-        return self._finished(
-            hidden[0, bounds[:-1].long()]
-            if self._packed_pooling == "cls"
-            else mean_of_sequences(hidden, bounds)
-        )
-
-    def _embed_ranges(self, batch, ranges):
-        """Means over ranges of the tokens of each text, (k of all texts, width)."""
-        if self.packs:
-            hidden, _ = self._hidden(batch)
+        bounds = packed["cu_seq_lens_q"][: len(batch) + 1]
+        if self.pooling == "cls":
+            pooled = hidden[0, bounds[:-1].long()]
         else:
-            features = self._padded(batch)
-            hidden = self.sentence_transformer[0](dict(features))["token_embeddings"]
-            hidden = hidden[features["attention_mask"].bool()][None]
-        starts = np.cumsum([0, *map(len, batch)])
-        moved = np.concatenate([found + start for found, start in zip(ranges, starts)])
-        index = np.concatenate([np.arange(*bounds) for bounds in moved])
-        bounds = np.cumsum([0, *(moved[:, 1] - moved[:, 0])])
-        index, bounds = (torch.from_numpy(found).to(self.device) for found in (index, bounds))
-        return self._finished(mean_of_sequences(hidden[:, index], bounds))
-
-    def _finished(self, pooled):
-        """Pooled vectors after the modules that follow the pooling."""
+            pooled = mean_of_sequences(hidden, bounds)
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)
@@ -383,22 +315,18 @@ class PackedEncoder:
     def _prompt_length(self, prompt):
         """Tokens at a text's start that are the prompt's, by SentenceTransformer's rule: those of
         the prompt alone without its last [SEP]."""
-        options = {
-            "truncation": True,
-            "max_length": self.max_length,
-            "return_attention_mask": False,
-        }
-        ids = self._tokenizer(prompt, **options)["input_ids"] if prompt else []
-        return len(ids) - (ids[-1] in self._tokenizer.all_special_ids) if ids else 0
+        if not prompt:
+            return 0
+        ids = self._tokenizer(prompt, truncation=True, max_length=self.max_length)["input_ids"]
+        if ids[-1] in self._tokenizer.all_special_ids:
+            ids = ids[:-1]
+        return len(ids)
 
-    def _padded(self, batch):
+    def _embed_padded(self, batch, prompt_length=0):
         padded = self._tokenizer.pad(
             {"input_ids": [ids.tolist() for ids in batch]}, return_tensors="pt"
         )
-        return {name: value.to(self.device) for name, value in padded.items()}
-
-    def _embed_padded(self, batch, prompt_length=0):
-        features = self._padded(batch)
+        features = {name: value.to(self.device) for name, value in padded.items()}
         if prompt_length:
             features["prompt_length"] = prompt_length  # read by a pooling that leaves it out
         return self.sentence_transformer(features)["sentence_embedding"]
@@ -416,19 +344,3 @@ def _pooling(modules):
     if mode is None:
         mode = pooling.get_pooling_mode_str()  # before version 6
     return mode if isinstance(mode, str) else "+".join(mode), pooling.include_prompt
-
-
-def _packed_pooling(modules):
-    """ "mean" or "cls" if this pipeline can run packed, else None."""
-    from sentence_transformers import models
-
-    mode, counts_prompt = _pooling(modules)
-    packs = (
-        len(modules) > 1
-        and isinstance(modules[0], models.Transformer)
-        and modules[0].auto_model.config.model_type == "neobert"
-        and isinstance(modules[1], models.Pooling)
-        and mode in POOLINGS
-        and counts_prompt
-    )
-    return mode if packs else None

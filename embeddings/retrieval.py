@@ -1,12 +1,13 @@
 """`neobert retrieval MODEL --pairs FILE`: how often an encoder finds the text that belongs to a
 question, among all texts of the file."""
 
+import math
 import sys
 
-from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+import numpy as np
 
 from ..common.loading import choose_device
-from .contrastive_data import PairSource, inspected, load_source
+from .contrastive_data import PairSource, load_source, with_negatives
 from .options import OPTIONS
 from .packed_encoder import load_sentence_transformer
 
@@ -20,7 +21,7 @@ def read_questions(path):
     Raises:
         UserError: it cannot be read, or has no usable row.
     """
-    rows = load_source(inspected(PairSource.from_file(path)))
+    rows = load_source(with_negatives(PairSource.from_file(path)))
     relevant = {}
     for row in rows:
         relevant.setdefault(row["anchor"], set()).add(row["positive"])
@@ -30,29 +31,40 @@ def read_questions(path):
 
 
 def measure(model, relevant, texts):
-    """{"recall@1", "recall@10", "mrr@10"}: means over the questions, by the model's own similarity
-    and its prompts.
+    """{"recall@1", "recall@10", "mrr@10": mean over the questions} and, with "_se" after each name,
+    its standard error; by the model's own similarity and its prompts.
 
     Args:
         model: SentenceTransformer.
         relevant: {question: set of those of `texts` that belong to it}.
         texts: what is searched.
     """
-    evaluator = InformationRetrievalEvaluator(
-        {question: question for question in relevant},
-        {text: text for text in texts},
-        relevant,
-        corpus_chunk_size=max(1, 10**8 // len(relevant)),  # all scores of a chunk are in memory
-        precision_recall_at_k=[1, 10],
-        show_progress_bar=True,
+    questions, values = list(relevant), []
+    queries, documents = (
+        encode(part, convert_to_tensor=True, show_progress_bar=True)
+        for encode, part in ((model.encode_query, questions), (model.encode_document, texts))
     )
-    found = evaluator(model)
-    return {name: float(found[f"{model.similarity_fn_name}_{name}"]) for name in METRICS}
+    step = max(1, 10**8 // len(texts))  # the scores of so many questions are in memory
+    for start in range(0, len(questions), step):
+        scores = model.similarity(queries[start : start + step], documents)
+        best = scores.topk(min(10, len(texts))).indices.tolist()
+        for question, numbers in zip(questions[start:], best):
+            right = relevant[question]
+            hits = [texts[number] in right for number in numbers]
+            rank = hits.index(True) + 1 if any(hits) else math.inf
+            values.append([sum(hits[:1]) / len(right), sum(hits) / len(right), 1 / rank])
+    values = np.array(values)
+    errors = values.std(0, ddof=min(1, len(values) - 1)) / math.sqrt(len(values))
+    means = dict(zip(METRICS, values.mean(0).tolist()))
+    return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
 
 
-def described(found):
+def described(measures):
     """The measures as one text."""
-    return ", ".join(f"{name.replace('mrr', 'MRR')} {found[name]:.3f}" for name in METRICS)
+    return ", ".join(
+        f"{name.replace('mrr', 'MRR')} {measures[name]:.3f} ± {measures[f'{name}_se']:.3f}"
+        for name in METRICS
+    )
 
 
 def main(argv=None):
@@ -60,15 +72,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     (arguments,) = OPTIONS["retrieval"].read(argv)
     relevant, texts = read_questions(arguments.pairs)
-    model = load_sentence_transformer(
-        arguments.model,
-        choose_device(arguments.device),
-        max_length=arguments.max_length,
-        pooling=arguments.pooling,
-        tokenizer=arguments.tokenizer,
-        attn_implementation=arguments.attn_implementation,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    device = choose_device(arguments.device)
+    model = load_sentence_transformer(arguments.model, device, **arguments.loading())
     print(
         f"{arguments.model}: {len(relevant):,} questions among {len(texts):,} texts: "
         f"{described(measure(model, relevant, texts))}"

@@ -1,5 +1,5 @@
-"""Windows of a long text, at sentence ends where there are any, and the passes of a model over a
-text that it reads in several. Pure functions of a text and of the places of its tokens."""
+"""Windows of a long text, at sentence ends where there are any. Pure functions of a text and of the
+places of its tokens."""
 
 import re
 from typing import NamedTuple
@@ -30,15 +30,6 @@ class Span(NamedTuple):
     end: int
 
 
-class Pass(NamedTuple):
-    """Tokens of a text from `first` to before `stop` that a model reads at a time, and the spans
-    that are pooled from them."""
-
-    first: int
-    stop: int
-    spans: list
-
-
 def spans(text, offsets, window, overlap):
     """The windows that a text is divided into.
 
@@ -67,34 +58,6 @@ def spans(text, offsets, window, overlap):
         found.append(Span(first, end, int(start), int(last)))
         first, stop = _next(levels, first, end, overlap), end
     return found or [Span(0, 0, 0, 0)]
-
-
-def passes(found, count, room, margin):
-    """Passes over a text, in each of which the spans are pooled that have `margin` tokens of the
-    text around them, or its end.
-
-    Args:
-        found: the spans of the text, each at most `room` tokens long.
-        count: tokens of the text.
-        room: most tokens of the text in a pass.
-        margin: tokens before and after a span that it is to be read with; less where a span and two
-            margins are longer than `room`.
-    Returns:
-        list of `Pass`; every span is in exactly one, and their order is kept.
-    """
-    if count <= room:
-        return [Pass(0, count, found)]
-    made, left = [], list(found)
-    while left:
-        free = max(0, room - (left[0].stop - left[0].first))
-        start = max(0, left[0].first - min(margin, free // 2))
-        stop = min(count, start + room)
-        taken = 1
-        while taken < len(left) and left[taken].stop <= (stop if stop == count else stop - margin):
-            taken += 1
-        made.append(Pass(start, stop, left[:taken]))
-        left = left[taken:]
-    return made
 
 
 def _trimmed(text, offsets):

@@ -24,7 +24,7 @@ class Stamp:
         normalized: whether the vectors have length 1.
         prompt: text before each text.
         max_length: tokens that the model reads at a time.
-        long_texts: "cut", or of windows {"window", "overlap", "late"}.
+        long_texts: "cut", or of windows {"window", "overlap"}.
         dtype: of the model.
         output_dtype: of the numbers in the file.
         width: numbers of a vector.

@@ -63,7 +63,7 @@ class Encoder:
         self.prompt, self.windows = self.encoder.prompt(options.prompt_name), None
         if options.long_texts == "windows":
             self.windows = WindowSettings.of(
-                self.encoder, self.prompt, options.window, options.overlap, options.late
+                self.encoder, self.prompt, options.window, options.overlap
             )
         self.stamp = Stamp.of(
             self.encoder, self.prompt, options, options.model_digest, self.windows
@@ -81,7 +81,7 @@ class Encoder:
             rows = rows.take(pyarrow.array(found.rows))
             for name, places in (("start", found.starts), ("end", found.ends)):
                 rows = rows.append_column(name, pyarrow.array(places))
-        vectors = self.encoder.embed(found.tokens, prompt=self.prompt, ranges=found.ranges)
+        vectors = self.encoder.embed(found.tokens, prompt=self.prompt)
         embedding = pyarrow.FixedSizeListArray.from_arrays(
             pyarrow.array(vectors.reshape(-1)), self.encoder.width
         )
@@ -133,13 +133,12 @@ def main(argv=None):
     parser.add_argument("--text-column", default="text")
     parser.add_argument("--dtype", default="auto", choices=DTYPES)
     parser.add_argument("--long-texts", default="cut", choices=("cut", "windows"))
-    parser.add_argument("--late", action="store_true", help="windows from one pass over a text")
     parser.set_defaults(normalize=False, output_dtype="float32")
     options = parser.parse_args(argv)
     options.model_digest = model_digest(options.model)
     (system, _, sources), (target, root, there) = files_of(options.source), files_of(options.output)
     known = ("prompt_name", "rows", "max_length", "text_column", "dtype", "long_texts", "window")
-    known += ("overlap", "late", "model_digest")
+    known += ("overlap", "model_digest")
     settings, path = {name: getattr(options, name) for name in known}, f"{root}/settings.json"
     begun = (
         json.loads(target.open_input_file(path).read())

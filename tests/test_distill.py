@@ -1,6 +1,6 @@
 """Pins distillation: losses against their formulas, teacher vectors that are computed once, token
-embeddings by PCA, training without padding, the same weights after kill -9, an output that loads
-elsewhere in every precision, and bad input in one sentence that leaves nothing behind."""
+embeddings by PCA, training without padding, the same weights after an interruption, an output that
+loads elsewhere in every precision, and bad input in one sentence that leaves nothing behind."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,22 +27,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import DistillTrainer, train
+from neobert.embeddings.distill import DistillTrainer
 from neobert.embeddings.distill_batches import SimilarLengths
-from neobert.embeddings.distill_data import (
-    TeacherVectors,
-    TextSource,
-    is_held_out,
-    read_texts,
-    token_lengths,
-)
+from neobert.embeddings.distill_card import precision_check
+from neobert.embeddings.distill_data import TextSource, is_held_out, read_texts, teacher_vectors
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
-from neobert.embeddings.distill_student import (
-    as_shipped,
-    build_student,
-    save_student,
-    take_embeddings,
-)
+from neobert.embeddings.distill_student import build_student, save_student, take_embeddings
 from neobert.embeddings.options import DistillArguments
 
 
@@ -146,21 +136,21 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
 
 
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
-    arguments = DistillArguments(
-        teacher=teacher,
-        texts=["x"],
-        output="o",
-        model_config=STUDENT,
-        cosine_weight=2.0,
-        mse_weight=3.0,
-        similarity_weight=0.0,
-    )
     student, vectors = torch.randn(4, 8), torch.randn(4, 8)
-    found = DistillLoss(torch.nn.Identity(), arguments).losses(student, vectors)
-    assert found.keys() == {"cosine", "mse"}, "a loss of weight 0 must not be computed"
     cosines = [torch.dot(a, b) / a.norm() / b.norm() for a, b in zip(student, vectors)]
-    torch.testing.assert_close(found["cosine"], 2 * (1 - torch.stack(cosines).mean()))
-    torch.testing.assert_close(found["mse"], 3 * ((student - vectors) ** 2).sum() / 32)
+    expected = {
+        "cosine": 2 * (1 - torch.stack(cosines).mean()),
+        "similarity": 3 * similarity_loss(student, vectors, 0.1),
+    }
+    for weights in ((2.0, 3.0), (2.0, 0.0), (0.0, 3.0)):
+        weights = dict(zip(("cosine_weight", "similarity_weight"), weights))
+        arguments = arguments_for(teacher, similarity_temperature=0.1, **weights)
+        found = DistillLoss(torch.nn.Identity(), arguments).losses(student, vectors)
+        assert found.keys() == {name for name in expected if weights[f"{name}_weight"]}, (
+            "a loss of weight 0 must not be computed"
+        )
+        for name, loss in found.items():
+            torch.testing.assert_close(loss, expected[name])
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
@@ -209,63 +199,64 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
 
 
 class CountingTeacher:
-    def __init__(self):
-        self.texts = 0
+    width = 2
+
+    def __init__(self, most=1000):
+        self.texts, self.most = 0, most
 
     def tokenize(self, texts):
         return texts
 
     def embed(self, texts, progress):
+        if self.texts + len(texts) > self.most:
+            raise KeyboardInterrupt
         self.texts += len(texts)
         return np.array([[len(text), 1.0] for text in texts])
 
 
-def test_teacher_vectors_are_computed_once_and_go_on_at_the_missing_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr("neobert.embeddings.distill_data.SHARD", 10)
-    texts, teacher = ["x" * i for i in range(1, 26)], CountingTeacher()
-    vectors = TeacherVectors(tmp_path / "v", texts, {"teacher": "a"}, lambda: teacher)
-    assert teacher.texts == 25 and len(vectors) == 25 and vectors.width == 2
-    assert vectors.rows([24, 0, 10]).tolist() == [[25, 1], [1, 1], [11, 1]]
-    TeacherVectors(
-        tmp_path / "v",
-        texts,
-        {"teacher": "a"},
-        lambda: pytest.fail("the teacher was loaded though nothing is missing"),
-    )
-    (tmp_path / "v" / "00001.npy").unlink()
-    TeacherVectors(tmp_path / "v", texts, {"teacher": "a"}, lambda: teacher)
-    assert teacher.texts == 35, "only the missing shard may be computed"
+def test_teacher_vectors_are_computed_once_and_go_on_after_an_interruption(tmp_path, monkeypatch):
+    monkeypatch.setattr("neobert.embeddings.distill_data.PART", 10)
+    texts, path = ["x" * i for i in range(1, 26)], tmp_path / "v.npy"
+    with pytest.raises(KeyboardInterrupt):
+        teacher_vectors(path, texts, {"teacher": "a"}, lambda: CountingTeacher(15))
+    teacher = CountingTeacher()
+    vectors = teacher_vectors(path, texts, {"teacher": "a"}, lambda: teacher)
+    assert teacher.texts == 15, "only the missing ones are computed"
+    assert vectors.dtype == np.float16
+    assert vectors.tolist() == [[i, 1] for i in range(1, 26)]
+    again = teacher_vectors(path, texts, {"teacher": "a"}, lambda: pytest.fail("it was loaded"))
+    assert np.array_equal(again, vectors)
     for changed, identity, other in (
         ("teacher", {"teacher": "b"}, texts),
         ("texts", {"teacher": "a"}, texts[::-1]),
     ):
         with pytest.raises(UserError, match=f"holds vectors of another run \\({changed}"):
-            TeacherVectors(tmp_path / "v", other, identity, lambda: teacher)
+            teacher_vectors(path, other, identity, lambda: teacher)
 
 
 def test_vectors_that_float16_cannot_hold_are_refused(tmp_path):
     teacher = CountingTeacher()
     teacher.embed = lambda texts, progress: np.full((len(texts), 2), 1e6)
-    with pytest.raises(UserError, match="not finite in float16"):
-        TeacherVectors(tmp_path / "v", ["a", "b"], {}, lambda: teacher)
-    assert not list((tmp_path / "v").glob("*.npy")), "half a shard was left"
+    for _ in range(2):
+        with pytest.raises(UserError, match="not finite in float16"):
+            teacher_vectors(tmp_path / "v.npy", ["a", "b"], {}, lambda: teacher)
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda data: data[:-3], lambda data: data[:20], lambda data: b""],
-    ids=["short", "header", "empty"],
+    "count, percent, sentence",
+    [
+        (100, 1, "no texts of 100 are held out, and 3 .*, or --held-out-percent 10"),
+        (30, 1, "no texts of 30 are held out, and 3 .*, or --held-out-percent 20"),
+        (20, 10, "2 texts of 20 are held out, and 3 .*, or --held-out-percent 30"),
+    ],
 )
-def test_lengths_of_a_torn_file_are_counted_anew(tmp_path, tokenizer_dir, damage):
-    tokenizer, path = AutoTokenizer.from_pretrained(tokenizer_dir), tmp_path / "lengths.npy"
-    lengths = token_lengths(TEXTS[:9], tokenizer, 32, path)
-    whole = path.read_bytes()
-    assert token_lengths(TEXTS[:9], None, 32, path).tolist() == lengths.tolist(), "they are kept"
-    path.write_bytes(damage(whole))
-    assert token_lengths(TEXTS[:9], tokenizer, 32, path).tolist() == lengths.tolist()
-    assert path.read_bytes() == whole and [file.name for file in tmp_path.iterdir()] == [
-        "lengths.npy"
-    ]
+def test_too_few_texts_to_measure_with(tmp_path, count, percent, sentence):
+    """A text is held out by its hash."""
+    (tmp_path / "few.txt").write_text("\n".join(f"note {i}" for i in range(count)))
+    texts = read_texts([TextSource.from_entry(str(tmp_path / "few.txt"))], [], percent, 1000)
+    with pytest.raises(UserError, match=sentence):
+        texts.check_measured()
+    replace(texts, other={"mails": ["a", "b", "c"]}).check_measured()
 
 
 def test_batches_hold_texts_of_nearly_one_length_and_each_text_once():
@@ -311,22 +302,13 @@ def arguments_for(teacher, **changes):
 
 def test_the_student_mirrors_the_teachers_modules(teacher):
     encoder = SentenceTransformer(teacher, device="cpu")
-    same = build_student(arguments_for(teacher), encoder, 32)
-    assert [type(module).__name__ for module in same.children()] == [
-        "Transformer",
-        "Pooling",
-        "Normalize",
-    ]
-    narrow = build_student(arguments_for(teacher, model_config=NARROW), encoder, 32)
-    assert [type(module).__name__ for module in narrow.children()] == [
-        "Transformer",
-        "Pooling",
-        "Dense",
-        "Normalize",
-    ]
-    assert narrow.encode(["a cat"]).shape == (1, 32)
-    assert as_shipped(narrow, keep_projection=True).encode(["a cat"]).shape == (1, 32)
-    assert as_shipped(narrow, keep_projection=False).encode(["a cat"]).shape == (1, 16)
+    for config, names in (
+        (STUDENT, ["Transformer", "Pooling", "Normalize"]),
+        (NARROW, ["Transformer", "Pooling", "Dense", "Normalize"]),
+    ):
+        student = build_student(arguments_for(teacher, model_config=config), encoder, 32)
+        assert [type(module).__name__ for module in student.children()] == names
+        assert student.encode(["a cat"]).shape == (1, 32)
 
 
 def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
@@ -338,45 +320,13 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert settings == {"max_seq_length": 32, "do_lower_case": False}, (
         "versions before 6 refuse keys that they do not know"
     )
-    again = build_student(
-        arguments_for(teacher, model_config={}, init_from=str(tmp_path)), encoder, 32
-    )
-    assert [type(module).__name__ for module in again.children()] == [
-        "Transformer",
-        "Pooling",
-        "Dense",
-        "Normalize",
-    ]
+    start = {"model_config": {}, "init_from": str(tmp_path)}
+    again = build_student(arguments_for(teacher, **start), encoder, 32)
     torch.testing.assert_close(again[2].linear.weight, first[2].linear.weight)
-    np.testing.assert_allclose(
-        again.encode(["a cat", "two dogs"]), first.encode(["a cat", "two dogs"]), atol=1e-5
-    )
-    wider = build_student(
-        arguments_for(teacher, model_config={}, init_from=str(tmp_path)), encoder, 48
-    )
+    texts = ["a cat", "two dogs"]
+    np.testing.assert_allclose(again.encode(texts), first.encode(texts), atol=1e-5)
+    wider = build_student(arguments_for(teacher, **start), encoder, 48)
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
-
-
-def test_a_student_with_added_blocks_begins_where_the_shorter_one_ended(teacher, tmp_path):
-    encoder = SentenceTransformer(teacher, device="cpu")
-    first = build_student(arguments_for(teacher, model_config=STUDENT), encoder, 32)
-    save_student(first, tmp_path, "float32", "float32")
-    longer = build_student(
-        arguments_for(teacher, model_config={}, init_from=str(tmp_path), added_blocks=2),
-        encoder,
-        32,
-    )
-    count = STUDENT["num_hidden_layers"] + 2
-    assert longer[0].auto_model.config.num_hidden_layers == count
-    texts = ["a cat", "two dogs in the sun"]
-    np.testing.assert_allclose(longer.encode(texts), first.encode(texts), atol=1e-6)
-    longer.train()
-    longer(longer.tokenize(texts))["sentence_embedding"].sum().backward()
-    for block in longer[0].auto_model.transformer_encoder[-2:]:
-        assert block.wo.weight.grad.abs().max() > 0 and block.ffn.w3.weight.grad.abs().max() > 0
-    save_student(longer, tmp_path / "longer", "float8", "float8")
-    again = SentenceTransformer(str(tmp_path / "longer"), device="cpu", trust_remote_code=True)
-    assert again[0].auto_model.config.num_hidden_layers == count
 
 
 def test_float8_is_for_matrices(teacher, tmp_path):
@@ -521,11 +471,22 @@ def test_the_folder_is_complete_and_small(finished):
 def test_every_precision_gives_the_same_vectors(finished):
     _, figures = finished
     assert set(figures["precision"]) == {"float32", "bfloat16", "float16"}
+    exact = figures["precision"]["float32"]["held_out_cosine"]
     for dtype, found in figures["precision"].items():
         assert found["to_float32"] > 0.999, dtype
-        assert found["held_out_cosine"] == pytest.approx(
-            figures["precision"]["float32"]["held_out_cosine"], abs=0.01
-        )
+        assert found["held_out_cosine"] == pytest.approx(exact, abs=0.01)
+
+
+def test_a_dtype_that_a_student_cannot_be_loaded_in_is_told(teacher, tmp_path, capsys):
+    """After the training it is too late to refuse it."""
+    encoder = SentenceTransformer(teacher, device="cpu")
+    student = build_student(arguments_for(teacher), encoder, 32)
+    with torch.no_grad():
+        student[0].auto_model.transformer_encoder[0].ffn.w3.weight.mul_(1e6)
+    save_student(student, tmp_path, "float32", "float32")
+    precisions = precision_check(tmp_path, {"held_out": (TEXTS[:9], encoder.encode(TEXTS[:9]))})
+    assert "the student's vectors are not finite in float16\n" in capsys.readouterr().err
+    assert precisions.keys() == {"float32", "bfloat16"}
 
 
 @pytest.mark.slow
@@ -599,24 +560,20 @@ def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, m
         similarities = [torch.nn.functional.normalize(labels.float(), dim=-1) for labels in seen]
         likeness[neighbours] = float(torch.stack([(v @ v.T).mean() for v in similarities]).mean())
     assert likeness[3] > likeness[0] + 0.01
-    figures = json.loads((tmp_path / "3" / "student" / "figures.json").read_text())
-    seconds = [row["cpu_seconds"] for row in figures["losses"]]
-    assert len(seconds) == 6 and seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, seed):
-    """Two and three random ones, by Ctrl-C or SIGTERM; some before the first checkpoint; batches of
-    texts of one length and of texts that are alike."""
-    steps, near = {"max_steps": 14, "save_steps": 2}, {"neighbours": 2 * seed}
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    path = recipe(tmp_path / "a", teacher, files, trainer=steps, **near)
-    assert command(["distill", path]) == 0
-    random, train_step = np.random.default_rng(seed), DistillTrainer.training_step
-    for step in sorted(random.integers(1, 8, size=2 + seed).tolist()):
-        number = signal.SIGTERM if random.integers(2) else signal.SIGINT
+@pytest.mark.parametrize("neighbours", [0, 2])
+def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch, neighbours):
+    """One before the first checkpoint, one after it; batches of one length and of near texts."""
+    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "neighbours": neighbours}
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    assert command(["distill", recipe(tmp_path / "a", teacher, files, **options)]) == 0
+    path, train_step = (
+        recipe(tmp_path / "b", teacher, files, **options),
+        DistillTrainer.training_step,
+    )
+    for step, number, code in ((2, signal.SIGINT, 130), (6, signal.SIGTERM, 143)):
 
         def interrupted(self, *given, step=step, number=number, **more):
             if self.state.global_step >= step:
@@ -625,67 +582,33 @@ def test_any_interruptions_end_as_none(tmp_path, teacher, files, monkeypatch, se
 
         with monkeypatch.context() as patch:
             patch.setattr(DistillTrainer, "training_step", interrupted)
-            path = recipe(tmp_path / "b", teacher, files, trainer=steps, **near)
-            assert command(["distill", path]) == (143 if number == signal.SIGTERM else 130)
-    path = recipe(tmp_path / "b", teacher, files, trainer=steps, **near)
+            assert command(["distill", path]) == code
+        assert not (tmp_path / "b" / "student").exists()
     assert command(["distill", path]) == 0
     first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_weights(tmp_path, teacher, files):
-    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    steps = {"max_steps": 12, "save_steps": 2}
-    assert command(["distill", recipe(tmp_path / "a", teacher, files, trainer=steps)]) == 0
-    argv = [
-        sys.executable,
-        "-m",
-        "neobert",
-        "distill",
-        recipe(tmp_path / "b", teacher, files, trainer=steps),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        argv,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-    )
-    checkpoints = tmp_path / "b" / "student.work" / "checkpoints"
-    for _ in range(1200):
-        if list(checkpoints.glob("checkpoint-*/complete.json")):
-            break
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "b" / "student").exists(), (
-        "the run was over before it was killed, so this test would be vacuous"
-    )
-    assert command(["distill", argv[-1]]) == 0
-    first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first), (
-        "a killed run ended with other weights"
-    )
+def test_a_finished_run_is_left_alone(tmp_path, teacher, files, capsys):
+    path = recipe(tmp_path, teacher, files, trainer={"max_steps": 1})
+    assert command(["distill", path]) == 0
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
+    assert command(["distill", path]) == 0
+    assert "finished already with these settings" in capsys.readouterr().out
+    assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
+    assert "other settings (trainer differ)" in capsys.readouterr().err
+    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
 
 
 def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, tokenizer_dir):
     torch.manual_seed(5)
-    NeoBERTModel(NeoBERTConfig(**STUDENT, max_position_embeddings=64)).save_pretrained(
-        tmp_path / "model"
-    )
+    model = NeoBERTModel(NeoBERTConfig(**STUDENT, max_position_embeddings=64))
+    model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
     before = load_file(tmp_path / "model" / "model.safetensors")
-    path = recipe(
-        tmp_path,
-        teacher,
-        files,
-        model_config=None,
-        init_from=str(tmp_path / "model"),
-        trainer={"max_steps": 1, "learning_rate": 1e-5},
-    )
-    assert command(["distill", path]) == 0
+    start = {"model_config": None, "init_from": str(tmp_path / "model")}
+    trainer = {"max_steps": 1, "learning_rate": 1e-5}
+    assert command(["distill", recipe(tmp_path, teacher, files, trainer=trainer, **start)]) == 0
     after = load_file(tmp_path / "student" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all((before[name] - after[name]).abs().max() < 1e-4 for name in before), (
@@ -694,21 +617,13 @@ def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, token
     assert json.loads((tmp_path / "student" / "figures.json").read_text())["earlier"] == []
 
     (tmp_path / "again").mkdir()
-    again = recipe(
-        tmp_path / "again",
-        teacher,
-        files,
-        model_config=None,
-        init_from=str(tmp_path / "student"),
-        trainer={"max_steps": 2},
-    )
+    start["init_from"] = str(tmp_path / "student")
+    again = recipe(tmp_path / "again", teacher, files, trainer={"max_steps": 2}, **start)
     assert command(["distill", again]) == 0
     figures = json.loads((tmp_path / "again" / "student" / "figures.json").read_text())
     assert [run["steps"] for run in figures["earlier"]] == [1] and figures["steps"] == 2
-    assert (
-        "begun from a student of 1 steps"
-        in (tmp_path / "again" / "student" / "README.md").read_text()
-    )
+    card = (tmp_path / "again" / "student" / "README.md").read_text()
+    assert "begun from a student of 1 steps" in card
 
 
 # ------------------------------------------------------------------------------------------------
@@ -717,82 +632,21 @@ def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, token
 
 BAD = {
     "no texts": ({"texts": []}, "there are no texts to learn from"),
-    "a missing file": ({"texts": ["nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
-    "an unknown key": (
-        {"texts": [{"path": "x", "colum": "y"}]},
-        "each of texts must be a file or a mapping",
-    ),
-    "no student": (
-        {"model_config": {}},
-        "give either model_config, for a new student, or --init-from",
-    ),
-    "two students": (
-        {"init_from": "x"},
-        "give either model_config, for a new student, or --init-from",
-    ),
-    "blocks added to nothing": ({"added_blocks": 1}, "added_blocks is for --init-from"),
-    "no loss": ({"cosine_weight": 0, "similarity_weight": 0}, "at least one of cosine_weight"),
-    "a wrong config": (
-        {"model_config": {"hidden_size": 30, "num_attention_heads": 4}},
-        "hidden_size must be a multiple",
-    ),
-    "an unknown config field": (
-        {"model_config": {"nope": 1}},
-        "model_config has an unknown field 'nope'",
-    ),
-    "a size of zero": (
-        {"model_config": {"hidden_size": 0}},
-        "hidden_size must be a positive whole number",
-    ),
-    "a negative weight": ({"mse_weight": -1}, "mse_weight must be at least 0, but -1.0 was given"),
-    "a wrong temperature": (
-        {"similarity_temperature": 0},
-        "similarity_temperature must be above 0",
-    ),
-    "no teacher there": ({"teacher": "./nowhere"}, "there is no ./nowhere; give a folder"),
-    "a wrong dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
-    "no number": (
-        {"cosine_weight": float("nan")},
-        "cosine_weight must be a finite number, but nan was given",
-    ),
-    "no number in the config": (
-        {"model_config": {"norm_eps": float("inf")}},
-        "model_config must be made of finite numbers",
-    ),
-    "a huge length": ({"max_length": 10**20}, "max_length must be at most 2147483647, but 1"),
-    "a path of a wrong type": ({"texts": [{"path": 5}]}, "there is no file 5, named in texts"),
-    "a name of a wrong type": (
-        {"texts": [{"path": "x", "name": [1]}]},
-        "must be text, but [1] was given",
-    ),
-    "no step": (
-        {"trainer": {"max_steps": 0}},
-        "max_steps must be at least 1, or -1 where num_train_epochs counts, but 0 was given",
-    ),
-    "no epoch": ({"trainer": {"num_train_epochs": 0}}, "num_train_epochs must be above 0"),
-    "no learning rate": (
-        {"trainer": {"learning_rate": float("nan")}},
-        "learning_rate must be a finite number, but nan was given",
-    ),
-    "a wrong beta": ({"trainer": {"adam_beta1": 2}}, "Trainer's options: Invalid beta parameter"),
-    "an empty batch": (
-        {"trainer": {"per_device_train_batch_size": 0}},
-        "per_device_train_batch_size must be at least 1",
-    ),
-    "half of a GPU's precision": ({"trainer": {"fp16": True, "use_cpu": True}}, "fp16 needs a GPU"),
-    "a tracker that is not there": (
-        {"trainer": {"report_to": "nonsense"}},
-        "report_to 'nonsense' is unknown",
-    ),
-    "an unknown attention": (
-        {"attn_implementation": "foo"},
-        "attn_implementation foo cannot be used here",
-    ),
-    "a text of no use": (
-        {"held_out_percent": 50, "texts": ["one.txt"]},
-        "texts must hold at least 2 different texts",
-    ),
+    "no file": ({"texts": ["nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
+    "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "must be a file or a mapping"),
+    "a type": ({"texts": [{"path": "x", "name": [1]}]}, "must be text, but [1] was given"),
+    "one text": ({"texts": ["one.txt"]}, "texts must hold at least 2 different texts"),
+    "few texts": ({"texts": ["few.txt"], "other_texts": None}, "texts of 5 are held out"),
+    "no student": ({"model_config": {}}, "give either model_config, for a new student, or"),
+    "two students": ({"init_from": "x"}, "give either model_config, for a new student, or"),
+    "no loss": ({"cosine_weight": 0, "similarity_weight": 0}, "must be above 0"),
+    "a config": ({"model_config": {"hidden_size": 30, "num_attention_heads": 4}}, "multiple"),
+    "a config's field": ({"model_config": {"nope": 1}}, "has an unknown field 'nope'"),
+    "no teacher": ({"teacher": "./nowhere"}, "there is no ./nowhere; give a folder"),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
+    "a dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
+    "a number": ({"cosine_weight": float("nan")}, "must be a finite number, but nan was given"),
+    "no step": ({"trainer": {"max_steps": 0}}, "max_steps must be at least 1, or -1"),
 }
 
 
@@ -803,6 +657,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     changes, expected = BAD[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.txt").write_text("a text")
+    (tmp_path / "few.txt").write_text("\n".join("abcde"))
     if changes.get("teacher") == "torn":
         weights = shutil.copytree(teacher, tmp_path / "torn") / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
@@ -814,133 +669,16 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     )
 
 
-@pytest.mark.slow
-def test_what_a_user_had_is_never_replaced(tmp_path, teacher, files, capsys):
-    path = recipe(tmp_path, teacher, files, trainer={"max_steps": 1})
-    (tmp_path / "student").mkdir()
-    (tmp_path / "student" / "thesis.txt").write_text("years of work")
-    for more in ([], ["--overwrite"]):
-        assert command(["distill", path, *more]) == 2
-        assert "was not written by neobert distill" in capsys.readouterr().err
-    assert (tmp_path / "student" / "thesis.txt").read_text() == "years of work"
-    (tmp_path / "student" / "thesis.txt").unlink()
-    assert command(["distill", path]) == 0
-    before = {
-        file: file.read_bytes() for file in (tmp_path / "student").rglob("*") if file.is_file()
-    }
-    assert command(["distill", path]) == 0, "a finished run is no error"
-    assert "finished already with these settings" in capsys.readouterr().out
-    assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
-    assert "holds a finished student of other settings (trainer differ)" in capsys.readouterr().err
-    assert before == {
-        file: file.read_bytes() for file in (tmp_path / "student").rglob("*") if file.is_file()
-    }
-    assert command(["distill", path, "--overwrite"]) == 0
-    (tmp_path / "student" / "notes.txt").write_text("mine")
-    assert command(["distill", path, "--overwrite"]) == 2
-    assert (
-        "notes.txt" in capsys.readouterr().err
-        and (tmp_path / "student" / "notes.txt").read_text() == "mine"
-    )
-
-
-def test_other_settings_do_not_go_on_with_a_run(tmp_path, teacher, files, capsys):
-    work = tmp_path / "student.work"
-    work.mkdir()
-    (work / "mine.txt").write_text("x")
-    assert command(["distill", recipe(tmp_path, teacher, files)]) == 2
-    assert (
-        "student.work holds other files (mine.txt); choose another output"
-        in capsys.readouterr().err
-    )
-    (work / "mine.txt").unlink()
-    (work / "checkpoints").mkdir()
-    (work / "checkpoints" / "best.pt").write_text("precious")
-    for text in ('{"experiment": "mine"}', '["mine"]'):
-        (work / "run.json").write_text(text)
-        assert command(["distill", recipe(tmp_path, teacher, files), "--overwrite"]) == 2
-        assert (
-            "run.json is damaged, or not of this version of neobert distill"
-            in capsys.readouterr().err
-        )
-        assert (work / "run.json").read_text() == text and (
-            work / "checkpoints" / "best.pt"
-        ).read_text() == "precious"
-    shutil.rmtree(work)
-    work.mkdir()
-    arguments = arguments_for(teacher, texts=[files[0]], output=str(tmp_path / "student"))
-    train(arguments, {"max_steps": 1, "per_device_train_batch_size": 4})
-    assert (
-        command(
-            [
-                "distill",
-                recipe(
-                    tmp_path,
-                    teacher,
-                    files,
-                    name="other.yaml",
-                    output=str(tmp_path / "second"),
-                    work=str(work),
-                ),
-            ]
-        )
-        == 2
-    )
-    assert "holds a run with other settings (" in capsys.readouterr().err
-    assert (work / "vectors" / "train" / "00000.npy").is_file(), "the vectors were lost"
-
-
 @pytest.mark.parametrize(
     "work, output", [("student/work", "student"), ("work", "work/student"), ("same", "same")]
 )
-def test_one_of_the_two_folders_in_the_other_is_refused_before_the_training(
+def test_one_of_the_two_folders_in_the_other_is_refused(
     tmp_path, teacher, files, capsys, work, output
 ):
-    assert (
-        command(
-            [
-                "distill",
-                recipe(
-                    tmp_path,
-                    teacher,
-                    files,
-                    work=str(tmp_path / work),
-                    output=str(tmp_path / output),
-                ),
-            ]
-        )
-        == 2
-    )
-    assert (
-        "the output " in capsys.readouterr().err
-        and not (tmp_path / work).exists()
-        and not (tmp_path / output).exists()
-    )
-
-
-def test_a_continued_run_leaves_what_the_user_has_in_its_folder(
-    tmp_path, teacher, files, monkeypatch
-):
-    def interrupted(self, *given, **more):
-        if self.state.global_step == 4:
-            raise KeyboardInterrupt
-        return train_step(self, *given, **more)
-
-    train_step, path = DistillTrainer.training_step, recipe(tmp_path, teacher, files)
-    with monkeypatch.context() as patch:
-        patch.setattr(DistillTrainer, "training_step", interrupted)
-        assert command(["distill", path]) == 130
-    mine = [
-        tmp_path / "student.work" / name
-        for name in ("notes.txt", "checkpoints/notes.txt", "checkpoints/checkpoint-3/notes.txt")
-    ]
-    for file in mine:
-        file.write_text("mine")
-    assert command(["distill", path]) == 0
-    assert all(file.read_text() == "mine" for file in mine)
-    assert [
-        file.name for file in (tmp_path / "student.work" / "checkpoints").rglob("*.safetensors")
-    ] == []
+    folders = {"work": str(tmp_path / work), "output": str(tmp_path / output)}
+    assert command(["distill", recipe(tmp_path, teacher, files, **folders)]) == 2
+    assert "the output " in capsys.readouterr().err
+    assert not (tmp_path / work).exists() and not (tmp_path / output).exists()
 
 
 def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):

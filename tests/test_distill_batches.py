@@ -62,12 +62,12 @@ def test_neighbours_are_those_of_a_complete_search(monkeypatch):
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     means = np.stack([unit[rows].mean(0) for rows in units])
     means /= np.linalg.norm(means, axis=1, keepdims=True)
-    near = nearest_units(lambda rows: vectors[rows], units, 5)
+    near = nearest_units(vectors, units, 5)
     for u, found in enumerate(near):
         others = sorted(set(range(40)) - {u}, key=lambda v: -(means[u] @ means[v]))
         assert found.tolist() == others[:5]
     monkeypatch.setattr(distill_batches, "PART", 12)
-    parts = nearest_units(lambda rows: vectors[rows], units, 20)
+    parts = nearest_units(vectors, units, 20)
     assert parts.shape == (40, 9), "the smallest of four parts of 10 units has 9 others"
     assert all(u not in found and len(set(found)) == 9 for u, found in enumerate(parts.tolist()))
 

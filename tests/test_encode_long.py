@@ -1,13 +1,12 @@
-"""Pins `neobert encode --long-texts windows`: the vectors are those of a hand-made loop over the
-windows, alone and `--late`; a document is read once, without padding, in bounded memory; an
-interrupted run continues bit for bit; and what is written tells the place of each window."""
+"""Pins `neobert encode --long-texts windows`: the vectors are those of the windows as texts, no batch
+is longer than asked for, an interrupted run continues bit for bit, and what is written tells the
+place of each window."""
 
 import json
 import random
 
 import numpy as np
 import pytest
-import torch
 
 
 pytest.importorskip("sentence_transformers")
@@ -24,17 +23,14 @@ from encode_runs import (
     read_parquet,
 )
 from safetensors.numpy import load_file
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer
 
-from neobert import NeoBERTConfig, NeoBERTModel
+from neobert import NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.embeddings import encode
 from neobert.embeddings.long_texts import WindowSettings, tokenize_windows
 from neobert.embeddings.options import EncodeArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
-from neobert.embeddings.spans import passes
 
 
 WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}
@@ -83,159 +79,62 @@ def test_windows_are_what_sentence_transformers_makes_of_the_parts(
     close(vectors, reference.encode(parts, prompt=prompt))
 
 
-def late_by_hand(model, tokenizer, text, found, prompt="", room=62, counts_prompt=True):
-    """Vectors of the windows of one text: each pass on its own, a loop over its windows."""
-    own = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    before = tokenizer(prompt)["input_ids"][:-1]
-    room, vectors = room - len(before) + 1, []
-    for one in passes(found, len(own), room, room // 8):
-        ids = [*before, *own[one.first : one.stop], tokenizer.sep_token_id]
-        with torch.inference_mode():
-            hidden = model(torch.tensor([ids])).last_hidden_state[0]
-        for span in one.spans:
-            first = span.first - one.first + len(before)
-            stop = span.stop - one.first + len(before)
-            if span.first == 0:
-                first = 0 if counts_prompt or not prompt else len(before)
-            if span.stop == len(own):
-                stop = len(ids)
-            vectors.append(hidden[first:stop].sum(0) / (stop - first))
-    return torch.stack(vectors).numpy()
-
-
-def found_spans(tokenizer, text):
-    from neobert.embeddings.spans import spans
-
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]
-    return spans(text, offsets, 12, 4)
-
-
-@pytest.mark.parametrize("prompt", ["", "find the cat: "])
-def test_late_windows_are_those_of_a_loop_over_the_passes(corpus, model_folder, tmp_path, prompt):
-    embed(corpus, tmp_path / "out.parquet", model_folder, prompt=prompt, late=True, **WINDOWS)
-    table, vectors = read_parquet(tmp_path / "out.parquet")
-    model = NeoBERTModel.from_pretrained(model_folder).eval()
-    tokenizer, expected = AutoTokenizer.from_pretrained(model_folder), []
-    for text in documents():
-        found = found_spans(tokenizer, text)
-        expected.append(late_by_hand(model, tokenizer, text, found, prompt))
-    close(vectors, np.concatenate(expected))
-    embed(corpus, tmp_path / "alone.parquet", model_folder, prompt=prompt, **WINDOWS)
-    alone, other = read_parquet(tmp_path / "alone.parquet")
-    assert alone.drop(["embedding"]).equals(table.drop(["embedding"])), "the same windows"
-    assert np.abs(other - vectors).max() > 0.01, "vacuous: both ways are one"
-
-
-@pytest.mark.parametrize("counts_prompt", [True, False])
-def test_late_windows_of_a_model_that_does_not_pack(tmp_path, tokenizer_dir, counts_prompt):
-    torch.manual_seed(0)
-    config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 64, "max_position_embeddings": 64}
-    BertModel(BertConfig(**config)).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    tokenizer.save_pretrained(tmp_path)
-    pooling = Pooling(32, "mean", include_prompt=counts_prompt)
-    model = SentenceTransformer(
-        modules=[Transformer(str(tmp_path), max_seq_length=64), pooling, Normalize()], device="cpu"
-    )
-    encoder, texts = PackedEncoder(model, tokens_per_batch=200, device="cpu"), documents()
-    assert not encoder.packs
-    settings = WindowSettings.of(encoder, "the cat ", 12, 4, late=True)
-    windows = tokenize_windows(encoder, texts, "the cat ", settings)
-    vectors, expected = encoder.embed(windows.tokens, ranges=windows.ranges), []
-    plain = BertModel.from_pretrained(tmp_path).eval()
-    for text in texts:
-        found = found_spans(tokenizer, text)
-        expected.append(late_by_hand(plain, tokenizer, text, found, "the cat ", 62, counts_prompt))
-    expected = np.concatenate(expected)
-    close(vectors, expected / np.linalg.norm(expected, axis=1, keepdims=True))
-
-
-def test_a_later_sentence_knows_the_first(model_folder):
-    """Late: the same third sentence after another name has another vector. Alone it has not."""
+def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
+    """A word of more pieces than a window: tokenised alone, its second half would be other pieces."""
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
-    texts = [
-        f"{name} sat on a mat. Dogs ran over hills. It found water." for name in ("Cat", "Dog")
-    ]
-    for late in (True, False):
-        settings = WindowSettings.of(encoder, "", 6, 0, late)
-        windows = tokenize_windows(encoder, texts, "", settings)
-        vectors = encoder.embed(windows.tokens, ranges=windows.ranges)
-        assert windows.rows.tolist() == [0, 0, 0, 1, 1, 1]
-        assert (np.abs(vectors[2] - vectors[5]).max() > 1e-4) == late
+    word = "zxqvkjw" * 3
+    windows = tokenize_windows(encoder, [word], "", WindowSettings.of(encoder, "", 4, 0))
+    whole = encoder.tokenize([word])[0][1:-1]
+    assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == whole.tolist()
+    second = word[windows.starts[1] : windows.ends[1]]
+    vectors = encoder.embed(windows.tokens)
+    assert np.abs(vectors[1] - encoder.encode([second])[0]).max() > 1e-3, "docs/embeddings.md"
+    close(vectors[0], encoder.encode([word[: windows.ends[0]]])[0])
 
 
 def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model_folder):
     path = tmp_path / "short.txt"
     path.write_text("\n".join(text for text in documents(40) if len(text.split()) in range(1, 40)))
     vectors = []
-    for name, options in (
-        ("cut", {}),
-        ("alone", {"long_texts": "windows", "window": 62}),
-        ("late", {"long_texts": "windows", "window": 62, "late": True}),
-    ):
+    for name, options in (("cut", {}), ("windows", {"long_texts": "windows", "window": 62})):
         embed(path, tmp_path / f"{name}.parquet", model_folder, **options)
         vectors.append(read_parquet(tmp_path / f"{name}.parquet")[1])
-    assert np.array_equal(vectors[0], vectors[1]) and np.array_equal(vectors[0], vectors[2])
-    assert len(vectors[0]) > 5
+    assert np.array_equal(*vectors) and len(vectors[0]) > 5
 
 
-def test_a_document_is_read_once_and_without_padding(model_folder, monkeypatch):
-    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu", tokens_per_batch=300)
-    texts = [text for text in documents(40) if len(text.split()) < 40]
-    settings, forward, seen = (
-        WindowSettings.of(encoder, "", 12, 4, late=True),
-        NeoBERTModel.forward,
-        [],
-    )
-    windows = tokenize_windows(encoder, texts, "", settings)
-    model = type(encoder.sentence_transformer[0].auto_model)
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda self, **given: seen.append(given["input_ids"].shape) or forward(self, **given),
-    )
-    encoder.embed(windows.tokens, ranges=windows.ranges)
-    # A batch in float32 is filled up to a multiple of 16 tokens.
-    assert all(length % 16 == 0 for _, length in seen)
-    beyond = sum(length for _, length in seen) - sum(map(len, encoder.tokenize(texts)))
-    assert 0 <= beyond < 16 * len(seen)
-    assert {rows for rows, _ in seen} == {1} and 1 < len(seen) < len(texts)
-    assert len(windows.rows) > 1.5 * len(texts)
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_no_batch_is_longer_than_the_context(tmp_path, tokenizer_dir, monkeypatch, late):
-    """A text of 20,000 tokens, a model of 4,096 positions."""
-    torch.manual_seed(1)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = NeoBERTConfig(**small, intermediate_size=16, max_position_embeddings=4096)
-    NeoBERTModel(config).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
+def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
+    """A text of 20,000 tokens."""
     (tmp_path / "long.txt").write_text("The cat sat on a mat. " * 2900 + "\nA dog.\n")
     seen, forward = [], NeoBERTModel.forward
     monkeypatch.setattr(
         NeoBERTModel,
         "forward",
-        lambda self, **given: seen.append(given["input_ids"].shape[1]) or forward(self, **given),
+        lambda self, **given: seen.append(given["input_ids"].shape) or forward(self, **given),
     )
-    summary = embed(
-        tmp_path / "long.txt",
-        tmp_path / "out.parquet",
-        tmp_path / "model",
-        long_texts="windows",
-        late=late,
-        tokens_per_batch=1000,
-    )
+    options = {"long_texts": "windows", "tokens_per_batch": 1000}
+    summary = embed(tmp_path / "long.txt", tmp_path / "out.parquet", model_folder, **options)
     assert summary["cut"] == {"texts": 0, "tokens": 0, "longest": 20302} and summary["rows"] == 2
-    assert max(seen) == 4096 if late else max(seen) <= 1000
-    assert 20300 < sum(seen) < 1.4 * 20300
+    assert {rows for rows, _ in seen} == {1}, "packed"
+    assert 900 < max(length for _, length in seen) <= 1000
+    assert 20300 < sum(length for _, length in seen) < 1.4 * 20300
     places = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
     assert (
         places["start"][0] == 0 and max(places["end"]) == len("The cat sat on a mat. " * 2900) - 1
     )
+
+
+def test_texts_that_are_tokenized_in_several_batches(model_folder):
+    """A batch holds a million characters: rows count on, the last text of each has its windows, and
+    neighbours share an eighth of a window by default."""
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
+    texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
+    settings = WindowSettings.of(encoder, "", 40)
+    assert settings.overlap == 5
+    windows = tokenize_windows(encoder, texts, "", settings)
+    counts = np.bincount(windows.rows)
+    assert counts.tolist() == [4286, 4286, 1, 4286]
+    last = windows.ends[np.cumsum(counts) - 1]
+    assert last.tolist() == [len(text.rstrip()) for text in texts]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -260,11 +159,8 @@ def test_kept_columns_are_those_of_each_windows_text(corpus, model_folder, tmp_p
     assert all(row["text"] == documents()[row["row"]] for row in rows)
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_an_interrupted_run_continues_bit_for_bit(
-    corpus, model_folder, tmp_path, monkeypatch, late
-):
-    settings = {**WINDOWS, "late": late, "shard_rows": 4}
+def test_an_interrupted_run_continues_bit_for_bit(corpus, model_folder, tmp_path, monkeypatch):
+    settings = {**WINDOWS, "shard_rows": 4}
     summary = embed(corpus, tmp_path / "whole", model_folder, **settings)
     written = interrupt_once(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
@@ -275,14 +171,14 @@ def test_an_interrupted_run_continues_bit_for_bit(
     for part in (tmp_path / "whole").glob("part-*"):
         other = pyarrow.parquet.read_table(tmp_path / "parts" / part.name)
         assert pyarrow.parquet.read_table(part).equals(other)
-    for name, change in (("window", 13), ("overlap", 3), ("late", not late)):
+    for name, change in (("window", 13), ("overlap", 3)):
         with pytest.raises(UserError, match=rf"other settings \({name} "):
             embed(corpus, tmp_path / "parts", model_folder, **{**settings, name: change})
 
 
 @pytest.mark.slow
 def test_processes_write_what_one_writes(corpus, model_folder, tmp_path):
-    settings = {**WINDOWS, "late": True, "shard_rows": 4}
+    settings = {**WINDOWS, "shard_rows": 4}
     embed(corpus, tmp_path / "one.parquet", model_folder, **settings)
     embed(corpus, tmp_path / "two.parquet", model_folder, processes=2, **settings)
     one, two = read_parquet(tmp_path / "one.parquet"), read_parquet(tmp_path / "two.parquet")
@@ -291,7 +187,7 @@ def test_processes_write_what_one_writes(corpus, model_folder, tmp_path):
 
 
 def test_ranks_share_the_parts(corpus, model_folder, tmp_path, monkeypatch):
-    settings = {**WINDOWS, "late": True, "shard_rows": 3}
+    settings = {**WINDOWS, "shard_rows": 3}
     embed(corpus, tmp_path / "alone.parquet", model_folder, **settings)
     interrupt_once(monkeypatch, 0)
     for rank in (0, 1, 0):  # the first rank plans, and comes back at the end
@@ -328,7 +224,6 @@ def test_options_that_do_not_go_together():
     given = {"source": "a", "output": "b", "model": "c"}
     for options, message in (
         ({"window": 5}, "window is for windows; give long_texts windows too"),
-        ({"late": True}, "late is for windows"),
         ({"overlap": 0}, "overlap is for windows"),
         ({"long_texts": "all"}, "long_texts must be one of cut, windows"),
     ):
@@ -341,7 +236,6 @@ def test_options_that_do_not_go_together():
     [
         ({"window": 63}, "at most the 62 tokens that the model's 64 leave beside the prompt"),
         ({"window": 8, "overlap": 8}, "overlap must be below window, 8, but 8 was given"),
-        ({"late": True, "pooling": "cls"}, "mean over the tokens .* pooling is 'cls'"),
         ({"prompt": "cat " * 70}, "at most the 0 tokens that the model's 64 leave"),
         ({"keep": ["start"]}, "leave start out of --keep"),
     ],

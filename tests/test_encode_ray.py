@@ -135,16 +135,16 @@ def test_an_actor_dies_and_no_row_is_lost_or_doubled(world):
 
 
 def test_windows_of_long_texts(world):
-    """The same as `neobert encode --long-texts windows --late` of the same texts."""
+    """The same as `neobert encode --long-texts windows` of the same texts."""
     for number in range(1, FILES):
         (world / "corpus" / f"{number}.parquet").unlink()
     options = ["--long-texts", "windows", "--window", "12", "--overlap", "3"]
-    output, _ = start(world, *options, "--late").communicate(timeout=400)
+    output, _ = start(world, *options).communicate(timeout=400)
     assert "3 files, 3 of them by this run, with 300 rows" in output, output[-3000:]
     table = pyarrow.parquet.read_table([world / "out" / name for name in written(world)])
     torch.set_num_threads(1)
     arguments = [str(world / "corpus"), str(world / "alone.parquet"), "--model"]
-    arguments += [str(world / "model"), "--dtype", "float32", *options, "--late"]
+    arguments += [str(world / "model"), "--dtype", "float32", *options]
     assert encode.main(arguments) == 0
     alone = pyarrow.parquet.read_table(world / "alone.parquet")
     for name in ("id", "start", "end"):

@@ -1,5 +1,5 @@
-"""Pins the commands of the pages in docs/: every command, script, recipe and option in them exists
-today, and each opens with its use."""
+"""Pins the pages in docs/: every command, script, recipe and option in them exists today, each
+opens with its use, and what they print as output is what the commands print (slow)."""
 
 import dataclasses
 import importlib
@@ -11,6 +11,8 @@ import pytest
 from transformers import TrainingArguments
 
 from neobert.__main__ import COMMANDS
+
+from .tools import pages
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,14 +79,7 @@ def options_in(paths):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_option_exists(page):
-    found = list(commands(page))
-    assert len(found) > 1 or page in (
-        "conversion",
-        "compatibility",
-        "development",
-        "troubleshooting",
-    ), "vacuous: the page has hardly a command"
-    for words in found:
+    for words in commands(page):
         if words[0] == "neobert":
             assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
         elif words[1] == "-c" or words[1] == "-m" and not words[2].startswith("neobert."):
@@ -148,3 +143,103 @@ def test_the_page_opens_with_its_use_and_a_command_with_its_output(page):
     assert len(PAGES[page][: PAGES[page].index("```bash")].splitlines()) < 15, (
         "the command comes late"
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in pages.PAGES if any(pages.examples(page.read_text(encoding="utf-8")))],
+    ids=lambda page: page.parent.name if page.stem == "README" else page.stem,
+)
+def test_every_output_is_todays(page):
+    assert not (stale := list(pages.stale(page))), (
+        "\n\n".join(stale) + f"\n\nrun: python tests/tools/pages.py --write {page}"
+    )
+
+
+def test_results_name_todays_encoder():
+    assert pages.stale_results() == []
+
+
+@pytest.mark.parametrize(
+    "shown, printed, expected",
+    [
+        ("F1 0.612 over 80 texts", "F1 0.615 over 80 texts", True),
+        ("F1 0.612 over 80 texts", "F1 0.628 over 80 texts", False),
+        ("F1 0.612 over 80 texts", "F1 0.612 over 81 texts", False),
+        ("0.40 an eagle", "0.41 an eagle", True),
+        ("0.40 an eagle", "0.40 a violin", False),
+        ("in 18.9 s (5,626 tokens/s)", "in 1,234.5 s (1 tokens/s)", True),
+        ("difference 6.7e-06", "difference 0.0", True),
+        ("digest: 3e7acf64bb1c", "digest: 3e7acf64bb2c", False),
+        ("a\n b", "a b", True),
+    ],
+)
+def test_outputs_are_compared_within_a_tolerance(shown, printed, expected):
+    assert pages.same(shown, printed) == expected
+
+
+PAGE = """
+```bash
+pip install torch
+echo one  # a comment
+echo 0.54
+```
+
+<!-- output -->
+```
+one
+0.50
+```
+
+```bash
+echo nobody shows this
+```
+
+<!-- run -->
+```bash
+echo $((40 + 2)) > runs/made
+```
+```python
+print(open("runs/made").read(), end="")
+# 41
+```
+
+<!-- not run: needs a GPU -->
+```bash
+exit 1
+```
+```
+nothing
+```
+
+```bash
+seq 1 9; echo the end is $(cat runs/made)
+```
+```
+...
+7
+...
+the end is 3
+```
+"""
+
+
+def test_blocks_run_in_their_order_and_their_outputs_are_written(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    stale = list(pages.stale(page))
+    assert [text.splitlines()[0] for text in stale] == [
+        "page.md: pip install torch",
+        'page.md: print(open("runs/made").read(), end="")',
+        "page.md: seq 1 9; echo the end is $(cat runs/made)",
+    ]
+    page.write_text(pages.written(page))
+    expected = PAGE.replace("\n0.50\n", "\n0.54\n").replace("# 41", "# 42").replace("is 3", "is 42")
+    assert page.read_text() == expected and not any(pages.stale(page))
+    page.write_text(PAGE.replace("<!-- not run: needs a GPU -->\n", ""))
+    assert any("exit status 1" in text for text in pages.stale(page))

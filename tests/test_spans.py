@@ -1,12 +1,12 @@
-"""Pins where a long text is divided: at sentence ends where there are any, every token in a window,
-offsets that increase; and the passes in which windows are pooled."""
+"""Pins where a long text is divided: at sentence ends where there are any, every token in a window, and
+offsets that increase."""
 
 import random
 import re
 
 import pytest
 
-from neobert.embeddings.spans import Pass, Span, passes, spans
+from neobert.embeddings.spans import Span, spans
 
 
 def words(text):
@@ -151,53 +151,3 @@ def test_every_token_is_in_a_window_and_offsets_increase():
             assert one.start < other.start and one.end < other.end, case
             assert one.first < other.first <= one.stop < other.stop, case
             assert one.stop - other.first <= overlap, case
-
-
-# ------------------------------------------------------------------------------------------------
-# passes
-
-
-def even(count, size):
-    return [Span(i, min(i + size, count), i, i + size) for i in range(0, count, size)]
-
-
-def test_a_text_that_the_model_reads_at_a_time_is_one_pass():
-    found = even(40, 10)
-    assert passes(found, 40, 40, 5) == [Pass(0, 40, found)]
-
-
-def test_longer_texts_are_read_in_overlapping_passes():
-    """40 tokens a pass, 5 around each window: the fourth window has no 5 tokens after it in the
-    first pass."""
-    found = even(100, 10)
-    made = passes(found, 100, 40, 5)
-    assert [(one.first, one.stop) for one in made] == [(0, 40), (25, 65), (55, 95), (85, 100)]
-    assert [len(one.spans) for one in made] == [3, 3, 3, 1]
-
-
-def test_windows_as_long_as_a_pass():
-    found = even(100, 40)
-    assert passes(found, 100, 40, 5) == [
-        Pass(span.first, span.stop, [span]) for span in found[:2]
-    ] + [Pass(75, 100, found[2:])]
-
-
-def test_every_window_is_in_one_pass_with_its_margin():
-    generator = random.Random(1)
-    for _ in range(300):
-        count, window = generator.randrange(1, 300), generator.randrange(1, 30)
-        room = generator.randrange(window, 80)
-        margin = room // 8
-        text = "".join(generator.choice(["a ", "b. ", "C "]) for _ in range(count))
-        found = spans(text, words(text), window, generator.randrange(window))
-        tokens = found[-1].stop
-        made = passes(found, tokens, room, margin)
-        assert [span for one in made for span in one.spans] == found
-        for one in made:
-            assert 0 <= one.first and one.stop <= tokens and one.stop - one.first <= room
-            for span in one.spans:
-                least = min(margin, (room - (span.stop - span.first)) // 2)
-                before, after = span.first - one.first, one.stop - span.stop
-                assert before >= 0 and after >= 0
-                assert one.first == 0 or before >= least
-                assert one.stop == tokens or after >= least

@@ -101,7 +101,7 @@ def test_the_model_tells_its_own_pooling_prompt_and_length(corpus, model_folder,
     found = stamp_of(tmp_path / "out.parquet")
     assert (found["pooling"], found["prompt"], found["max_length"]) == ("cls", "find: ", 30)
     assert found["normalized"] and found["model"] == "model"
-    assert found["long_texts"] == {"window": 12, "overlap": 2, "late": False}
+    assert found["long_texts"] == {"window": 12, "overlap": 2}
 
 
 def test_a_stamp_that_cannot_be_read_is_none():

@@ -1,0 +1,167 @@
+"""Options of `neobert distill`."""
+
+from dataclasses import dataclass
+
+from ..common.arguments import Arguments, option
+from ..common.cards import BASE_MODEL_HELP
+from ..common.constants import DTYPES, POOLINGS
+from ..common.errors import UserError
+
+
+STORAGE_DTYPES = ("float32", "bfloat16", "float16", "float8")  # float8 is e5m2
+
+
+@dataclass(kw_only=True)
+class TeacherOptions(Arguments):
+    """What learns from what."""
+
+    teacher: str = option(
+        help="sentence encoder to learn from: a folder or a Hub name", positional=True
+    )
+    texts: list[str | dict] = option(
+        default_factory=list,
+        help=(
+            "required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings "
+            "with path, column, name, license"
+        ),
+        free=True,  # known by their digests
+    )
+    output: str | None = option(None, "required: folder of the student", free=True)
+    model_config: dict = option(
+        default_factory=dict,
+        help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's",
+    )
+    init_from: str | None = option(
+        None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name"
+    )
+    other_texts: list[str | dict] = option(
+        default_factory=list,
+        help="files of text of another kind, which is only measured on",
+        free=True,
+    )
+    work: str | None = option(
+        None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True
+    )
+    trust_remote_code: bool = option(
+        False, "run the Python code that the teacher or the student brings"
+    )
+
+
+@dataclass(kw_only=True)
+class StudentOptions(Arguments):
+    """The student."""
+
+    embeddings_from_teacher: bool = option(
+        False, "start from the teacher's token embeddings, by PCA where the student is narrower"
+    )
+    freeze_embeddings: bool = option(False, "do not train the token embeddings")
+    pooling: str = option("mean", "of a student without one", choices=POOLINGS)
+    max_length: int = option(128, "tokens of a text, for both models", least=3, most=2**31 - 1)
+    dtype: str = option("float32", "of the saved weights", choices=STORAGE_DTYPES)
+    embedding_dtype: str = option(
+        "float32", "of the saved token embeddings", choices=STORAGE_DTYPES
+    )
+
+
+@dataclass(kw_only=True)
+class AgreementOptions(Arguments):
+    """The loss, and what agreement is measured on."""
+
+    cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
+    similarity_weight: float = option(
+        1.0, "of the KL divergence between the similarities within a batch", least=0
+    )
+    similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
+    held_out_percent: float = option(
+        1.0, "of the texts, by hash, to measure with", above=0, most=50
+    )
+    held_out_texts: int = option(
+        2000, "at most so many of them, and of each of other_texts", least=3
+    )
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(Arguments):
+    """How it trains."""
+
+    teacher_dtype: str = option(
+        "auto",
+        "of the teacher's weights while its vectors are computed; int8 for a NeoBERT on a CPU",
+        choices=DTYPES,
+    )
+    neighbours: int = option(
+        0,
+        "units (texts, or pairs) in the same batch as one to which the teacher finds them nearest",
+        least=0,
+    )
+    compile: bool = option(False, "torch.compile the blocks while training", free=True)
+    device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
+
+
+@dataclass(kw_only=True)
+class StudentCardOptions(Arguments):
+    """What the card says."""
+
+    title: str | None = option(None, "heading; by default the name of the output folder", free=True)
+    license: str = option("other", "licence of the student", free=True)
+    language: str = option("en", "language of the texts", free=True)
+    base_model: str | None = option(
+        None,
+        f"{BASE_MODEL_HELP}; by default --init-from, else the teacher, where that is such a name",
+        free=True,
+    )
+
+
+@dataclass(kw_only=True)
+class DistillArguments(
+    StudentCardOptions, TrainingOptions, AgreementOptions, StudentOptions, TeacherOptions
+):
+    """Options of `neobert distill`."""
+
+    def __post_init__(self):
+        from ..common.model_fields import check_model_fields
+
+        super().__post_init__()
+        if not self.texts:
+            raise UserError(
+                "there are no texts to learn from: give texts in the recipe, or --texts FILE"
+            )
+        if not self.output:
+            raise UserError("give --output, the folder for the student")
+        if bool(self.model_config) == bool(self.init_from):
+            raise UserError(
+                "give either model_config, for a new student, or --init-from, a NeoBERT to start "
+                "from"
+            )
+        check_model_fields(self.model_config, "model_config")
+        if not (self.cosine_weight or self.similarity_weight):
+            raise UserError("cosine_weight or similarity_weight must be above 0")
+        self.work = self.work or f"{self.output.rstrip('/')}.work"
+
+    def sources(self):
+        """`TextSource`s to learn from, and those of other kinds."""
+        from .distill_data import TextSource
+
+        return [TextSource.from_entry(entry) for entry in self.texts], [
+            TextSource.from_entry(entry) for entry in self.other_texts
+        ]
+
+
+# Trainer's options where `neobert distill` has other defaults.
+DISTILL_TRAINER = {
+    "per_device_train_batch_size": 256,
+    "num_train_epochs": 1,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "adam_beta2": 0.98,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 200,
+    "logging_steps": 50,
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 500,
+    "ddp_find_unused_parameters": False,
+    "report_to": "none",
+    "seed": 0,
+}

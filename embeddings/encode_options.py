@@ -1,0 +1,138 @@
+"""Options of `neobert encode`, and those of every command that loads an encoder."""
+
+from dataclasses import dataclass, fields
+
+from ..common.arguments import Arguments, option
+from ..common.constants import CPU_TOKENS, CUDA_TOKENS, DTYPES, POOLINGS
+from ..common.errors import UserError
+
+
+FORMATS = ("parquet", "safetensors")
+TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
+
+
+@dataclass(kw_only=True)
+class EncoderOptions(Arguments):
+    """How the encoder is loaded."""
+
+    max_length: int | None = option(
+        None,
+        "tokens per text, longer texts are cut; by default the model's own limit",
+        least=3,
+        most=2**31 - 1,
+    )
+    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
+    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
+    attn_implementation: str | None = option(None, "attention implementation of transformers")
+    trust_remote_code: bool = option(False, "run the model repository's own code", free=True)
+
+    def loading(self):
+        """How `load_sentence_transformer` loads it."""
+        return {field.name: getattr(self, field.name) for field in fields(EncoderOptions)}
+
+
+@dataclass(kw_only=True)
+class CorpusOptions(Arguments):
+    """What is encoded, by which model."""
+
+    source: str = option(
+        help=(
+            "a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of "
+            "such files"
+        ),
+        positional=True,
+        free=True,
+    )
+    output: str = option(
+        help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True
+    )
+    model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
+    text_column: str = option("text", "column that holds the text")
+    prompt_name: str | None = option(
+        None, "name of one of the model's prompts to put before each text"
+    )
+    prompt: str | None = option(None, "text to put before each text")
+
+
+@dataclass(kw_only=True)
+class LongTextOptions(Arguments):
+    """What is done with texts that are longer than the model reads."""
+
+    long_texts: str = option(
+        "cut",
+        "cut: a vector a text, of its beginning; windows: a vector for each part of a text",
+        choices=("cut", "windows"),
+    )
+    window: int | None = option(
+        None, "most tokens of a window; 256, or as many as the model reads if less", least=1
+    )
+    overlap: int | None = option(
+        None, "most tokens that neighbouring windows share; an eighth of a window", least=0
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.long_texts == "cut":
+            for name in ("window", "overlap"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{name} is for windows; give long_texts windows too")
+
+
+@dataclass(kw_only=True)
+class VectorOptions(Arguments):
+    """What is written."""
+
+    keep: list[str] | None = option(
+        None, "columns to copy to a parquet output; 'id' where there is one"
+    )
+    format: str = option("parquet", "of the parts, where OUTPUT is a folder", choices=FORMATS)
+    normalize: bool = option(False, "scale the vectors to length 1")
+    output_dtype: str = option(
+        "float32", "of the vectors in the output", choices=("float32", "float16")
+    )
+    overwrite: bool = option(
+        False,
+        "make OUTPUT anew where neobert encode wrote it; any other file is left alone",
+        free=True,
+    )
+    append: bool = option(
+        False, "add the texts to a finished OUTPUT of the same model, prompt and settings"
+    )
+
+
+@dataclass(kw_only=True)
+class WorkOptions(Arguments):
+    """How the work is done and shared out."""
+
+    dtype: str = option(
+        "auto",
+        "of the model; auto takes the fastest of floating point by a measurement, int8 is for "
+        "NeoBERT on a CPU",
+        choices=DTYPES,
+    )
+    device: str | None = option(
+        None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True
+    )
+    processes: int | None = option(
+        None,
+        "worker processes; by default one a GPU, or one; one a rank under a launcher",
+        free=True,
+        least=1,
+    )
+    tokens_per_batch: int | None = option(None, TOKENS_HELP, free=True, least=1)
+    shard_rows: int = option(8192, "most rows in a part", least=1)
+    shard_characters: int = option(
+        32_000_000, "most characters in a part; a longer text is a part of its own", least=1
+    )
+
+
+@dataclass(kw_only=True)
+class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOptions, CorpusOptions):
+    """Options of `neobert encode`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.append and self.overwrite:
+            raise UserError("give either append or overwrite, not both")
+        if self.prompt is not None and self.prompt_name is not None:
+            raise UserError("give either prompt or prompt_name, not both")
