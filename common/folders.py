@@ -23,6 +23,14 @@ def check_place(output, name="the output"):
             raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
 
 
+def check_folder(output, name="the output"):
+    """Raises UserError when `output`, the value of the argument `name`, is a file, or no folder can
+    be made there."""
+    check_place(output, name)
+    if Path(output).exists() and not Path(output).is_dir():
+        raise UserError(f"{name} {output} is a file; choose another name")
+
+
 def check_new(output, name="the output"):
     """Raises UserError unless `output`, the value of the argument `name`, is not there, or is an
     empty folder, in a place where a folder can be made."""

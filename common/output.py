@@ -24,11 +24,26 @@ from filelock import FileLock, Timeout
 
 from .errors import UserError, listed, shortened
 from .files import read_json, redacted, write_json
-from .folders import check_place, flush
+from .folders import check_folder, flush
 
 
 RUN, RESULT, LOCK = "run.json", "result.json", ".lock"
 _FINAL = ".final.tmp"
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Within it no other process has `folder`, which is made if it is not there. The lock ends with
+    its process, also after a kill -9; its file stays."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use by another run; wait until it has ended, or choose another output"
+        ) from None
+    with lock:
+        yield
 
 
 def run_settings(*options):
@@ -83,9 +98,7 @@ class Output:
         Raises:
             UserError: it holds other files, or a run with other settings that has written some.
         """
-        check_place(self.folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"the output {self.folder} is a file; choose another name")
+        check_folder(self.folder)
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         names = {path.name for path in paths if not re.fullmatch(r"\..*\.tmp", path.name)}
         for path, state in ((self.result, "finished"), (self.folder / RUN, "begun")):
@@ -118,15 +131,7 @@ class Output:
             UserError: another process has it, or as `state`.
         """
         self.state()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = FileLock(self.folder / LOCK).acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"{self.folder} is in use by another run; wait until it has ended, or choose "
-                "another output"
-            ) from None
-        with lock:
+        with locked(self.folder):
             if self.state() == "new":
                 write_json(self.folder / RUN, {"neobert": self.command, "settings": self.settings})
             yield self

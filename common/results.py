@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -14,7 +13,10 @@ import sys
 from pathlib import Path
 
 from .constants import ROOT
+from .errors import UserError
+from .files import read_json
 from .folders import new_file
+from .secrets import redacted_arguments
 
 
 _PACKAGES = (
@@ -29,8 +31,6 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
-
-HIDDEN = "<hidden>"
 
 # What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of
 # which any one means it).
@@ -167,23 +167,8 @@ def _command():
     elif program.endswith(".py"):
         path = Path(sys.argv[0]).resolve()
         program = f"python {path.relative_to(ROOT) if path.is_relative_to(ROOT) else program}"
-    arguments = map(shown, without_secrets(sys.argv[1:]))
+    arguments = map(shown, redacted_arguments(sys.argv[1:]))
     return " ".join([program, *map(shlex.quote, arguments)])
-
-
-def without_secrets(argv):
-    """A command line without the values of options named as secrets are, and without the users and
-    passwords of addresses."""
-    shown_arguments, hide_next = [], False
-    for argument in argv:
-        option, equals, _ = argument.partition("=")
-        words = re.findall("[a-z]+", option.lower()) if option.startswith("-") else []
-        secret = not {"token", "key", "password", "secret"}.isdisjoint(words)
-        if (hide_next and not argument.startswith("--")) or (secret and equals):
-            argument = f"{option}={HIDDEN}" if secret and equals else HIDDEN
-        shown_arguments.append(re.sub(r"(?<=://)[^/\s@]+(?=@)", HIDDEN, argument))
-        hide_next = secret and not equals
-    return shown_arguments
 
 
 def shown(argument):
@@ -244,3 +229,29 @@ def markdown_table(header, rows):
         )
         + "\n"
     )
+
+
+def earlier_result(path, *keys):
+    """The JSON object in a result file that a command adds to, where it has all of `keys`; None for
+    any other file, or none."""
+    try:
+        data = read_json(path)
+    except UserError:
+        return None
+    return data if isinstance(data, dict) and set(keys) <= data.keys() else None
+
+
+def check_result_files(folder, command, earlier, *names):
+    """Raises UserError when a command that collects results in a folder would replace a file that
+    it did not write.
+
+    Args:
+        earlier: its earlier results in `folder`; without them no file of these names may be there.
+        names: of the files that it writes into `folder`.
+    """
+    for path in (Path(folder) / name for name in names):
+        if not earlier and os.path.lexists(path):
+            raise UserError(
+                f"{path} was not made by neobert {command}, so it is not replaced; move it, or "
+                "choose another folder"
+            )

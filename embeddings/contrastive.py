@@ -24,13 +24,13 @@ from ..common.errors import UserError, one_line
 from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import files_digest, known_by
-from ..common.lora import lora_config, trainable_parameters
 from ..common.output import RESULT, Output, run_settings
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
-from ..common.trainer_options import number_options, training_arguments
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
+from ..training.lora import lora_config, trainable_parameters
+from ..training.options import number_options, training_arguments
 from .contrastive_card import write_card
 from .contrastive_data import (
     SizeAlphaBatchSampler,

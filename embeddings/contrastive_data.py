@@ -20,9 +20,9 @@ from sentence_transformers.base.sampler import (
 )
 
 from ..common.arguments import check_ranges, option, typed
+from ..common.data import FORMATS, file_format, files, rows, schema
 from ..common.errors import UserError, listed, one_line
 from ..common.identity import files_digest
-from ..common.rows import FORMATS, read_rows, row_columns, row_format
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PairSource:
     """
 
     name: str
-    path: str  # Hub name, or a local file of common.rows
+    path: str  # Hub name, or a file of common.data
     subset: str | None = None
     split: str = "train"
     revision: str | None = None
@@ -54,7 +54,7 @@ class PairSource:
 
     @property
     def is_local(self):
-        return row_format(self.path) is not None
+        return file_format(self.path) is not None
 
     @property
     def columns(self):
@@ -85,7 +85,7 @@ class PairSource:
     def from_file(cls, path, instruction=""):
         """A local file with columns anchor, positive and perhaps negative, negative_1, ...; its
         name is the file's."""
-        if row_format(path) is None:
+        if file_format(path) is None:
             raise UserError(
                 f"pairs must be files that end in {', '.join(FORMATS)}, but {path} was given"
             )
@@ -158,7 +158,7 @@ def _names(negative_count):
 def with_negatives(source):
     """The source with the negative columns of its file named, where it names none itself."""
     if source.is_local and not source.negatives:
-        columns = filter(_is_negative, row_columns(source.path))
+        columns = filter(_is_negative, schema(files(source.path)[0]).names)
         columns = sorted(columns, key=lambda name: (len(name), name))
         return replace(source, negatives=columns)
     return source
@@ -167,7 +167,7 @@ def with_negatives(source):
 def _local_examples(source, count, digest):
     """Examples of a local file; `digest` is that of its content, which the library's cache goes
     by."""
-    for _, row in read_rows(source.path, source.columns):
+    for row in rows(source.path, source.columns):
         if unusable(row, source, count) is None:
             yield example(row, source, count)
 
@@ -176,13 +176,11 @@ def _load_local(source):
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetsError
 
-    texts = [path for path in (source.anchor, source.positive) if "." not in path]
-    alike = _is_negative if all(map(_is_negative, source.negatives)) else None
     try:
-        rows = read_rows(source.path, source.columns, texts, alike=alike)
-        count = max((len(_negatives(row, source)) for _, row in rows), default=0)
-        rows = read_rows(source.path, source.columns)
-        _say_left_out(source, Counter(unusable(row, source, count) for _, row in rows))
+        every = rows(source.path, source.columns)
+        count = max((len(_negatives(row, source)) for row in every), default=0)
+        every = rows(source.path, source.columns)
+        _say_left_out(source, Counter(unusable(row, source, count) for row in every))
         features = Features({name: Value("string") for name in _names(count)})
         settings = {"source": source, "count": count, "digest": files_digest([source.path])}
         return Dataset.from_generator(_local_examples, features=features, gen_kwargs=settings)
@@ -205,7 +203,7 @@ def _say_left_out(source, reasons):
     if reasons:
         print(
             f"{source.name}: {reasons.total():,} of {used + reasons.total():,} rows left out: "
-            + ", ".join(f"{rows:,} {reason}" for reason, rows in reasons.items()),
+            + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
             file=sys.stderr,
         )
 
@@ -243,8 +241,10 @@ def _load_from_hub(source, seed):
     count = max((len(_negatives(row, source)) for row in first), default=0)
 
     def convert(batch):
-        rows = (dict(zip(batch, values)) for values in zip(*batch.values()))
-        made = [example(row, source, count) for row in rows if unusable(row, source, count) is None]
+        every = (dict(zip(batch, values)) for values in zip(*batch.values()))
+        made = [
+            example(row, source, count) for row in every if unusable(row, source, count) is None
+        ]
         return {name: [row[name] for row in made] for name in _names(count)}
 
     used = data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
@@ -288,10 +288,10 @@ def _load_qrels(source):
     for subset, ids in wanted.items():
         ids = set(ids)
         data = load_dataset(source.path, subset, split=subset, revision=source.revision)
-        rows = [row for row, identifier in enumerate(data["_id"]) if identifier in ids]
+        wanted_rows = [row for row, identifier in enumerate(data["_id"]) if identifier in ids]
         texts[subset] = {
             row["_id"]: f"{row.get('title') or ''} {row['text']}".strip()
-            for row in data.select(rows)
+            for row in data.select(wanted_rows)
         }
     queries = [texts["queries"].get(identifier) for identifier in wanted["queries"]]
     documents = [texts["corpus"].get(identifier) for identifier in wanted["corpus"]]
@@ -364,8 +364,8 @@ class TextsBatchSampler(NoDuplicatesBatchSampler):
     def __init__(
         self, dataset, batch_size, drop_last=True, texts_per_batch=None, generator=None, **others
     ):
-        rows = rows_per_batch(dataset, batch_size, texts_per_batch)
-        super().__init__(dataset, rows, drop_last=True, generator=torch.Generator(), **others)
+        size = rows_per_batch(dataset, batch_size, texts_per_batch)
+        super().__init__(dataset, size, drop_last=True, generator=torch.Generator(), **others)
 
 
 def rows_per_batch(dataset, batch_size, texts_per_batch=None):
@@ -377,11 +377,11 @@ def rows_per_batch(dataset, batch_size, texts_per_batch=None):
     return max(2, texts_per_batch // len(texts))
 
 
-def check_batch(source, data, rows):
-    """Raises UserError where a batch of `rows` rows without a common text cannot be found."""
-    if next(iter(TextsBatchSampler(data, rows)), None) is None:
+def check_batch(source, data, size):
+    """Raises UserError where a batch of `size` rows without a common text cannot be found."""
+    if next(iter(TextsBatchSampler(data, size)), None) is None:
         raise UserError(
-            f"{source.name} ({source.path}): {rows} rows without a common text make a batch, and "
+            f"{source.name} ({source.path}): {size} rows without a common text make a batch, and "
             f"its {len(data):,} usable rows have not so many; give a smaller "
             "--per-device-train-batch-size"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ..common.arguments import Arguments, option
 from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError, listed
-from ..common.lora import LoraOptions
+from ..training.lora import LoraOptions
 from .encode_options import EncoderOptions
 from .instructions import TEMPLATE, check_template, read_instructions
 

@@ -19,14 +19,14 @@ from transformers import set_seed
 
 from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.files import read_json
-from ..common.folders import apart, check_place
+from ..common.folders import apart, check_folder
 from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model, choose_device
 from ..common.output import Output, run_settings
 from ..common.results import environment
-from ..common.trainer_options import BLOCKS_ONLY, number_options, training_arguments
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
+from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from .distill_batches import NearTexts, SimilarLengths, nearest_units
 from .distill_card import precision_check, write_card
 from .distill_data import read_texts, teacher_vectors, token_lengths, training_dataset
@@ -48,7 +48,7 @@ def check(arguments):
     sources, others = arguments.sources()
     paths = (arguments.teacher, arguments.init_from, *(s.path for s in sources + others))
     inputs = [path for path in paths if path and Path(path).exists()]
-    check_place(arguments.work, "work")
+    check_folder(arguments.work, "work")
     apart(arguments.output, arguments.work, *inputs)
     apart(arguments.work, *inputs)
     for model in filter(None, (arguments.teacher, arguments.init_from)):

@@ -17,9 +17,9 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option, typed
+from ..common.data import file_format, rows
 from ..common.errors import UserError
 from ..common.files import read_json, write_json
-from ..common.rows import check_column, read_rows, row_format
 
 
 PART = 65_536  # texts whose vectors are written at a time
@@ -56,11 +56,9 @@ class TextSource(Arguments):
     def read(self):
         """Tuples of one text, or of two that belong together, in file order and without surrounding
         spaces; empty texts are left out."""
-        columns = ["text"] if row_format(Path(self.path)) == ".txt" else [self.column]
+        columns = ["text"] if file_format(self.path) == ".txt" else [self.column]
         columns += [self.pair] if self.pair else []
-        for column in columns:
-            check_column([Path(self.path)], column, "column in texts")
-        for _, row in read_rows(self.path, columns, columns):
+        for row in rows(self.path, columns, columns):
             texts = tuple(filter(None, (row[column].strip() for column in columns)))
             if texts and _fraction(f"share {texts[0]}") < self.share:
                 yield texts

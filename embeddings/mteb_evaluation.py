@@ -13,11 +13,11 @@ from mteb.types import PromptType
 
 from ..common.constants import DTYPES
 from ..common.errors import UserError, one_line
-from ..common.files import TEXT_LIMIT, read_text, write_json
+from ..common.files import write_json
+from ..common.folders import check_folder
 from ..common.identity import model_digest
 from ..common.loading import choose_device
-from ..common.outputs import check_folder, check_result_files
-from ..common.results import environment
+from ..common.results import check_result_files, environment
 from .instructions import read_instructions as read_file
 from .mteb_tables import averages, read_run, read_runs, task_table, write_tables
 from .options import OPTIONS
@@ -174,10 +174,9 @@ def _remove_broken_results(cache, model):
     ).parent
     for path in folder.glob("*.json"):
         try:
-            json.loads(read_text(path, 256 * TEXT_LIMIT))
+            json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            if path.is_file():
-                path.unlink()
+            path.unlink()
 
 
 def evaluate(encoder, arguments, show_progress_bar=True):

@@ -7,9 +7,8 @@ from pathlib import Path
 import mteb
 
 from ..common.files import write_text
-from ..common.outputs import earlier_result
 from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
-from ..common.results import markdown_table
+from ..common.results import earlier_result, markdown_table
 from .instructions import TEMPLATE
 from .options import PAPER_BENCHMARK
 

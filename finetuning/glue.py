@@ -155,7 +155,7 @@ def _prune(arguments, task):
 def check(arguments, trainer, tasks):
     """Everything that can be wrong is found here, before any training. Returns tokenizer, revision
     and {task: splits}."""
-    from ..common.lora import head_modules, lora_config
+    from ..training.lora import head_modules, lora_config
     from .glue_model import load_classifier
     from .glue_run import check_sizes, trainer_arguments
 

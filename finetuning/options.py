@@ -10,8 +10,8 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, check_values, option, typed
 from ..common.constants import RECIPES
 from ..common.errors import UserError
-from ..common.lora import LoraOptions
-from ..common.trainer_options import number_options
+from ..training.lora import LoraOptions
+from ..training.options import number_options
 from .glue_tasks import HUB_DATA, metric_function
 
 

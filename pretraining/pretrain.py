@@ -25,8 +25,8 @@ from ..common.identity import known_by
 from ..common.loading import set_attention
 from ..common.output import Output, run_settings
 from ..common.results import environment
-from ..common.trainer_options import number_options
 from ..training.checkpoints import claim, spent, train
+from ..training.options import number_options
 from . import adaptation_report
 from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking

@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..common.errors import UserError
-from ..common.trainer_options import BLOCKS_ONLY, check_trainer_options, training_arguments
+from ..training.options import BLOCKS_ONLY, check_trainer_options, training_arguments
 
 
 # An item of the data is a complete micro-batch, and a loss that is not finite must be seen.

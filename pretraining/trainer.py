@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
-from ..common import optimisation
 from ..common.files import write_json, write_text
 from ..common.loading import name_tokenizer_class
+from ..training import optimisation
 from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
 from .heldout import masked_correct, measure_sets

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from neobert.common.constants import RECIPES, TOKENIZER
-from neobert.common.optimisation import make_schedule
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.pretraining import pretrain
 from neobert.pretraining.schedule import paper_schedule
+from neobert.training.optimisation import make_schedule
 
 
 COSINE = {

@@ -17,7 +17,7 @@ from neobert import __main__ as cli
 from neobert import __version__
 from neobert.common.arguments import Arguments, Options, option
 from neobert.common.errors import UserError, require
-from neobert.common.trainer_options import number_options, training_arguments
+from neobert.training.options import number_options, training_arguments
 
 
 @dataclasses.dataclass

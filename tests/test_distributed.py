@@ -311,7 +311,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
-from neobert.common.optimisation import decay_parameter_names
+from neobert.training.optimisation import decay_parameter_names
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoTokenizer, TrainingArguments
 
 from neobert.common.errors import UserError
-from neobert.common.optimisation import make_schedule
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.options import RunArguments
 from neobert.pretraining.schedule import paper_schedule
 from neobert.pretraining.trainer import PretrainingTrainer
+from neobert.training.optimisation import make_schedule
 
 
 @pytest.fixture(scope="module")

@@ -236,6 +236,10 @@ class _Run(TrainerCallback):
             state.best_model_checkpoint = str(best)
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        # Here, as Trainer's enable_jit_checkpoint has set a handler of its own by now, which would
+        # end the training without telling the command that it is not finished.
+        if threading.current_thread() is threading.main_thread():
+            self.handler = signal.signal(signal.SIGTERM, self.note)
 
     def on_step_end(self, args, state, control, **kwargs):
         if highest(int(self.signalled)):
@@ -250,21 +254,9 @@ class _Run(TrainerCallback):
             best = getattr(state, "best_global_step", None)
             remove_old(args.output_dir, self.limit, self.keep_every, best)
 
-    @contextlib.contextmanager
-    def listening(self):
-        """Within it SIGTERM is noted."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(*_):
-            self.signalled = True
-
-        previous = signal.signal(signal.SIGTERM, note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+    def note(self, *_):
+        """The handler of SIGTERM."""
+        self.signalled = True
 
 
 def train(trainer, keep_every=0, on_resume=None):
@@ -297,11 +289,12 @@ def train(trainer, keep_every=0, on_resume=None):
     trainer.add_callback(run)
     trainer._last_clock = (time.perf_counter(), time.process_time())
     try:
-        with run.listening():
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     except _NothingLeft:
         _end(trainer)
     finally:
+        if signal.getsignal(signal.SIGTERM) == run.note:  # that callback may have put back its own
+            signal.signal(signal.SIGTERM, run.handler)
         trainer.remove_callback(run)
         args.save_total_limit = run.limit
     if run.stopped:

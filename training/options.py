@@ -3,8 +3,8 @@ them."""
 
 import os
 
-from .arguments import check_values
-from .errors import UserError, one_line
+from ..common.arguments import check_values
+from ..common.errors import UserError, one_line
 
 
 # For commands that have `compile`: Trainer's own compilation takes the complete model, whose

@@ -3,8 +3,8 @@ trainable, adapter to plain model."""
 
 from dataclasses import dataclass
 
-from .arguments import Arguments, option
-from .errors import UserError, require
+from ..common.arguments import Arguments, option
+from ..common.errors import UserError, require
 
 
 # All linear layers of a block: Q, K and V are in one matrix, and so are the SwiGLU's two inputs.

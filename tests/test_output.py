@@ -1,0 +1,95 @@
+"""Pins the output folder of a command that works for long: whose run it holds, which settings
+differ, one process at a time, final files by rename, the result last. For whole commands see
+test_contract.py."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from neobert.common.arguments import option
+from neobert.common.errors import UserError
+from neobert.common.files import read_json
+from neobert.common.output import Output, differences, run_settings
+
+
+@dataclass
+class Options:
+    """Options of a command."""
+
+    rate: float = option(0.1)
+    output: str = option("x", free=True)
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_run_is_known_by_all_options_that_are_not_free():
+    assert run_settings(Options(0.2, "elsewhere")) == {"rate": 0.2}
+
+
+def test_differences_are_told_with_both_values():
+    assert (
+        differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": [4]}) == "b 2, now 3, c None, now [4]"
+    )
+    assert differences({"a": [1, 2]}, {"a": [1, 2]}) == ""
+
+
+def test_a_run_from_its_begin_to_its_end(tmp_path):
+    output = Output(tmp_path / "out", "make", {"seed": 1, "hub_token": "hf_secret"})
+    assert output.state() == "new" and not (tmp_path / "out").exists()
+    with output.claim():
+        assert output.state() == "begun"
+        with pytest.raises(UserError, match="in use by another run"), output.claim():
+            pass
+        with output.final_files() as folder:
+            (folder / "below").mkdir()
+            (folder / "below" / "model").write_text("x")
+            assert files(tmp_path / "out") == [".final.tmp/below/model", ".lock", "run.json"]
+        assert output.state() == "begun"
+        output.finish(steps=3)
+    assert output.state() == "finished"
+    assert files(tmp_path / "out") == [".lock", "below/model", "result.json"]
+    assert read_json(output.result) == {
+        "neobert": "make",
+        "settings": {"seed": 1, "hub_token": "<hidden>"},
+        "steps": 3,
+    }
+
+
+def test_another_run_is_refused_where_one_has_written_something(tmp_path):
+    with Output(tmp_path, "make", {"seed": 1}).claim():
+        pass
+    other = Output(tmp_path, "make", {"seed": 2})
+    assert other.state() == "new", "that one ended before it had written anything"
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(UserError, match="other settings .seed 1, now 2.; give the same"):
+        other.state()
+    with pytest.raises(UserError, match="holds other files .checkpoint-2, run.json"):
+        Output(tmp_path, "bake", {"seed": 1}).state()
+
+
+def test_what_may_lie_beside_a_run(tmp_path):
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / ".prepared.tmp").mkdir()  # of a process that was killed
+    assert Output(tmp_path, "make", {}, beside=["prepared"]).state() == "new"
+    with pytest.raises(UserError, match="holds other files .prepared."):
+        Output(tmp_path, "make", {}).state()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        Output(tmp_path / "file", "make", {}).state()
+
+
+def test_an_interrupted_end_is_made_again(tmp_path):
+    output = Output(tmp_path, "make", {}, result="figures.json")
+    with output.claim(), pytest.raises(KeyboardInterrupt), output.final_files() as folder:
+        (folder / "model").write_text("half")
+        raise KeyboardInterrupt
+    with output.claim():
+        with output.final_files() as folder:
+            assert not files(folder)
+            (folder / "model").write_text("whole")
+        output.finish()
+    assert (tmp_path / "model").read_text() == "whole"
+    assert json.loads((tmp_path / "figures.json").read_text())["neobert"] == "make"
