@@ -196,7 +196,7 @@ def memory_growth(way, model, path):
                 source=str(path),
                 output=output,
                 model=model,
-                shard_rows=512,
+                rows=512,
                 device="cpu",
                 dtype="float32",
             )

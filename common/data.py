@@ -164,7 +164,7 @@ def count_rows(file):
 def _checked(row, columns, texts):
     if not isinstance(row, dict):
         raise ValueError("a row must be an object {...}, one a line")
-    if missing := [name for name in columns or () if name not in row]:
+    if missing := [name for name in (texts if columns is None else columns) if name not in row]:
         has = listed(map(str, row)) or "nothing"
         raise ValueError(f"there is no column {missing[0]!r}; there is: {has}")
     for name in texts:
@@ -217,8 +217,8 @@ def _parquet(file):
 def _parquet_rows(file, columns, wanted):
     """Rows; of a row group in which none is wanted, None in place of each."""
     with _parquet(file) as table:
-        names = table.schema_arrow.names
-        known = None if columns is None else [name for name in columns if name in names]
+        # One that is not there is named by the check of the rows.
+        known = columns if {*(columns or ())} <= {*table.schema_arrow.names} else None
         start = 0
         for group in range(table.num_row_groups):
             stop = start + table.metadata.row_group(group).num_rows

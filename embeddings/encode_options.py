@@ -7,7 +7,6 @@ from ..common.constants import CPU_TOKENS, CUDA_TOKENS, DTYPES, POOLINGS
 from ..common.errors import UserError
 
 
-FORMATS = ("parquet", "safetensors")
 TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
 
 
@@ -37,14 +36,15 @@ class CorpusOptions(Arguments):
 
     source: str = option(
         help=(
-            "a file with a text column (.jsonl, .parquet, .csv, .tsv, .txt), or a folder of "
-            "such files"
+            "texts (.jsonl, .parquet, .csv, .tsv, .txt): a file, a folder, a glob or a URL of them"
         ),
         positional=True,
         free=True,
     )
     output: str = option(
-        help="a file (.parquet or .safetensors), or a folder of parts", positional=True, free=True
+        help="a folder of parquet files, one file (.parquet), or the URL of either",
+        positional=True,
+        free=True,
     )
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     text_column: str = option("text", "column that holds the text")
@@ -82,21 +82,10 @@ class LongTextOptions(Arguments):
 class VectorOptions(Arguments):
     """What is written."""
 
-    keep: list[str] | None = option(
-        None, "columns to copy to a parquet output; 'id' where there is one"
-    )
-    format: str = option("parquet", "of the parts, where OUTPUT is a folder", choices=FORMATS)
+    keep: list[str] | None = option(None, "columns to copy; 'id' where there is one")
     normalize: bool = option(False, "scale the vectors to length 1")
     output_dtype: str = option(
         "float32", "of the vectors in the output", choices=("float32", "float16")
-    )
-    overwrite: bool = option(
-        False,
-        "make OUTPUT anew where neobert encode wrote it; any other file is left alone",
-        free=True,
-    )
-    append: bool = option(
-        False, "add the texts to a finished OUTPUT of the same model, prompt and settings"
     )
 
 
@@ -111,18 +100,15 @@ class WorkOptions(Arguments):
         choices=DTYPES,
     )
     device: str | None = option(
-        None, "cpu, cuda, cuda:1, ...; GPUs are shared out among the processes", free=True
-    )
-    processes: int | None = option(
-        None,
-        "worker processes; by default one a GPU, or one; one a rank under a launcher",
-        free=True,
-        least=1,
+        None, "cpu, cuda, cuda:1, ...; under a launcher each process has a GPU", free=True
     )
     tokens_per_batch: int | None = option(None, TOKENS_HELP, free=True, least=1)
-    shard_rows: int = option(8192, "most rows in a part", least=1)
-    shard_characters: int = option(
-        32_000_000, "most characters in a part; a longer text is a part of its own", least=1
+    rows: int = option(8192, "most rows of an input file in a part", least=1)
+    shard: str | None = option(
+        None,
+        "share of the parts, from 0/n to n-1/n; by default that of a process of torchrun, "
+        "accelerate or srun",
+        free=True,
     )
 
 
@@ -132,7 +118,5 @@ class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOption
 
     def __post_init__(self):
         super().__post_init__()
-        if self.append and self.overwrite:
-            raise UserError("give either append or overwrite, not both")
         if self.prompt is not None and self.prompt_name is not None:
             raise UserError("give either prompt or prompt_name, not both")

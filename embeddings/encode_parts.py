@@ -1,325 +1,236 @@
-"""What `neobert encode` writes: the plan of a corpus' windows, one part for each window, and one
-file made of all parts."""
+"""A part of `neobert encode`: a range of the rows of one input file, its texts tokenized, sorted by
+length and packed into batches, its vectors written in the order of the rows."""
 
 import base64
+import functools
 import itertools
 import json
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from ..common.errors import UserError
-from ..common.files import new_file, new_path, write_json, write_safetensors
-from ..common.rows import Place, check_characters, open_parquet, read_rows, row_files, row_format
-
-
-# Windows that a reader goes through to reach one further on, rather than enter the file anew.
-_AHEAD = 32
+from ..common import __version__
+from ..common.data import File, numbered_rows
+from ..common.errors import UserError, one_line
+from .encode_folder import ABOUT, PART, Cut, new_file, part_name, schema_of
+from .long_texts import Windows, WindowSettings, tokenize_windows
+from .packed_encoder import NotFinite, PackedEncoder
 
 
-PLAN = "plan.json"
-MARK = {"neobert": "encode"}  # in the metadata of every part and output file
-# Keys there: of a `Cut`, and of the number of texts, which windows make several vectors of.
-CUT, TEXTS = "neobert_cut", "neobert_texts"
-PLACES = ("row", "start", "end")  # columns of windows: number of the text, characters in it
+PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
+_CHARACTERS = 32_000_000  # of the texts in memory, where they are longer than usual
 
 
-class Cut(NamedTuple):
-    """What the limit on the tokens of a text cost."""
+class Loaded(NamedTuple):
+    """A `PackedEncoder` as the arguments use it: the text of its prompt, and `WindowSettings` where
+    texts are not cut."""
 
-    texts: int  # that are longer than the limit
-    tokens: int  # of theirs that were not read
-    longest: int  # tokens of the longest text
+    encoder: PackedEncoder
+    prompt: str
+    windows: WindowSettings | None
 
     @classmethod
-    def of(cls, tokens, lengths):
-        """Of texts that have these tokens left of so many."""
-        lost = [length - len(ids) for ids, length in zip(tokens, lengths)]
-        return cls(sum(count > 0 for count in lost), sum(lost), max(lengths))
+    def of(cls, arguments, dtype, device, encoder=None):
+        encoder = encoder or PackedEncoder.from_arguments(arguments, device, dtype)
+        if (arguments.max_length or 0) > (encoder.max_length or np.inf):
+            raise UserError(
+                f"max_length must be at most the {encoder.max_length:,} tokens that the model "
+                f"reads, but {arguments.max_length:,} was given"
+            )
+        prompt, windows = arguments.prompt, None
+        if prompt is None:
+            prompt = encoder.prompt(arguments.prompt_name)
+        if arguments.long_texts == "windows":
+            windows = WindowSettings.of(encoder, prompt, arguments.window, arguments.overlap)
+        return cls(encoder, prompt, windows)
 
-    @classmethod
-    def read(cls, metadata):
-        """Of a part or an output file."""
-        return cls(*json.loads(metadata[CUT]))
+    def described(self, arguments, settings, digest, columns):
+        """What makes the vectors, in JSON types.
 
-    @classmethod
-    def total(cls, parts):
-        texts, tokens, longest = zip(*parts)
-        return cls(sum(texts), sum(tokens), max(longest))
+        Args:
+            settings: that all parts share, and with which a run goes on.
+            digest: of the model.
+            columns: Arrow schema of the columns to copy.
+        """
+        encoder, folder = self.encoder, Path(arguments.model)
+        config = getattr(encoder.sentence_transformer[0].auto_model, "config", None)
+        numbers = pyarrow.float16() if arguments.output_dtype == "float16" else pyarrow.float32()
+        fields = list(columns)
+        if self.windows is not None:
+            kinds = (pyarrow.string(), *[pyarrow.int64()] * 3)
+            fields += [pyarrow.field(name, kind) for name, kind in zip(PLACES, kinds)]
+        fields.append(pyarrow.field("embedding", pyarrow.list_(numbers, encoder.width)))
+        return {
+            "model": folder.resolve().name if folder.exists() else arguments.model,
+            "revision": None if folder.exists() else getattr(config, "_commit_hash", None),
+            "digest": digest,
+            "pooling": encoder.pooling,
+            "normalized": arguments.normalize or encoder.normalizes,
+            "prompt": self.prompt,
+            "max_length": encoder.max_length,
+            "long_texts": "cut" if self.windows is None else asdict(self.windows),
+            "dtype": encoder.dtype_name,
+            "output_dtype": arguments.output_dtype,
+            "width": encoder.width,
+            "version": __version__,
+            "settings": settings,
+            "schema": base64.b64encode(pyarrow.schema(fields).serialize()).decode(),
+        }
 
-    def text(self):
-        return json.dumps(self)
-
-
-class Window(NamedTuple):
-    """Neighbouring rows of a corpus that become one part."""
-
-    start: Place
-    rows: int
-    characters: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The windows of a corpus, and the Arrow schema of the columns that are copied from it."""
-
-    windows: list
-    schema: pyarrow.Schema
-
-    @property
-    def rows(self):
-        return sum(window.rows for window in self.windows)
-
-    def save(self, path):
-        names = list(dict.fromkeys(window.start.path.name for window in self.windows))
-        numbers = {name: number for number, name in enumerate(names)}
-        windows = [
-            [numbers[start.path.name], start.number, start.offset, *sizes]
-            for start, *sizes in self.windows
-        ]
-        schema = base64.b64encode(self.schema.serialize()).decode()
-        write_json(path, {"files": names, "schema": schema, "windows": windows})
-
-    @classmethod
-    def load(cls, path, source):
-        """The plan that `save` wrote to `path`, of the file or folder `source`; None where there is
-        none."""
-        if not is_regular(path):
-            return None
-        data = json.loads(path.read_text(encoding="utf-8"))
-        files = [source / name if source.is_dir() else source for name in data["files"]]
-        windows = [
-            Window(Place(files[file], number, offset), rows, characters)
-            for file, number, offset, rows, characters in data["windows"]
-        ]
-        return cls(
-            windows, pyarrow.ipc.read_schema(pyarrow.BufferReader(base64.b64decode(data["schema"])))
-        )
+    def tokenize(self, texts):
+        """(`Windows`, `Cut`) of texts."""
+        lengths = []
+        if self.windows is None:
+            tokens = self.encoder.tokenize(texts, self.prompt, lengths)
+            return Windows(tokens), Cut.of(tokens, lengths)
+        windows = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
+        return windows, Cut(0, 0, max(lengths, default=0))
 
 
-def make_plan(source, text_column, keep, shard_rows, shard_characters, alike=None):
-    """Reads the corpus once, from its first to its last row, and so checks it.
+class Block(NamedTuple):
+    """Rows of a part, all of them where they are not very long.
+
+    Attributes:
+        file, part: the input file and the number of the part in it.
+        rows: {number in the file: row}.
+        last: whether the file ends with them.
+    """
+
+    file: File
+    part: int
+    rows: dict
+    last: bool
+
+
+def read_blocks(file, size, wanted, columns, text_column):
+    """Yields the `Block`s of the wanted parts of a file, read once from its beginning. A file
+    without rows is one part without rows.
 
     Args:
-        source: file or folder of `common.rows`.
-        keep: columns to copy.
-        shard_rows, shard_characters: most of a window; a longer text is a window of its own.
-        alike: of `read_rows`.
-    Raises:
-        UserError: a broken row, by its place; no rows; parquet files whose copied columns differ in
-            type.
+        size: most rows of a part.
+        wanted: called with the number of a part.
+        columns: of a row.
     """
-    windows = []
-    start, rows, characters = None, 0, 0
-    for place, row in read_rows(
-        source, dict.fromkeys([text_column, *keep]), [text_column], alike=alike
-    ):
-        length = len(row[text_column])
-        if rows and (rows == shard_rows or characters + length > shard_characters):
-            windows.append(Window(start, rows, characters))
-            rows = characters = 0
-        start = start if rows else place
-        rows, characters = rows + 1, characters + length
-        for column in keep:
-            if isinstance(row[column], str):
-                check_characters(place, column, row[column])
-    return Plan([*windows, Window(start, rows, characters)], _schema(source, keep))
+    number, part, rows, characters = -1, 0, {}, 0
+    for number, row in numbered_rows(file, columns, [text_column], lambda n: wanted(n // size)):
+        if rows and (number // size != part or characters > _CHARACTERS):
+            yield Block(file, part, rows, False)
+            rows, characters = {}, 0
+        part = number // size
+        if wanted(part):
+            rows[number] = row
+            characters += len(row[text_column])
+    if rows or (number < 0 and wanted(0)):
+        yield Block(file, part, rows, True)
 
 
-def _schema(source, columns):
-    """The Arrow schema of copied columns: their own of parquet files, and text of any other."""
-    types = {}
-    for file in row_files(source):
-        for field in open_parquet(file).schema_arrow if row_format(file) == ".parquet" else ():
-            if field.name in columns and types.setdefault(field.name, field.type) != field.type:
-                raise UserError(
-                    f"{file}: {field.name!r} is {field.type}, but {types[field.name]} in the files "
-                    "before it"
-                )
-    return pyarrow.schema([(column, types.get(column, pyarrow.string())) for column in columns])
+def encode_files(loaded, arguments, vectors, folder, files, wanted, progress):
+    """Encodes and writes the wanted parts of `files`. The next block is read and tokenized while
+    one is embedded.
+
+    Args:
+        loaded: `Loaded`.
+        vectors: what makes them, of `Loaded.described`.
+        folder: `Folder` of the parts.
+        wanted: called with a file and the number of a part of it.
+        progress: called with (texts, tokens) that are done.
+    """
+    schema = schema_of(vectors)
+    own = {"embedding", *(PLACES if loaded.windows else ())}
+    columns = [arguments.text_column, *(name for name in schema.names if name not in own)]
+    columns = list(dict.fromkeys(columns))
+
+    def tokenized():
+        for file in files:
+            mine = functools.partial(wanted, file)
+            for block in read_blocks(file, arguments.rows, mine, columns, arguments.text_column):
+                texts = [row[arguments.text_column] for row in block.rows.values()]
+                yield block, *loaded.tokenize(texts)
+
+    for (file, part), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
+        cuts, texts, last = [], 0, False
+        with new_file(folder.filesystem, folder.place(part_name(file, part))) as output:
+            # Vectors of floats do not compress.
+            with pyarrow.parquet.ParquetWriter(
+                output, schema, compression="none", use_dictionary=False
+            ) as writer:
+                for block, windows, cut in blocks:
+                    embedded = _embedded(loaded, arguments, block, windows, progress)
+                    writer.write_table(_table(schema, block, windows, embedded))
+                    cuts.append(cut)
+                    texts, last = texts + len(block.rows), block.last
+                about = {"file": file.name, "size": file.size, "number": part, "last": last}
+                about |= {"texts": texts, "cut": Cut.total(cuts)}
+                writer.add_key_value_metadata({ABOUT: json.dumps(vectors), PART: json.dumps(about)})
 
 
-def _copied(values, kind):
+def _ahead(items):
+    """The items of a generator, each made in a thread while the one before it is used."""
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item
+
+
+def _embedded(loaded, arguments, block, windows, progress):
+    """The vectors of a block, (N, width)."""
+    done, sequences, tokens = 0, len(windows.tokens), sum(map(len, windows.tokens))
+
+    def report(count):
+        nonlocal done
+        previous, done = done, done + count
+        share = [len(block.rows) * number // sequences for number in (previous, done)]
+        progress(share[1] - share[0], 0)
+
+    try:
+        vectors = loaded.encoder.embed(windows.tokens, report, loaded.prompt)
+    except NotFinite as error:
+        place = error.index if windows.rows is None else windows.rows[error.index]
+        raise UserError(f"{block.file.url}, row {list(block.rows)[place] + 1:,}: {error}") from None
+    if arguments.normalize:
+        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    progress(0, tokens)
+    return vectors.astype(arguments.output_dtype, copy=False)
+
+
+def _table(schema, block, windows, vectors):
+    """The rows of a block with their vectors, a table of `schema`; those of windows with their
+    places."""
+    rows, columns = list(block.rows.values()), {}
+    index = None if windows.rows is None else pyarrow.array(windows.rows)
+    for field in schema:
+        if field.name == "embedding":
+            numbers = pyarrow.array(vectors.reshape(-1))
+            columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
+        elif index is not None and field.name in PLACES:
+            numbers = np.array(list(block.rows), dtype=np.int64)[windows.rows]
+            names = np.full(len(numbers), block.file.name)
+            places = dict(zip(PLACES, (names, numbers, windows.starts, windows.ends)))
+            columns[field.name] = pyarrow.array(places[field.name], field.type)
+        else:
+            column = _copied([row[field.name] for row in rows], field, block.file)
+            columns[field.name] = column if index is None else column.take(index)
+    return pyarrow.table(columns, schema=schema)
+
+
+def _copied(values, field, file):
     """An Arrow array of a copied column; what is not text is written as JSON where the column is
     text."""
-    if kind == pyarrow.string():
+    if field.type == pyarrow.string():
         values = [
-            value if value is None or isinstance(value, str) else json.dumps(value)
+            value if value is None or isinstance(value, str) else json.dumps(value, default=str)
             for value in values
         ]
-    return pyarrow.array(values, kind)
-
-
-class WindowReader:
-    """Reads windows by their numbers; one that comes a little after the last is read on to, any
-    other is entered at its start."""
-
-    def __init__(self, source, columns, windows):
-        self.source, self.columns, self.windows = source, columns, windows
-        self._rows, self._next = None, None
-
-    def read(self, number):
-        """[(Place, row), ...] of one window."""
-        if self._rows is None or not 0 <= number - self._next <= _AHEAD:
-            self._rows = read_rows(self.source, self.columns, start=self.windows[number].start)
-            self._next = number
-        passed = sum(window.rows for window in self.windows[self._next : number])
-        self._next = number + 1
-        rows = list(itertools.islice(self._rows, passed, passed + self.windows[number].rows))
-        if len(rows) < self.windows[number].rows:
-            raise UserError(
-                f"{self.source} has fewer rows than when the run began; begin anew with --overwrite"
-            )
-        return rows
-
-
-# ------------------------------------------------------------------------------------------------
-# files
-
-
-def part_path(folder, number, format):
-    return folder / f"part-{number:06d}.{format}"
-
-
-def part_columns(rows, schema, windows, first):
-    """{name: Arrow array}: what a part has beside its vectors.
-
-    Args:
-        rows: [(Place, row), ...].
-        schema: of the columns to copy.
-        windows: `Windows` of the rows; those of cut texts have no places.
-        first: number of the first row.
-    """
-    columns = {
-        field.name: _copied([row[field.name] for _, row in rows], field.type) for field in schema
-    }
-    if windows.rows is None:
-        return columns
-    places = (windows.rows + first, windows.starts, windows.ends)
-    return {name: column.take(pyarrow.array(windows.rows)) for name, column in columns.items()} | {
-        name: pyarrow.array(values) for name, values in zip(PLACES, places)
-    }
-
-
-def write_part(path, columns, vectors, mark):
-    """Writes one part completely or not at all.
-
-    Args:
-        path: ends in .parquet or .safetensors.
-        columns: of `part_columns`; in safetensors, arrays of numbers.
-        vectors: (N, width).
-        mark: {name: text} in the file's own metadata, by which `is_part` knows it again.
-    """
-    with new_file(path) as file:
-        if path.suffix == ".safetensors":
-            tensors = {name: column.to_numpy() for name, column in columns.items()}
-            tensors["embeddings"] = np.ascontiguousarray(vectors)
-            mark = {**mark, "neobert_shape": _shape_text(len(vectors), sorted(tensors))}
-            file.write(save(tensors, metadata=mark))
-            return
-        embedding = pyarrow.FixedSizeListArray.from_arrays(
-            pyarrow.array(vectors.reshape(-1)), vectors.shape[1]
-        )
-        columns = {**columns, "embedding": embedding}
-        mark = {**mark, "neobert_shape": _shape_text(len(vectors), list(columns))}
-        # Vectors of floats do not compress.
-        pyarrow.parquet.write_table(
-            pyarrow.table(columns, metadata=mark), file, compression="none", use_dictionary=False
-        )
-
-
-def is_regular(path):
-    """Whether a file is neither a link nor a pipe, whose reading may never end."""
-    return path.is_file() and not path.is_symlink()
-
-
-def read_mark(path):
-    """(rows, metadata) of a part or of an output file; None for a damaged file or one of another
-    kind."""
-    if not is_regular(path):
-        return None
     try:
-        if path.suffix == ".parquet":
-            metadata = pyarrow.parquet.read_metadata(path)
-            return metadata.num_rows, {
-                key.decode(): value.decode() for key, value in (metadata.metadata or {}).items()
-            }
-        with safe_open(path, framework="numpy") as file:
-            return file.get_slice("embeddings").get_shape()[0], file.metadata() or {}
-    except (OSError, ValueError, SafetensorError):
-        return None
-
-
-def is_part(path, mark):
-    """Whether a file carries this mark."""
-    found = read_mark(path)
-    return found is not None and mark.items() <= found[1].items()
-
-
-def is_output(path, mark):
-    """Whether a file is as it was written here: tables that others make of one keep its mark, but
-    not its rows and columns."""
-    found = read_mark(path)
-    return is_part(path, mark) and found[1].get("neobert_shape") == _shape_text(
-        found[0], _columns(path)
-    )
-
-
-def _columns(path):
-    if path.suffix == ".parquet":
-        return pyarrow.parquet.read_schema(path).names
-    with safe_open(path, framework="numpy") as file:
-        return sorted(file.keys())
-
-
-def _shape_text(rows, columns):
-    return json.dumps({"rows": rows, "columns": columns})
-
-
-def merge_parts(parts, output, mark, check=None):
-    """One file from its parts, piece by piece, completely or not at all; rows keep their order.
-    `check` is that of `new_path`."""
-    mark = {
-        **mark,
-        "neobert_shape": _shape_text(sum(read_mark(part)[0] for part in parts), _columns(parts[0])),
-    }
-    with new_path(output, check) as path:
-        (_merge_safetensors if output.suffix == ".safetensors" else _merge_parquet)(
-            parts, path, mark
-        )
-
-
-def _merge_parquet(parts, path, mark):
-    schema = pyarrow.parquet.read_schema(parts[0]).with_metadata(mark)
-    with pyarrow.parquet.ParquetWriter(
-        path, schema, compression="none", use_dictionary=False
-    ) as writer:
-        for part in parts:
-            with pyarrow.parquet.ParquetFile(part) as file:
-                for group in range(file.num_row_groups):
-                    writer.write_table(file.read_row_group(group).cast(schema))
-
-
-_BLOCK = 1 << 16  # rows of a tensor in memory
-
-
-def _merge_safetensors(parts, path, mark):
-    def pieces(name):
-        for part in parts:
-            with safe_open(part, framework="numpy") as opened:
-                tensor = opened.get_slice(name)
-                count = tensor.get_shape()[0]
-                for start in range(0, count, _BLOCK):
-                    yield tensor[start : min(start + _BLOCK, count)]
-
-    layout, rows = {}, sum(read_mark(part)[0] for part in parts)
-    with safe_open(parts[0], framework="numpy") as opened:
-        for name in opened.keys():
-            tensor = opened.get_slice(name)
-            layout[name] = (tensor.get_dtype(), (rows, *tensor.get_shape()[1:]))
-    write_safetensors(path, layout, pieces, mark)
+        return pyarrow.array(values, field.type)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise UserError(
+            f"{file.url}: the column {field.name!r} does not fit those that are there, "
+            f"{field.type} ({one_line(error)}); leave it out with --keep"
+        ) from error

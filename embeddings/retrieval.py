@@ -6,8 +6,9 @@ import sys
 
 import numpy as np
 
+from ..common.data import rows
+from ..common.errors import UserError
 from ..common.loading import choose_device
-from .contrastive_data import PairSource, load_source, with_negatives
 from .options import OPTIONS
 from .packed_encoder import load_sentence_transformer
 
@@ -21,13 +22,17 @@ def read_questions(path):
     Raises:
         UserError: it cannot be read, or has no usable row.
     """
-    rows = load_source(with_negatives(PairSource.from_file(path)))
-    relevant = {}
-    for row in rows:
-        relevant.setdefault(row["anchor"], set()).add(row["positive"])
-    return relevant, list(
-        dict.fromkeys(text for name in rows.column_names if name != "anchor" for text in rows[name])
-    )
+    relevant, texts = {}, {}
+    for row in rows(path, texts=["anchor", "positive"]):
+        if row["anchor"].strip() and row["positive"].strip():
+            relevant.setdefault(row["anchor"], set()).add(row["positive"])
+            texts[row["positive"]] = None
+            for name, value in row.items():
+                if name == "negative" or name.startswith("negative_"):
+                    texts |= dict.fromkeys(value if isinstance(value, list) else [value])
+    if not relevant:
+        raise UserError(f"{path} has no row with an anchor and a positive")
+    return relevant, [text for text in texts if text and text.strip()]
 
 
 def measure(model, relevant, texts):

@@ -6,8 +6,8 @@
     python examples/search.py delete --where "id = '7'"
 
 A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
-row whose `id` is there already replaces it. What `neobert encode texts.jsonl vectors.parquet --keep
-id text ...` wrote has its vectors in `embedding`. The store remembers the model of its vectors.
+row whose `id` is there already replaces it. What `neobert encode texts.jsonl vectors --keep id text
+...` wrote, a folder or a file, has its vectors in `embedding`. The store remembers their model.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WEIGHT, CANDIDATES = 0.6, 100  # of vectors in a score, the rest is BM25's; join
 
 def read_rows(path, model):
     """Table of a file, with a vector of each text in `embedding`."""
-    readers = {".parquet": pandas.read_parquet, ".csv": pandas.read_csv}
+    readers = {"": pandas.read_parquet, ".parquet": pandas.read_parquet, ".csv": pandas.read_csv}
     read = readers.get(Path(path).suffix, partial(pandas.read_json, lines=True))
     frame = read(path)
     if missing := {"id", "text"} - set(frame):

@@ -1,7 +1,11 @@
 """Runs of `neobert encode` with a tiny encoder, for its tests."""
 
 import json
+import os
 import random
+import signal
+import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -18,7 +22,6 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
-from neobert.embeddings import encode_workers
 from neobert.embeddings.encode import encode
 from neobert.embeddings.options import EncodeArguments
 
@@ -74,20 +77,36 @@ def embed(source, output, model, encoder=None, **settings):
     return encode(arguments, progress_bar=False, encoder=encoder)
 
 
-def interrupt_once(monkeypatch, parts):
-    """An interrupt after so many parts, once. Returns the names of all parts that are written,
-    before it and after."""
-    written, stops, write = [], [parts], encode_workers.write_part
+def killed_at(count, folder, work):
+    """Runs `work()` in a process of its own that is killed at its `count`-th step on the disk below
+    `folder`: a file that is opened, made, renamed, linked or removed. Returns 9 of a killed one, 0
+    where it ended before."""
+    steps = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
+    pid, seen = os.fork(), 0
 
-    def write_part(path, *rest):
-        if len(written) in stops:
-            stops.clear()
-            raise KeyboardInterrupt
-        written.append(path.name)
-        write(path, *rest)
+    def step(event, arguments):
+        nonlocal seen
+        if event in steps and str(arguments[0]).startswith(str(folder)):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(encode_workers, "write_part", write_part)
-    return written
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1
+    try:
+        sys.addaudithook(step)
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def bits(folder, pattern="**/*"):
+    """{name: bytes} of the files of a folder."""
+    paths = [path for path in folder.glob(pattern) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def cut_of(model_folder, texts, limit=64):
@@ -99,5 +118,5 @@ def cut_of(model_folder, texts, limit=64):
 
 
 def read_parquet(path):
-    table = pyarrow.parquet.read_table(path)
+    table = pyarrow.parquet.read_table(path)  # a file, or a folder as one table
     return table, np.array(table["embedding"].to_pylist(), dtype=np.float32)

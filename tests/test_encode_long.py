@@ -1,6 +1,5 @@
-"""Pins `neobert encode --long-texts windows`: the vectors are those of the windows as texts, no batch
-is longer than asked for, an interrupted run continues bit for bit, and what is written tells the
-place of each window."""
+"""Pins `neobert encode --long-texts windows`: the vectors are those of the windows as texts, no
+batch is longer than asked for, and what is written tells the place of each window."""
 
 import json
 import random
@@ -17,12 +16,10 @@ import pyarrow.parquet
 from encode_runs import (
     WORDS,
     embed,
-    interrupt_once,
     make_model_folder,  # noqa: F401
     make_reference,  # noqa: F401
     read_parquet,
 )
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTModel
@@ -70,7 +67,7 @@ def test_windows_are_what_sentence_transformers_makes_of_the_parts(
 ):
     embed(corpus, tmp_path / "out.parquet", model_folder, prompt=prompt, keep=["id"], **WINDOWS)
     table, vectors = read_parquet(tmp_path / "out.parquet")
-    assert table.column_names == ["id", "row", "start", "end", "embedding"]
+    assert table.column_names == ["id", "file", "row", "start", "end", "embedding"]
     places, texts = table.select(["id", "row", "start", "end"]).to_pylist(), documents()
     assert all(place["id"] == f"row-{place['row']}" for place in places)
     parts = [texts[place["row"]][place["start"] : place["end"]] for place in places]
@@ -80,7 +77,7 @@ def test_windows_are_what_sentence_transformers_makes_of_the_parts(
 
 
 def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
-    """A word of more pieces than a window: tokenised alone, its second half would be other pieces."""
+    """A word of more pieces than a window: alone, its second half would be other pieces."""
     encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
     word = "zxqvkjw" * 3
     windows = tokenize_windows(encoder, [word], "", WindowSettings.of(encoder, "", 4, 0))
@@ -113,7 +110,7 @@ def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
     )
     options = {"long_texts": "windows", "tokens_per_batch": 1000}
     summary = embed(tmp_path / "long.txt", tmp_path / "out.parquet", model_folder, **options)
-    assert summary["cut"] == {"texts": 0, "tokens": 0, "longest": 20302} and summary["rows"] == 2
+    assert summary["cut"] == (0, 0, 20302) and summary["texts"] == 2
     assert {rows for rows, _ in seen} == {1}, "packed"
     assert 900 < max(length for _, length in seen) <= 1000
     assert 20300 < sum(length for _, length in seen) < 1.4 * 20300
@@ -141,79 +138,21 @@ def test_texts_that_are_tokenized_in_several_batches(model_folder):
 # what is written
 
 
-def test_safetensors_has_the_places_too(corpus, model_folder, tmp_path):
-    for name in ("out.parquet", "out.safetensors"):
-        embed(corpus, tmp_path / name, model_folder, shard_rows=5, **WINDOWS)
-    table, vectors = read_parquet(tmp_path / "out.parquet")
-    found = load_file(tmp_path / "out.safetensors")
-    assert found.keys() == {"embeddings", "row", "start", "end"}
-    assert np.array_equal(found["embeddings"], vectors)
-    for name in ("row", "start", "end"):
-        assert found[name].dtype == np.int64 and found[name].tolist() == table[name].to_pylist()
-
-
-def test_kept_columns_are_those_of_each_windows_text(corpus, model_folder, tmp_path):
-    embed(corpus, tmp_path / "out.parquet", model_folder, keep=["n", "text"], **WINDOWS)
-    rows = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert all(row["n"] == str(row["row"]) for row in rows)
+def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_path, capsys):
+    options = ["--model", str(model_folder), "--dtype", "float32", "--keep", "n,text"]
+    options += ["--long-texts", "windows", "--window", "12", "--rows", "4"]
+    for shard in ("0/2", "1/2"):
+        assert encode.main([str(corpus), str(tmp_path / "out"), *options, "--shard", shard]) == 0
+    rows = pyarrow.parquet.read_table(tmp_path / "out").to_pylist()
+    assert all(row["n"] == str(row["row"]) and row["file"] == "corpus.jsonl" for row in rows)
     assert all(row["text"] == documents()[row["row"]] for row in rows)
-
-
-def test_an_interrupted_run_continues_bit_for_bit(corpus, model_folder, tmp_path, monkeypatch):
-    settings = {**WINDOWS, "shard_rows": 4}
-    summary = embed(corpus, tmp_path / "whole", model_folder, **settings)
-    written = interrupt_once(monkeypatch, 2)
-    with pytest.raises(KeyboardInterrupt):
-        embed(corpus, tmp_path / "parts", model_folder, **settings)
-    again = embed(corpus, tmp_path / "parts", model_folder, **settings)
-    assert len(written) == len(set(written)) == 4 and again["encoded_rows"] == 6
-    assert (again["vectors"], again["cut"]) == (summary["vectors"], summary["cut"])
-    for part in (tmp_path / "whole").glob("part-*"):
-        other = pyarrow.parquet.read_table(tmp_path / "parts" / part.name)
-        assert pyarrow.parquet.read_table(part).equals(other)
-    for name, change in (("window", 13), ("overlap", 3)):
-        with pytest.raises(UserError, match=rf"other settings \({name} "):
-            embed(corpus, tmp_path / "parts", model_folder, **{**settings, name: change})
-
-
-@pytest.mark.slow
-def test_processes_write_what_one_writes(corpus, model_folder, tmp_path):
-    settings = {**WINDOWS, "shard_rows": 4}
-    embed(corpus, tmp_path / "one.parquet", model_folder, **settings)
-    embed(corpus, tmp_path / "two.parquet", model_folder, processes=2, **settings)
-    one, two = read_parquet(tmp_path / "one.parquet"), read_parquet(tmp_path / "two.parquet")
-    assert one[0].drop(["embedding"]).equals(two[0].drop(["embedding"]))
-    np.testing.assert_allclose(one[1], two[1], atol=1e-5)
-
-
-def test_ranks_share_the_parts(corpus, model_folder, tmp_path, monkeypatch):
-    settings = {**WINDOWS, "shard_rows": 3}
-    embed(corpus, tmp_path / "alone.parquet", model_folder, **settings)
-    interrupt_once(monkeypatch, 0)
-    for rank in (0, 1, 0):  # the first rank plans, and comes back at the end
-        for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", rank)):
-            monkeypatch.setenv(name, str(value))
-        try:
-            embed(corpus, tmp_path / "out.parquet", model_folder, **settings)
-        except KeyboardInterrupt:
-            assert rank == 0
-    alone, shared = (tmp_path / f"{name}.parquet" for name in ("alone", "out"))
-    assert pyarrow.parquet.read_table(alone).equals(pyarrow.parquet.read_table(shared))
-
-
-def test_the_last_line_and_the_manifest(corpus, model_folder, tmp_path, capsys):
-    argv = [str(corpus), str(tmp_path / "out"), "--model", str(model_folder)]
-    argv += ["--dtype", "float32", "--long-texts", "windows", "--window", "12"]
-    assert encode.main(argv) == 0
+    assert encode.main([str(corpus), str(tmp_path / "out.parquet"), *options]) == 0
+    assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == rows
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in documents())
-    manifest = json.loads((tmp_path / "out" / "encode.json").read_text())
-    finished = manifest["finished"]
-    assert finished["rows"] == 14 and finished["vectors"] > 60
-    assert finished["cut"] == {"texts": 0, "tokens": 0, "longest": longest}
     told = capsys.readouterr().out
-    assert f"out: 14 texts in {finished['vectors']} windows; this run 14 texts of" in told
-    assert told.endswith(f"none cut, the longest has {longest} tokens\n")
+    assert f"out.parquet: 14 texts in {len(rows)} windows; this run 14 texts of" in told
+    assert told.endswith(f"none cut, the longest has {longest} tokens; all parts are there\n")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Pins where a long text is divided: at sentence ends where there are any, every token in a window, and
-offsets that increase."""
+"""Pins where a long text is divided: at sentence ends where there are any, every token in a window,
+and offsets that increase."""
 
 import random
 import re

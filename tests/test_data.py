@@ -1,0 +1,152 @@
+"""Pins the one reader of rows: every format and its compressed forms give the same rows from a
+file, folder, glob or URL, memory does not grow with a file, and a broken file is one sentence."""
+
+import bz2
+import gzip
+import json
+import lzma
+import tracemalloc
+
+import fsspec
+import pytest
+
+from neobert.common.data import FORMATS, count_rows, file_format, files, numbered_rows, rows, schema
+from neobert.common.errors import UserError
+
+
+pytest.importorskip("pyarrow")
+import pyarrow  # noqa: E402
+import pyarrow.parquet  # noqa: E402
+
+
+TEXTS = ["a, \u2028 b", 'say "c"', "  blanks  ", "\u00e9", "2024-01-01", "7"] * 30
+ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
+NAMES = [f"rows{kind}" for kind in FORMATS]
+NAMES += ["rows.jsonl.gz", "rows.csv.xz", "rows.jsonl.zst", "rows.TXT.bz2"]
+
+
+def write(path, rows=ROWS):
+    kind = file_format(path.name)
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+        return path
+    if kind == ".csv":
+        quoted = ['"' + row["text"].replace('"', '""') + '"' for row in rows]
+        lines = ["text,id", *(f"{text},{row['id']}" for text, row in zip(quoted, rows))]
+    elif kind == ".tsv":
+        lines = ["text\tid", *(f"{row['text']}\t{row['id']}" for row in rows)]
+    elif kind == ".txt":
+        lines = [row["text"] for row in rows]
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    content = ("\ufeff" + "\n".join(lines) + "\n\n").encode()
+    if path.suffix == ".zst":
+        path.write_bytes(pytest.importorskip("zstandard").compress(content))
+        return path
+    opened = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}.get(path.suffix, open)
+    with opened(path, "wb") as file:
+        file.write(content)
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    write(tmp_path / name)
+    expected = [{"text": row["text"]} for row in ROWS] if ".txt" in name.lower() else ROWS
+    assert list(rows(tmp_path / name)) == expected
+    assert list(rows(tmp_path / name, ["text"], ["text"])) == [{"text": text} for text in TEXTS]
+    (file,) = files(tmp_path / name)
+    assert count_rows(file) == len(ROWS) and schema(file).names == list(expected[0])
+    found = dict(numbered_rows(file, wanted=lambda number: number % 50 < 5))
+    assert list(found) == list(range(len(ROWS)))
+    assert all(found[n] == row for n, row in enumerate(expected) if n % 50 < 5)
+    assert found[20] is None, "vacuous: all rows were decoded"
+    assert count_rows(file._replace(url=str(tmp_path / name))) == len(ROWS)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_folders_globs_and_urls(tmp_path, scheme, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus" / "deep").mkdir(parents=True)
+    names = ("b.jsonl", "a.jsonl.gz", "deep/c.jsonl", "_temporary.jsonl", ".hidden.jsonl")
+    for number, name in enumerate(names):
+        write(tmp_path / "corpus" / name, ROWS[3 * number : 3 * number + 3])
+    (tmp_path / "corpus" / "README.md").write_text("no rows")
+    (tmp_path / "corpus" / "d.jsonl").symlink_to("deep/c.jsonl")  # as the Hub's cache has them
+    root = f"{scheme}{tmp_path}/corpus" if scheme else "corpus"
+    if scheme == "memory://":
+        fsspec.filesystem("memory").put(f"{tmp_path}/corpus", root, recursive=True)
+    listed = [ROWS[3:6], ROWS[:3], ROWS[6:9], ROWS[6:9]]  # a, b, d, deep/c
+    assert list(rows(root)) == sum(listed, [])
+    assert [(file.url, file.name) for file in files(f"{root}/")][2:] == [
+        (f"{root}/{name}", name) for name in ("d.jsonl", "deep/c.jsonl")
+    ]
+    size = (tmp_path / "corpus" / "b.jsonl").stat().st_size
+    assert files(f"{root}/b.jsonl") == [(f"{root}/b.jsonl", "b.jsonl", size)]
+    assert [file.name for file in files(f"{root}/*.jsonl*")] == ["a.jsonl.gz", "b.jsonl", "d.jsonl"]
+    assert [file.name for file in files(f"{root}/*/*.jsonl")] == ["deep/c.jsonl"]
+    if scheme == "memory://":
+        fsspec.filesystem("memory").rm(root, recursive=True)
+
+
+def test_a_file_that_was_changed_is_read_anew(tmp_path):
+    """Also to the same size, which a cache by name and size would not see."""
+    path = tmp_path / "a.jsonl"
+    for text in ("one", "two"):
+        path.write_text(json.dumps({"text": text}))
+        assert list(rows(path)) == [{"text": text}]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    for name in ("rows.jsonl", "rows.csv", "rows.parquet", "rows.txt"):
+        path = write(tmp_path / name, [{"text": "word " * 200, "id": str(i)} for i in range(4000)])
+        tracemalloc.start()
+        for _ in rows(path):
+            pass
+        peak = tracemalloc.get_traced_memory()[1] / 2**20
+        tracemalloc.stop()
+        assert peak < 3, f"{name}: 4 MB of text took {peak:.1f} MiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text" \n', "a.jsonl, row 2: Expecting ':' delimiter"),
+        ("a.jsonl", b'{"text": "a"}\n\n["a"]\n', "row 2: a row must be an object"),
+        ("a.json", b'[{"text": "a"}]\n', "row 1: a row must be an object"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": 1}', "row 2: there is no column 'text'; there is: b"),
+        ("a.jsonl", b'{"text": null}\n', "row 1: 'text' must be text, but is null"),
+        ("a.jsonl", b'{"text": "b\\ud83d"}\n', "row 1: .*surrogates not allowed"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl cannot be read .*recursion"),
+        ("a.txt", b"good\ncaf\xe9\n", "a.txt cannot be read .*utf-8"),
+        ("a.csv", b'text,label\n"open,1\nnext,0\n', "a.csv cannot be read .unexpected end"),
+        ("a.csv", b"text,label\none, two,1\n", "row 1: it has more columns than the first line"),
+        ("a.parquet", b"PAR0nothing", "a.parquet cannot be read"),
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
+        ("a.doc", b"x", "a.doc is or holds no file of rows"),
+    ],
+)
+def test_a_broken_file_is_one_sentence(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        list(rows(tmp_path / name, ["text"], ["text"]))
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="there is no file of rows .*nothing.jsonl"):
+        files(tmp_path / "nothing.jsonl")
+    with pytest.raises(UserError, match="nothing://a cannot be read .Protocol not known"):
+        files("nothing://a")
+    with pytest.raises(UserError, match="there is no column 'body'; there is: text, id"):
+        list(rows(write(tmp_path / "a.parquet"), ["body"]))
+    write(tmp_path / "b.csv")
+    with pytest.raises(UserError, match=r"several formats \(.csv, .parquet\): a.parquet, b.csv"):
+        files(tmp_path)
+
+
+def test_tables_with_quotes_and_long_texts(tmp_path):
+    (tmp_path / "a.tsv").write_text('text\tlabel\n"open and never closes\t1\n')
+    assert list(rows(tmp_path / "a.tsv")) == [{"text": '"open and never closes', "label": "1"}]
+    long = "word " * 100_000  # above the csv module's own limit of 131,072 characters
+    (tmp_path / "a.csv").write_text(f'text\n"{long}"\n')
+    assert next(rows(tmp_path / "a.csv"))["text"] == long
