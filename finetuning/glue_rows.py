@@ -48,22 +48,15 @@ def prepare(task, splits, tokenizer, settings, model_limit):
         train Rows, evaluation Rows, {part: slice}; the parts are "heldout" (unless selection is
         "dev") and the dev splits.
     """
-    max_length = min(settings.max_length, model_limit or settings.max_length)
-    train = splits["train"]
-    if settings.max_train_samples:
-        order = np.random.default_rng(0).permutation(len(train["label"]))
-        train = _take(train, order[: settings.max_train_samples].tolist())
-    parts = {}
-    if settings.selection == "heldout":
+    max_length = min(settings["max_length"], model_limit or settings["max_length"])
+    train, parts = splits["train"], {}
+    if settings["selection"] == "heldout":
         kept, held_out = split_heldout(
-            len(train["label"]), settings.heldout_fraction, settings.heldout_rows
+            len(train["label"]), settings["heldout_fraction"], settings["heldout_rows"]
         )
         parts["heldout"] = _take(train, held_out)
         train = _take(train, kept)
-    for split in task.validation:
-        parts[split] = _take(
-            splits[split], range(len(splits[split]["label"]))[: settings.max_eval_samples]
-        )
+    parts |= {split: splits[split] for split in task.validation}
     joined = {name: [x for part in parts.values() for x in part[name]] for name in train}
     slices, start = {}, 0
     for name, part in parts.items():

@@ -1,7 +1,8 @@
 """One fine-tuning run of the GLUE protocol (paper, section 4.2): Trainer, best weights, result."""
 
+import logging
 import math
-from dataclasses import asdict
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,21 +16,20 @@ from transformers import (
     set_seed,
 )
 
-from ..common import checkpoints
-from ..common.checkpoint_files import checkpoints as saved_checkpoints
-from ..common.checkpoint_files import remove_checkpoints
 from ..common.errors import UserError
-from ..common.files import write_json
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
-from ..common.memory import PeakMemory, mebibytes
-from ..common.results import environment
-from ..common.runs import Run
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
+from ..common.memory import PeakMemory, mebibytes
 from ..training.optimisation import decay_parameter_names
+from ..common.results import environment
 from ..training.options import check_trainer_options, training_arguments
+from ..training import checkpoints
 from .glue_model import load_classifier
 from .glue_rows import evaluation_metrics, prepare, split_heldout
 from .glue_tasks import TASKS
+
+
+logger = logging.getLogger("neobert.glue")
 
 
 def process_state():
@@ -54,7 +54,6 @@ def check_sizes(task, rows, batch_sizes, arguments):
                 f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} "
                 "processes"
             )
-    rows = min(rows, arguments.max_train_samples or rows)
     if arguments.selection == "heldout" and not all(
         split_heldout(rows, arguments.heldout_fraction, arguments.heldout_rows)
     ):
@@ -65,7 +64,7 @@ def check_sizes(task, rows, batch_sizes, arguments):
         )
 
 
-class GlueTrainer(Trainer):
+class GlueTrainer(checkpoints.RunTrainer, Trainer):
     """Weight decay on matrices alone: norms and biases, which are vectors in every encoder, have
     none."""
 
@@ -96,29 +95,29 @@ def trainer_arguments(settings, given, folder, rows):
     """TrainingArguments of one run, and its steps.
 
     Args:
-        settings: RunSettings.
+        settings: from `GlueArguments.settings`.
         given: {option of Trainer: value} of the user.
         folder: of the checkpoints.
         rows: of the training set.
     """
     check_trainer_options(given)
-    batches = math.ceil(rows / settings.batch_size)
+    batches = math.ceil(rows / settings["batch_size"])
     steps = math.ceil(batches * given["num_train_epochs"])
     interval = evaluation_interval(
-        batches, settings.max_eval_interval, settings.evaluations_per_epoch
+        batches, settings["max_eval_interval"], settings["evaluations_per_epoch"]
     )
     processes = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
-    if settings.batch_size % processes:
+    if settings["batch_size"] % processes:
         raise UserError(
-            f"the batch size {settings.batch_size} cannot be shared by processes x "
+            f"the batch size {settings['batch_size']} cannot be shared by processes x "
             f"gradient_accumulation_steps = {processes}"
         )
     fixed = {
-        "per_device_train_batch_size": settings.batch_size // processes,
-        "learning_rate": settings.learning_rate,
-        "weight_decay": settings.weight_decay,
-        "warmup_steps": math.ceil(settings.warmup_ratio * steps),
-        "seed": settings.seed,
+        "per_device_train_batch_size": settings["batch_size"] // processes,
+        "learning_rate": settings["learning_rate"],
+        "weight_decay": settings["weight_decay"],
+        "warmup_steps": math.ceil(settings["warmup_ratio"] * steps),
+        "seed": settings["seed"],
         "eval_strategy": "steps",
         "eval_steps": interval,
         "save_strategy": "best",
@@ -139,50 +138,55 @@ def trainer_arguments(settings, given, folder, rows):
     return training_arguments(folder, usual | given, fixed), steps
 
 
-def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
-    """Runs one fine-tuning, or continues it, and writes `folder`/result.json last.
+def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
+    """Runs one fine-tuning, or continues it, and writes result.json last.
 
     Args:
-        settings: RunSettings.
+        output: `Output` of the run; gets result.json, best/ (model and tokenizer, merged if LoRA)
+            and, with LoRA, adapter/.
+        settings: from `GlueArguments.settings`.
         splits: from `glue_tasks.load_task`.
         model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is
             used).
         tokenizer: the model's.
-        folder: gets result.json, best/ (model and tokenizer, merged if LoRA) and, with LoRA,
-            adapter/; glue.json names the files.
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
     Returns:
         the result as written.
     Raises:
-        Stopped: SIGTERM came; the step is saved, and there is no result.json.
+        Stopped: SIGTERM came; there is no result.json.
     """
-    task = TASKS[settings.task]
-    folder = Path(folder)
-    set_seed(settings.seed)
+    task = TASKS[settings["task"]]
+    set_seed(settings["seed"])
     model, new_head = load_classifier(
         model_name,
         task,
-        settings.head_dropout,
+        settings["head_dropout"],
         options.trust_remote_code,
-        settings.classifier_pooling,
+        settings["classifier_pooling"],
     )
+    if new_head:
+        names = ", ".join(new_head)
+        logger.warning("%s has no head for this task; new and random: %s", model_name, names)
     check_vocabulary(tokenizer, model, model_name)
     limit = text_limit(model, tokenizer)
-    if settings.lora:
-        model = _with_lora(model, settings.lora, head_modules(model, new_head))
-    parameters = dict(zip(("trained", "all"), trainable_parameters(model)))
+    if settings["lora"]:
+        from peft import get_peft_model
+
+        heads = head_modules(model, new_head)
+        config = lora_config(model, **settings["lora"], task_type="SEQ_CLS", modules_to_save=heads)
+        model = get_peft_model(model, config)
+    trained, total = trainable_parameters(model)
     train, evaluation, slices = prepare(task, splits, tokenizer, settings, limit)
-    arguments, steps = trainer_arguments(settings, given, folder / "checkpoints", len(train))
+    folder = output.folder / "checkpoints"
+    arguments, steps = trainer_arguments(settings, given, folder, len(train))
 
     def compute_metrics(output):
-        logits = (
-            output.predictions[0] if isinstance(output.predictions, tuple) else output.predictions
-        )
-        return evaluation_metrics(task, logits, output.label_ids, slices, settings.metric)
+        logits = output.predictions
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return evaluation_metrics(task, logits, output.label_ids, slices, settings["metric"])
 
-    run = Run(folder, "glue", asdict(settings))
-    with checkpoints.claim(run, None, folder / "checkpoints"):
+    with checkpoints.claim(output):
         trainer = GlueTrainer(
             model=model,
             args=arguments,
@@ -190,91 +194,57 @@ def fine_tune(settings, splits, model_name, tokenizer, folder, options, given):
             eval_dataset=evaluation,
             data_collator=DataCollatorWithPadding(tokenizer),
             compute_metrics=compute_metrics,
-            callbacks=[EarlyStoppingCallback(settings.patience), _EvaluateAtTheEnd()],
+            callbacks=[EarlyStoppingCallback(settings["patience"]), _EvaluateAtTheEnd()],
         )
-        resumed = bool(saved_checkpoints(folder / "checkpoints"))
+        resumed = bool(checkpoints.checkpoints(folder))
         memory = PeakMemory()
-        spent = checkpoints.train(trainer).metrics
-        peak = mebibytes(memory.peak)
+        checkpoints.train(trainer)
+        history = _history(trainer.state.log_history)
+        best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
+        prefixes = ("dev_", *(f"{split}_" for split in task.validation))
+        rows = {name: part.stop - part.start for name, part in slices.items()}
+        dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
         result = {
-            **_identity(settings, options, task, new_head),
-            **_outcome(trainer, task, slices, steps),
-            "parameters": parameters,
-            "seconds": spent["train_runtime"],
-            "seconds_per_step": round(
-                spent["train_runtime"] / max(1, trainer.state.global_step), 4
-            ),
-            "cpu_seconds": spent["cpu_seconds"],
+            "kind": "glue run",
+            "task": task.name,
+            "name": options.name,
+            "model": str(options.model),
+            "data": str(options.data),
+            "starts_from": settings["start"] or "the model",
+            "new_head": new_head,
+            "score": best["dev_score"],
+            "metrics": {name: v for name, v in best.items() if name.startswith(prefixes)},
+            "selected": {
+                "by": "held-out training rows" if "heldout" in slices else "dev",
+                "score": best["score"],
+                "step": best["step"],
+            },
+            "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
+            "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
+            "rows": {"train": len(train), **rows},
+            "evaluation_interval": arguments.eval_steps,
+            "planned_steps": steps,
+            "stopped_early": trainer.state.global_step < steps,
+            "evaluations": history,
+            "parameters": {"trained": trained, "all": total},
+            **checkpoints.spent(trainer),
             "resumed": resumed,
-            "peak_memory_mib": peak,
+            "peak_memory_mib": mebibytes(memory.peak),
             "memory_before_mib": mebibytes(memory.before),
+            "environment": environment(
+                dtype=dtype if dtype == "float32" else f"{dtype} autocast",
+                processes=process_state().num_processes,
+            ),
         }
         if trainer.is_world_process_zero():
-            scratch = run.scratch()
-            result["reload_difference"] = _save(
-                trainer, tokenizer, evaluation, scratch, settings, options
-            )
-            dtype = (
-                "bfloat16 autocast"
-                if arguments.bf16
-                else "float16 autocast"
-                if arguments.fp16
-                else "float32"
-            )
-            result["environment"] = environment(
-                dtype=dtype, processes=process_state().num_processes
-            )
-            write_json(scratch / "result.json", result)
-            run.finish(run.move_in(scratch, "result.json"))
-            remove_checkpoints(folder / "checkpoints")
+            with output.final_files() as final:
+                result["reload_difference"] = _save(
+                    trainer, tokenizer, evaluation, final, settings, options
+                )
+            output.finish(**result)
+            shutil.rmtree(folder, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
     return result
-
-
-def _with_lora(model, lora, heads):
-    from peft import get_peft_model
-
-    config = lora_config(model, **lora, task_type="SEQ_CLS", modules_to_save=heads)
-    return get_peft_model(model, config)
-
-
-def _identity(settings, options, task, new_head):
-    """What a result says of the run before it began."""
-    return {
-        "kind": "glue run",
-        "task": task.name,
-        "name": options.name,
-        "model": str(options.model),
-        "starts_from": settings.start or "the model",
-        "settings": asdict(settings),
-        "new_head": new_head,
-    }
-
-
-def _outcome(trainer, task, slices, steps):
-    """What a result says of a finished run: scores of the weights that were chosen, and how they
-    came about."""
-    history = _history(trainer.state.log_history)
-    best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
-    return {
-        "score": best["dev_score"],
-        "metrics": _only_dev(task, best),
-        "selected": {
-            "by": "held-out training rows" if "heldout" in slices else "dev",
-            "score": best["score"],
-            "step": best["step"],
-        },
-        "last": {"step": history[-1]["step"], "score": history[-1]["dev_score"]},
-        "best_of_all_evaluations": max(entry["dev_score"] for entry in history),
-        "rows": {
-            "train": len(trainer.train_dataset),
-            **{name: part.stop - part.start for name, part in slices.items()},
-        },
-        "evaluation_interval": trainer.args.eval_steps,
-        "planned_steps": steps,
-        "stopped_early": trainer.state.global_step < steps,
-        "evaluations": history,
-    }
 
 
 def _history(log):
@@ -291,22 +261,16 @@ def _history(log):
     return [entries[step] for step in sorted(entries)]
 
 
-def _only_dev(task, entry):
-    prefixes = ("dev_", *(f"{split}_" for split in task.validation))
-    return {name: value for name, value in entry.items() if name.startswith(prefixes)}
-
-
 def _save(trainer, tokenizer, evaluation, folder, settings, options):
     """Writes the chosen weights, merged if LoRA, loads them again and returns the largest
     difference of the logits."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows = [evaluation[i] for i in range(min(8, len(evaluation)))]
     batch = DataCollatorWithPadding(tokenizer)(rows)
-    labels = batch.pop("labels")
-    del labels
+    batch.pop("labels")
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()
-    if settings.lora:
+    if settings["lora"]:
         model = save_adapter_and_merge(model, folder / "adapter")
     model.save_pretrained(folder / "best")
     save_tokenizer(tokenizer, folder / "best")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.errors import UserError, one_line, require
-from ..common.rows import check_characters, read_rows, row_format, short
+from ..common.rows import read_rows, row_format
 
 
 _FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -89,6 +89,7 @@ TASKS = {
 _ALIASES = {"sst": "sst2", "sst-2": "sst2", "sts": "stsb", "sts-b": "stsb"}
 
 HUB_DATA = "nyu-mll/glue"
+METRICS = ("accuracy", "f1", "matthews", "pearson", "spearman")
 
 
 def parse_tasks(names):
@@ -97,56 +98,17 @@ def parse_tasks(names):
     Raises:
         UserError: a name that is not a task here.
     """
-    wanted = [name.strip().lower() for name in str(names).split(",") if name.strip()]
-    if wanted == ["all"]:
+    names = [name.strip().lower() for name in names.split(",") if name.strip()]
+    names = [_ALIASES.get(name, name) for name in names]
+    if names == ["all"]:
         return list(TASKS.values())
-    wanted = [_ALIASES.get(name, name) for name in wanted]
-    for name in wanted:
-        if name == "wnli":
-            raise UserError("wnli is left out, as in the paper; the tasks are " + ", ".join(TASKS))
-        if name not in TASKS:
-            raise UserError(
-                f"there is no GLUE task {name!r}; choose all, or from {', '.join(TASKS)}"
-            )
-    if not wanted:
-        raise UserError(f"no task was given; choose all, or from {', '.join(TASKS)}")
-    return [task for name, task in TASKS.items() if name in wanted]
-
-
-# ------------------------------------------------------------------------------------------------
-# metrics
-
-
-def _correlation(function):
-    def correlation(labels, predictions):
-        # Undefined for constant predictions, which correlate with nothing.
-        if len(set(predictions)) < 2 or len(set(labels)) < 2:
-            return 0.0
-        value = float(function(labels, predictions)[0])
-        return 0.0 if math.isnan(value) else value
-
-    return correlation
-
-
-def metric_function(name):
-    """The function (labels, predictions) -> float for a metric's name, from scikit-learn or SciPy.
-
-    Raises:
-        UserError: there is no such metric.
-    """
-    from scipy import stats
-    from sklearn import metrics
-
-    functions = {
-        "accuracy": metrics.accuracy_score,
-        "f1": lambda labels, predictions: metrics.f1_score(labels, predictions, zero_division=0.0),
-        "matthews": metrics.matthews_corrcoef,
-        "pearson": _correlation(stats.pearsonr),
-        "spearman": _correlation(stats.spearmanr),
-    }
-    if name not in functions:
-        raise UserError(f"there is no metric {name!r}; choose from {', '.join(functions)}")
-    return functions[name]
+    unknown = [name for name in names if name not in TASKS]
+    if unknown or not names:
+        raise UserError(
+            f"there is no GLUE task {(unknown or [''])[0]!r}; choose all, or from "
+            f"{', '.join(TASKS)}"
+        )
+    return [task for name, task in TASKS.items() if name in names]
 
 
 def scores(task, logits, labels):
@@ -156,11 +118,25 @@ def scores(task, logits, labels):
         logits: (N, C) array; C is 1 for regression.
         labels: (N,) array.
     """
-    predictions = logits[:, 0] if task.regression else logits.argmax(axis=-1)
-    values = {
-        name: float(metric_function(name)(labels.tolist(), predictions.tolist()))
-        for name in task.metrics
+    from scipy import stats
+    from sklearn import metrics
+
+    def correlation(function):
+        # Undefined for constant predictions, which correlate with nothing.
+        if len(set(predictions)) < 2 or len(set(labels)) < 2:
+            return 0.0
+        return function(labels, predictions).statistic
+
+    predictions = (logits[:, 0] if task.regression else logits.argmax(axis=-1)).tolist()
+    labels = labels.tolist()
+    functions = {
+        "accuracy": lambda: metrics.accuracy_score(labels, predictions),
+        "f1": lambda: metrics.f1_score(labels, predictions, zero_division=0.0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, predictions),
+        "pearson": lambda: correlation(stats.pearsonr),
+        "spearman": lambda: correlation(stats.spearmanr),
     }
+    values = {name: float(functions[name]()) for name in task.metrics}
     return {**values, "score": sum(values.values()) / len(values)}
 
 
@@ -178,12 +154,12 @@ def load_task(task, source):
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
-        UserError: no such folder or data set, a split without rows or in two files that are not
-            shards, a column that is missing, a broken row, a label out of range.
+        UserError: no such folder or data set, a split without rows or in two formats, a row
+            without a text, a label out of range.
     """
     rows = _local_rows if Path(source).is_dir() else _hub_rows
     return {
-        split: _checked(task, rows(source, task.name, split))
+        split: _columns(task, rows(source, task.name, split))
         for split in ("train", *task.validation)
     }
 
@@ -199,26 +175,16 @@ def rows_digest(splits):
 
 def _local_rows(source, task, split):
     """(place, row) of one split of a local folder."""
-    folder = Path(source) / task
-    if not folder.is_dir():
-        raise UserError(
-            f"there is no folder {folder}; a local GLUE folder holds <task>/<split>.jsonl, .csv, "
-            ".tsv or .parquet"
-        )
     files = [
         path
-        for path in sorted(folder.iterdir())
+        for path in sorted((Path(source) / task).glob(f"{split}*"))
         if row_format(path) in _FORMATS and path.name.partition(".")[0].split("-0")[0] == split
     ]
-    if not files:
+    if len({(path.suffix, path.stem == split) for path in files}) != 1:
+        names = ", ".join(path.name for path in files) or "none"
         raise UserError(
-            f"{folder} has no split {split!r}; expected {split}.jsonl, .csv, .tsv or .parquet"
-        )
-    if len({(path.suffix, path.stem == split) for path in files}) > 1:
-        names = ", ".join(path.name for path in files)
-        raise UserError(
-            f"{folder} has the split {split!r} more than once ({names}); leave one file, or shards "
-            "of one format"
+            f"{source}/{task} must have one file {split}.jsonl, .csv, .tsv or .parquet, or shards "
+            f"of one, but has {names}"
         )
     for path in files:
         yield from read_rows(path)
@@ -232,46 +198,40 @@ def _hub_rows(name, task, split):
         data = load_dataset(name, task, split=split)
     # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
     except Exception as error:
-        reason = one_line(error)
         raise UserError(
-            f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: {reason}"
+            f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: "
+            f"{one_line(error)}"
         ) from error
     for number, row in enumerate(data, 1):
         yield f"{name}/{task}/{split}, row {number:,}", row
 
 
-def _checked(task, rows):
+def _columns(task, rows):
     """{column: list} of rows that have the task's columns, texts and labels."""
     columns = {name: [] for name in (*task.texts, "label")}
     for place, row in rows:
-        for name in columns:
-            if row.get(name) is None:
-                raise UserError(
-                    f"{place} has no {name!r}; {task.name} needs the columns {', '.join(columns)}"
-                )
         for name in task.texts:
-            if not isinstance(row[name], str):
-                raise UserError(f"{place}: {name!r} must be text, but {short(row[name])} was given")
-            check_characters(place, name, row[name])
+            if not isinstance(row.get(name), str):
+                raise UserError(
+                    f"{place} has no text {name!r}; {task.name} needs the columns "
+                    f"{', '.join(columns)}"
+                )
             columns[name].append(row[name])
-        columns["label"].append(_checked_label(task, place, row["label"]))
+        columns["label"].append(_label(task, place, row.get("label")))
     return columns
 
 
-def _checked_label(task, place, label):
+def _label(task, place, label):
     """A class number, or a float for regression."""
     low, high = (task.low, task.high) if task.regression else (0, len(task.labels) - 1)
     try:
-        number = math.nan if isinstance(label, bool) else float(label)
+        number = float(label)
     except (TypeError, ValueError):
         number = math.nan
     if not low <= number <= high or not (task.regression or number.is_integer()):
-        allowed = (
-            f"a number from {low:g} to {high:g}"
-            if task.regression
-            else f"a whole number from 0 to {high} ({', '.join(task.labels)})"
-        )
+        names = "" if task.regression else f" ({', '.join(task.labels)})"
         raise UserError(
-            f"{place}: label {short(label)} is out of range; {task.name} takes {allowed}"
+            f"{place}: label {label!r:.80} is out of range; {task.name} takes {low:g} to "
+            f"{high:g}{names}"
         )
     return number if task.regression else int(number)

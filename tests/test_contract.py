@@ -78,12 +78,23 @@ def distill(inputs, output):
     ]
 
 
+def glue(inputs, output):
+    return [
+        *("glue", "--task", "sst2", "--model", inputs / "model", "--data", inputs / "glue"),
+        *("--output", output, "--seeds", "1", "--batch-size", "8", "--max-length", "32"),
+        *("--learning-rate", "1e-3", "--num-train-epochs", "2", "--evaluations-per-epoch", "2"),
+        *("--use-cpu", "true"),
+    ]
+
+
 RUNS = {  # a setting in place of another, and one of the weights that it makes
     pretrain: ("--seed", "model.safetensors"),
     contrastive: ("--seed", "model.safetensors"),
     distill: ("--seed", "model.safetensors"),
 }
 runs = pytest.mark.parametrize("make", RUNS, ids=lambda make: make.__name__)
+# Of glue each run has a folder of its own below the output, named by its settings.
+every_run = pytest.mark.parametrize("make", [*RUNS, glue], ids=lambda make: make.__name__)
 
 
 @pytest.fixture
@@ -172,7 +183,7 @@ def test_a_second_process_is_refused(make, inputs, run, tmp_path):
     }
 
 
-@runs
+@every_run
 def test_an_empty_name_is_refused(make, inputs, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, printed, _ = run(make(inputs, ""), no_model=True)
@@ -195,7 +206,7 @@ def interrupted(make, inputs, run, finished, tmp_path, **kills):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
-@runs
+@every_run
 def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
     """Twice in a row: at a write of each sixth of the run, and at one of any."""
     writes = finished(make)[1]
@@ -206,7 +217,7 @@ def test_killed_at_any_write(make, inputs, run, finished, tmp_path, part):
 
 
 @pytest.mark.slow
-@runs
+@every_run
 def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
     pick = random.Random(make.__name__)
     kills = [{"kill_after": pick.uniform(0.2, 6)} for _ in range(3)]
@@ -217,7 +228,7 @@ def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
 # secrets, strange file systems
 
 
-@runs
+@every_run
 def test_no_secret_is_written_and_chmod_and_hard_links_are_not_needed(
     make, inputs, run, finished, tmp_path
 ):

@@ -8,11 +8,10 @@ import pytest
 from glue_runs import make_world, run  # noqa: F401
 
 from neobert.common import loading
-from neobert.common.errors import UserError
+from neobert.common.trainer_options import training_arguments
 from neobert.finetuning import glue_model, glue_rows, glue_run, glue_tasks
 from neobert.finetuning.glue_tasks import TASKS
-from neobert.finetuning.options import OPTIONS, RunSettings
-from neobert.training.options import training_arguments
+from neobert.finetuning.options import OPTIONS
 
 
 # ------------------------------------------------------------------------------------------------
@@ -43,8 +42,6 @@ def test_metrics_by_hand():
     assert glue_tasks.scores(TASKS["stsb"], np.ones((4, 1)), truth)["score"] == 0.0, (
         "A constant correlates with nothing: 0, not nan."
     )
-    with pytest.raises(UserError, match="there is no metric 'bleu'; choose from accuracy"):
-        glue_tasks.metric_function("bleu")
 
 
 def test_mnli_is_the_mean_of_matched_and_mismatched():
@@ -223,13 +220,8 @@ def test_held_out_rows_are_not_trained_on(world):
     splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
     tokenizer = loading.load_tokenizer(str(world / "model"))
     hyper = {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}
-    settings = RunSettings.of(
-        *OPTIONS["glue"].read(["--task", "sst2", "--model", "m"]),
-        TASKS["sst2"],
-        hyper,
-        1,
-        revision="",
-    )
+    arguments, trainer = OPTIONS["glue"].read(["--task", "sst2", "--model", "m"])
+    settings = arguments.settings(trainer, TASKS["sst2"], hyper, 1)
     train, evaluation, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
     assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)}), (
         "160 rows: 144 and a tenth, then 40 of dev."
@@ -247,35 +239,6 @@ def test_held_out_rows_are_not_trained_on(world):
     ] == texts
 
 
-def test_a_quick_look_trains_on_random_rows(world):
-    splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
-    hyper = {"batch_size": 8, "learning_rate": 1e-3, "weight_decay": 0.0}
-    given = OPTIONS["glue"].read(
-        [
-            "--task",
-            "sst2",
-            "--model",
-            "m",
-            "--selection",
-            "dev",
-            "--max-train-samples",
-            "20",
-            "--max-eval-samples",
-            "7",
-        ]
-    )
-    settings = RunSettings.of(*given, TASKS["sst2"], hyper, 1, revision="")
-    tokenizer = loading.load_tokenizer(str(world / "model"))
-    train, _, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
-    rows = [
-        (tokenizer.decode(row["input_ids"], skip_special_tokens=True), row["labels"])
-        for row in train
-    ]
-    everything = list(zip(splits["train"]["sentence"], splits["train"]["label"]))
-    assert len(rows) == 20 and set(rows) <= set(everything) and rows != everything[:20]
-    assert slices == {"validation": slice(0, 7)}
-
-
 def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
     """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are
     7.68."""
@@ -283,6 +246,6 @@ def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
         ["--task", "sst2", "--model", "m", "--num-train-epochs", "4"]
     )
     hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
-    settings = RunSettings.of(arguments, trainer, TASKS["sst2"], hyper, 1, revision="")
+    settings = arguments.settings(trainer, TASKS["sst2"], hyper, 1)
     training, steps = glue_run.trainer_arguments(settings, trainer, tmp_path, 1000)
     assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)

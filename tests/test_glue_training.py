@@ -1,22 +1,15 @@
-"""Pins runs of `neobert glue`: skipped when finished, resumed to the uninterrupted run, no step
-lost on SIGTERM, started from MNLI, LoRA saved, merged and reloaded."""
+"""Pins runs of `neobert glue`: skipped when finished, started from MNLI, LoRA saved, merged and
+reloaded. That an interrupted run ends as an uninterrupted one is in test_contract.py."""
 
-import contextlib
 import json
-import os
-import signal
-import sys
 
-import numpy as np
 import pytest
 import torch
 from glue_runs import make_world, run  # noqa: F401
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from neobert import NeoBERTForMaskedLM
-from neobert.common.errors import Stopped, UserError
-from neobert.common.runs import locked
-from neobert.finetuning import glue_run, glue_table
+from neobert.common.errors import UserError
 
 
 pytestmark = pytest.mark.slow
@@ -73,189 +66,6 @@ def test_run_result_and_skipping(world, tmp_path):
     )
 
 
-class _Interrupt(TrainerCallback):
-    """Ctrl-C at a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def interrupted(monkeypatch, callback):
-    """Within it, every run has one more callback."""
-    real = glue_run.GlueTrainer.__init__
-
-    def with_callback(self, *inputs, **named):
-        named["callbacks"] = [*named["callbacks"], callback]
-        real(self, *inputs, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(glue_run.GlueTrainer, "__init__", with_callback)
-        yield
-
-
-def test_interrupted_run_continues_and_equals_the_uninterrupted(world, tmp_path, monkeypatch):
-    _, whole = run(world, tmp_path / "whole", num_train_epochs=2)["sst2", 1]
-    best, marks = -1.0, []
-    for entry in whole["evaluations"]:
-        if entry["score"] > best:
-            best = entry["score"]
-            marks.append(entry["step"])
-    saved = [step for step in marks if 1 < step < whole["planned_steps"] - 1]
-    assert saved, "Vacuous: the run must have a checkpoint on its way."
-    with interrupted(monkeypatch, _Interrupt(saved[-1] + 1)), pytest.raises(KeyboardInterrupt):
-        run(world, tmp_path / "parts", num_train_epochs=2)
-    assert not list((tmp_path / "parts").rglob("result.json")), (
-        "An unfinished run must not look finished."
-    )
-    (checkpoints,) = (tmp_path / "parts").rglob("checkpoints")
-    mine = [
-        checkpoints.parent / name
-        for name in (
-            "notes.txt",
-            "best/notes.txt",
-            "best.partial/notes.txt",
-            "checkpoints/checkpoint-99/notes",
-        )
-    ]
-    for path in mine:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    _, parts = run(world, tmp_path / "parts", num_train_epochs=2)["sst2", 1]
-    mine[-1] = checkpoints / "damaged-checkpoint-99" / "notes"
-    assert all(path.read_text() == "mine" for path in mine), "files of the user went"
-    assert parts["resumed"] and not whole["resumed"], "The run started from the beginning again."
-    assert parts["evaluations"] == whole["evaluations"], (
-        "The continued run differs from the uninterrupted one."
-    )
-    assert not list(checkpoints.rglob("*.safetensors")), (
-        "Checkpoints of a finished run stay behind."
-    )
-
-
-def test_a_damaged_checkpoint_starts_the_run_again(world, tmp_path, monkeypatch, capsys):
-    """The best checkpoint is the only one that a run keeps; without it the run begins anew, and
-    says so."""
-    _, whole = run(world, tmp_path / "whole", num_train_epochs=2)["sst2", 1]
-    with interrupted(monkeypatch, _Interrupt(12)), pytest.raises(KeyboardInterrupt):
-        run(world, tmp_path / "parts", num_train_epochs=2)
-    (path,) = (tmp_path / "parts").rglob("optimizer.pt")
-    path.unlink()
-    _, parts = run(world, tmp_path / "parts", num_train_epochs=2)["sst2", 1]
-    assert (
-        "optimizer.pt is missing); there is no complete checkpoint, beginning anew"
-        in capsys.readouterr().err
-    )
-    assert parts["evaluations"] == whole["evaluations"], (
-        "a checkpoint without Adam's moments was continued from"
-    )
-
-
-class _Terminate(_Interrupt):
-    """SIGTERM at a step."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("step", "rate"), [(3, 3e-3), (6, 1e-12)])
-def test_sigterm_loses_no_step(world, tmp_path, monkeypatch, step, rate):
-    """An evaluation every second step; with the tiny rate the run waits for progress, and how long
-    it has waited is kept too."""
-    quick = {
-        "num_train_epochs": 3,
-        "patience": 5,
-        "learning_rate": rate,
-        "evaluations_per_epoch": 4,
-    }
-    _, whole = run(world, tmp_path / "whole", **quick)["sst2", 1]
-    assert whole["stopped_early"] or rate > 1e-3, "vacuous: the run waits for nothing"
-    with (
-        interrupted(monkeypatch, _Terminate(step)),
-        pytest.raises(Stopped, match="stopped by SIGTERM after step . of 27, which is saved"),
-    ):
-        run(world, tmp_path / "parts", **quick)
-    assert not list((tmp_path / "parts").rglob("result.json")), (
-        "An unfinished run must not look finished."
-    )
-    ((_, parts),) = run(world, tmp_path / "parts", **quick).values()
-    assert (
-        parts["resumed"]
-        and parts["evaluations"] == whole["evaluations"]
-        and parts["score"] == whole["score"]
-    )
-
-
-class _Signal(_Interrupt):
-    """A signal at a step and at each after it, until the run ends."""
-
-    def __init__(self, step, number):
-        self.step, self.number = step, number
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step >= self.step:
-            os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_any_interruptions_end_as_none(world, tmp_path, monkeypatch, seed):
-    """Two or three random ones, by Ctrl-C or SIGTERM; half of the runs wait for progress and stop
-    early."""
-    quick = {
-        "num_train_epochs": 3,
-        "patience": 5,
-        "learning_rate": 3e-3 if seed % 2 else 1e-12,
-        "evaluations_per_epoch": 4,
-    }
-    _, whole = run(world, tmp_path / "whole", **quick)["sst2", 1]
-    random = np.random.default_rng(seed)
-    for step in sorted(random.integers(1, whole["last"]["step"] - 3, size=2 + seed // 2).tolist()):
-        number = signal.SIGTERM if random.integers(2) else signal.SIGINT
-        with (
-            interrupted(monkeypatch, _Signal(step, number)),
-            pytest.raises((Stopped, KeyboardInterrupt)),
-        ):
-            run(world, tmp_path / "parts", **quick)
-    ((_, parts),) = run(world, tmp_path / "parts", **quick).values()
-    assert parts["evaluations"] == whole["evaluations"] and parts["score"] == whole["score"]
-
-
-def test_a_second_run_in_the_same_folder_is_refused(world, tmp_path):
-    folder, _ = run(world, tmp_path / "out", num_train_epochs=0.2)["sst2", 1]
-    (folder / "result.json").unlink()
-    with locked(folder), pytest.raises(UserError, match="is in use by another run"):
-        run(world, tmp_path / "out", num_train_epochs=0.2)
-
-
-def test_no_token_is_stored(world, tmp_path, monkeypatch):
-    secret, found = "hf_" + "Qw3rTy" * 6, []
-    monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr(sys, "argv", ["neobert", "glue", "--hub-token", secret])
-
-    class Look(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            assert list(tmp_path.rglob("training_args.bin")), "vacuous: there is no checkpoint"
-            found.extend(
-                path.name
-                for path in tmp_path.rglob("*")
-                if path.is_file() and secret.encode() in path.read_bytes()
-            )
-
-    with interrupted(monkeypatch, Look()):
-        run(world, tmp_path, hub_token=secret)
-    found += [
-        path.name
-        for path in tmp_path.rglob("*")
-        if path.is_file() and secret.encode() in path.read_bytes()
-    ]
-    assert not found, f"the token is in {found}"
-
-
 def test_trainers_options_go_through(world, tmp_path):
     """They are part of what a run is known by, and of what the table says, where they touch the
     numbers."""
@@ -272,8 +82,6 @@ def test_trainers_options_go_through(world, tmp_path):
     assert {"num_train_epochs": 0.2, "lr_scheduler_type": "constant", "optim": "sgd"} in settings, (
         "logging is not a setting of the numbers"
     )
-    glue_table.write_tables(tmp_path)
-    assert "num_train_epochs 0.2 (10)" in (tmp_path / "table.md").read_text()
     for option, sentence in (
         (
             {"eval_steps": 3},
