@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from .constants import ROOT
 from .folders import new_file
+from .secrets import redacted_arguments
 
 
 _PACKAGES = (
@@ -29,8 +29,6 @@ _PACKAGES = (
     "triton",
     "numpy",
 )
-
-HIDDEN = "<hidden>"
 
 # What a result depends on beside the processor's name: (word in a result, flags of /proc/cpuinfo of
 # which any one means it).
@@ -167,23 +165,8 @@ def _command():
     elif program.endswith(".py"):
         path = Path(sys.argv[0]).resolve()
         program = f"python {path.relative_to(ROOT) if path.is_relative_to(ROOT) else program}"
-    arguments = map(shown, without_secrets(sys.argv[1:]))
+    arguments = map(shown, redacted_arguments(sys.argv[1:]))
     return " ".join([program, *map(shlex.quote, arguments)])
-
-
-def without_secrets(argv):
-    """A command line without the values of options named as secrets are, and without the users and
-    passwords of addresses."""
-    shown_arguments, hide_next = [], False
-    for argument in argv:
-        option, equals, _ = argument.partition("=")
-        words = re.findall("[a-z]+", option.lower()) if option.startswith("-") else []
-        secret = not {"token", "key", "password", "secret"}.isdisjoint(words)
-        if (hide_next and not argument.startswith("--")) or (secret and equals):
-            argument = f"{option}={HIDDEN}" if secret and equals else HIDDEN
-        shown_arguments.append(re.sub(r"(?<=://)[^/\s@]+(?=@)", HIDDEN, argument))
-        hide_next = secret and not equals
-    return shown_arguments
 
 
 def shown(argument):
