@@ -203,8 +203,8 @@ def new_folder(output, command, replace=False, content=None):
             files = [
                 path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
             ]
-            for path in (folder, *folder.rglob("*")):
-                settle(path)
+            for name in files:
+                settle(folder / name)
             # Sizes are no secrets, though the file be called token.json.
             manifest = {
                 "command": command,

@@ -9,7 +9,6 @@ import pytest
 
 from neobert.common import figures, results
 from neobert.common.results import (
-    HIDDEN,
     environment,
     environment_line,
     hardware,
@@ -17,7 +16,6 @@ from neobert.common.results import (
     mean_and_deviation,
     processor_units,
     shown,
-    without_secrets,
     write_result,
 )
 
@@ -158,25 +156,6 @@ def test_a_figure_has_its_environment_as_caption(tmp_path):
     figures.save(figure, tmp_path / "new" / "plot.png", env)
     (file,) = (tmp_path / "new").iterdir()
     assert file.read_bytes()[:4] == b"\x89PNG" and figure.texts[-1].get_text() == caption
-
-
-# ------------------------------------------------------------------------------------------------
-# what is not told
-
-
-@pytest.mark.parametrize(
-    "argv, told",
-    [
-        (["--hub_token", "hf_x", "--a", "b"], ["--hub_token", HIDDEN, "--a", "b"]),
-        (["--api-key=x=y"], [f"--api-key={HIDDEN}"]),
-        (["--password", "--a"], ["--password", "--a"]),
-        (["s3://user:word@host/x", "-m", "y"], [f"s3://{HIDDEN}@host/x", "-m", "y"]),
-        (["--tokens_per_batch", "512", "--tokenizer", "x"],) * 2,
-    ],
-)
-def test_secrets_of_a_command_line_are_hidden(argv, told):
-    """By the names of options alone, and the user part of an address."""
-    assert without_secrets(argv) == told
 
 
 def test_every_result_is_in_the_index():
