@@ -58,7 +58,7 @@ print(model.similarity(queries, documents))
 
 {_measured(training.get("heldout"))}## Training
 
-InfoNCE on cosine similarity / {arguments.temperature:g}. `contrastive.json` holds all settings and the losses.
+InfoNCE on cosine similarity / {arguments.temperature:g}. `result.json` holds all settings and the losses.
 
 {markdown_table(["data set", "rows", "share of the batches"], data)}
 """  # noqa: E501

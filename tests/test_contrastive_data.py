@@ -260,28 +260,13 @@ def test_rows_that_are_left_out_are_told(tmp_path, capsys, place):
 
 
 def test_a_row_has_no_more_negatives_than_asked_for(tmp_path):
-    path = write_jsonl(
-        tmp_path / "rows.jsonl",
-        [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)],
-    )
+    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     for place in (path, tmp_path):
-        data = load_source(
-            PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2)
-        )
+        source = PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2)
+        data = load_source(source)
         assert data.column_names == ["anchor", "positive", "negative_1", "negative_2"]
         assert data["negative_1"][:] == ["n1"] * 3 and data["negative_2"][:] == ["n2"] * 3
-
-
-def test_an_entry_in_other_words():
-    source = PairSource.from_dict(
-        {"name": 5, "path": "y", "max_negatives": "3", "negatives": "neg", "instruction": 7}
-    )
-    assert (source.name, source.max_negatives, source.negatives, source.instruction) == (
-        "5",
-        3,
-        ["neg"],
-        "7",
-    )
 
 
 @pytest.mark.parametrize("kind", ["file", "data set of the library"])
@@ -299,43 +284,19 @@ def test_a_sample_of_the_rows_is_drawn_by_the_seed(tmp_path, kind):
 
 
 def test_the_recipe_of_the_paper():
-    values = yaml.safe_load(RECIPE.read_text())
-    arguments, training = parse(
-        [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
-    )
+    argv = [str(RECIPE), "--model", "m", "--output", "o", "--use_cpu", "true", "--bf16", "false"]
+    arguments, training = parse(argv)
     sources = {source.name: source for source in arguments.sources()}
-    assert len(sources) == len(values["datasets"]) == 22
-    assert all(source.instruction for source in sources.values()), (
-        "every data set has an instruction"
-    )
-    assert len({source.instruction for source in sources.values()}) == 22, (
-        "two data sets share an instruction"
-    )
+    assert len(sources) == 22 == len({source.instruction for source in sources.values()})
+    assert all(source.instruction for source in sources.values())
     assert sources["sts12"].above == sources["sts-benchmark"].above == {"score": 4}
-    assert (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps) == (
-        0.07,
-        0.5,
-        "mean",
-        2000,
-    )
-    assert training.get_warmup_steps(2000) == 100, (
-        "the warm-up is a small part of the run, not all of it"
-    )
-    assert {source.path for source in sources.values() if source.qrels} == {
-        "mteb/fever",
-        "mteb/msmarco",
-    }
-    named_in_the_paper = {
-        "ag-news",
-        "med-mcqa",
-        "npr",
-        "yahoo-answers",
-        "amazon-qa",
-        "paq",
-        "trivia-qa",
-        "wikihow",
-    }
-    assert named_in_the_paper <= sources.keys()
+    settings = (arguments.temperature, arguments.alpha, arguments.pooling, training.max_steps)
+    assert settings == (0.07, 0.5, "mean", 2000)
+    assert training.get_warmup_steps(2000) == 100, "a small part of the run, not all of it"
+    qrels = {source.path for source in sources.values() if source.qrels}
+    assert qrels == {"mteb/fever", "mteb/msmarco"}
+    named_in_the_paper = "ag-news med-mcqa npr yahoo-answers amazon-qa paq trivia-qa wikihow"
+    assert {*named_in_the_paper.split()} <= sources.keys()
     assert len(sources["pubmed-qa"].negatives) == 20 and len(sources["gooaq"].negatives) == 5
 
 
@@ -464,18 +425,10 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
 def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path, ending):
     texts = {"triplets": "Find the animal: its colour.", "pairs": ""}
     path = tmp_path / f"instructions.{ending}"
-    path.write_text(json.dumps(texts) if ending == "json" else yaml.safe_dump(texts))
-    argv = arguments_for(
-        model_folder,
-        tmp_path / "out",
-        "--pairs",
-        triplets,
-        pairs,
-        "--instruction",
-        "ours",
-        "--instructions",
-        str(path),
-    )
+    dump = json.dumps if ending == "json" else yaml.safe_dump
+    path.write_text(dump(texts))
+    options = ["--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path)]
+    argv = arguments_for(model_folder, tmp_path / "out", *options)
     arguments, training = parse(argv)
     _, prompts = build_datasets(arguments, training, contrastive.check(arguments, training))
     assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
@@ -484,7 +437,7 @@ def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path, ending)
         ({**texts, "other": "x"}, "there is no 'other' here; the names are pairs, triplets"),
         (["x"], "must map names to texts"),
     ):
-        path.write_text(json.dumps(wrong) if ending == "json" else yaml.safe_dump(wrong))
+        path.write_text(dump(wrong))
         with pytest.raises(UserError, match=message):
             contrastive.check(*parse(argv))
     with pytest.raises(UserError, match="there is no file"):

@@ -183,15 +183,14 @@ def test_contrastive_in_two_processes(folder):
         "--learning_rate",
         "1e-3",
     ]
-    double = ["--per_device_train_batch_size", "4", "--gather_negatives", "true", "--output"]
-    one, two = both_ways(
-        folder, "contrastive", arguments, ["--per_device_train_batch_size", "8", "--output"], double
-    )
-    results = [json.loads((output / "contrastive.json").read_text()) for output in (one, two)]
+    arguments += ["--per_device_train_batch_size", "4"]
+    single = ["--gradient_accumulation_steps", "2", "--output"]
+    one, two = both_ways(folder, "contrastive", arguments, single, ["--output"])
+    results = [json.loads((output / "result.json").read_text()) for output in (one, two)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     losses = [[loss for _, loss in result["training"]["losses"]] for result in results]
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4), (
-        "Gathered negatives must give the loss of the whole batch."
+        "Two batches of a step are those of two processes."
     )
     assert_same_weights(
         one / "model.safetensors", two / "model.safetensors", folder / "model" / "model.safetensors"

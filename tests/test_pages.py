@@ -48,6 +48,8 @@ def commands(page):
 
 def options_of(words):
     """Names that a command's options may have, by its code."""
+    if words[1:3] == ["-m", "neobert.benchmarks.local_tasks"]:
+        words = ["neobert", "mteb"]
     if words[0] == "neobert":
         options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[
             words[1]
