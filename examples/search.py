@@ -31,7 +31,10 @@ def read_rows(path, model):
     """Table of a file, with a vector of each text in `embedding`."""
     readers = {"": pandas.read_parquet, ".parquet": pandas.read_parquet, ".csv": pandas.read_csv}
     read = readers.get(Path(path).suffix, partial(pandas.read_json, lines=True))
-    frame = read(path)
+    try:
+        frame = read(path)
+    except ValueError as error:
+        sys.exit(f"{path} is not read: {error}")
     if missing := {"id", "text"} - set(frame):
         sys.exit(f"{path} has no column {min(missing)!r}; it has {', '.join(frame)}")
     frame = frame.astype({"id": str}).drop_duplicates("id", keep="last")

@@ -1,7 +1,6 @@
 """Pins that the bundled encoder loads in other libraries with the lines that the pages print: every
-block of docs/compatibility.md for a library, fastembed's of docs/serving.md, and examples/search.py
-in its store. Each runs in a process without this package, in the environment of `make
-test-clients`.
+block of docs/compatibility.md for a library, and fastembed's of docs/serving.md. Each runs in a
+process without this package, in the environment of `make test-clients`.
 """
 
 import json
@@ -112,41 +111,3 @@ def test_versions_are_those_of_the_page():
     loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
     for version in re.findall(r"\d+\.\d+\.\d+", loaded):
         assert version in pinned.values(), f"{version} is not in constraints-clients.txt"
-
-
-# ------------------------------------------------------------------------------------------------
-# examples/search.py
-
-
-def search(store, *arguments, code=0):
-    return run(ROOT / "examples" / "search.py", *arguments, "--store", store, code=code)
-
-
-def ids(said):
-    return re.findall(r"^  (\S+)\t", said, re.M)
-
-
-def test_search(tmp_path):
-    """Each command is a process of its own: rows are added, found by meaning, by words and by both,
-    filtered, replaced and deleted; another model is refused."""
-    path = ROOT / "examples" / "search.py"
-    assert len(path.read_text().splitlines()) < 100, "promised to be under 100 lines"
-    store, rows = tmp_path / "store", tmp_path / "rows.jsonl"
-    definitions = (ROOT / "examples" / "definitions.tsv").read_text().splitlines()[1200:1260]
-    table = [dict(zip(("word", "text"), line.split("\t"))) for line in definitions]
-    table = [{"id": i, **row, "short": len(row["text"]) < 60} for i, row in enumerate(table)]
-    table.append({"id": "own", "text": "zyx number of a submarine", "word": "own", "short": True})
-    rows.write_text("".join(json.dumps(row) + "\n" for row in table))
-    assert "the store has 61" in search(store, "add", rows)
-    hawk = "diurnal bird of prey typically having short rounded wings and a long tail"
-    said = search(store, "find", "a bird that hunts by day", hawk, "--by", "meaning")
-    assert ids(said)[3] == next(str(row["id"]) for row in table if row["text"] == hawk)
-    both = search(store, "find", "zyx of a ship", "--where", "short = true")
-    assert ids(both)[0] == "own" and "found in" in both
-    assert set(ids(both)) <= {str(row["id"]) for row in table if row["short"]}
-    rows.write_text(json.dumps({**table[-1], "text": "a wyv of iron"}) + "\n")
-    assert "the store has 61" in search(store, "add", rows)
-    assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], "replaced"
-    assert "1 rows deleted" in search(store, "delete", "--where", "id = 'own'")
-    assert ids(search(store, "find", "wyv", "--by", "words")) == []
-    assert "holds vectors of" in search(store, "add", rows, "--model", "other", code=1)
