@@ -6,12 +6,11 @@ that shorten the texts most. The texts are read once, their words are counted, a
 library learns from the counts; the same texts give the same tokenizer.
 """
 
-import itertools
 import json
-import os
+import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -19,14 +18,14 @@ from tqdm.auto import tqdm
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
-from ..common.files import json_text, read_json, write_text
+from ..common.files import json_text, read_json, write_json, write_text
+from ..common.folders import apart, check_new, new_folder
 from ..common.held_out import is_held_out
 from ..common.loading import load_tokenizer, save_tokenizer
-from ..common.outputs import check_apart, check_folder, new_folder
-from ..common.runs import run_settings
+from ..common.output import run_settings
+from ..common.results import markdown_table
 from .sources import load_rows, parse_sources
 from .vocabulary_options import MULTIPLE, TOKENIZER_OPTIONS
-from .vocabulary_report import measure, page
 
 
 REPORT = "tokenizer_report"
@@ -34,41 +33,47 @@ REPORT = "tokenizer_report"
 SPECIAL = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LONGEST_WORD = 100  # characters; WordPiece makes [UNK] of longer ones
 HELD_OUT_CHARACTERS = 5_000_000
+HELD_OUT_PERCENT = 2
 
 
 # ------------------------------------------------------------------------------------------------
 # reading
 
 
-def read_texts(rows, limit, held_out):
-    """What is between spaces in the texts, counted, and the texts that are held out.
+def read_texts(rows, limit, name):
+    """What is between spaces in the texts, counted, and the texts that are held out, 2 % of them.
 
     Args:
-        rows: {"text"} each, None for a broken row.
+        rows: {"text"} each.
         limit: characters that are read.
-        held_out: whether a text is, as long as they have fewer than `HELD_OUT_CHARACTERS`.
+        name: of the texts, for messages.
     Returns:
         (Counter, list of texts, characters read).
+    Raises:
+        UserError: no row has text.
     """
-    chunks, kept, kept_characters, read = Counter(), [], 0, 0
+    chunks, held_out, read, kept = Counter(), [], 0, 0
     with tqdm(desc="reading", unit=" characters", unit_scale=True) as bar:
         for row in rows:
             text = (row["text"] or "")[: limit - read]
-            if kept_characters < HELD_OUT_CHARACTERS and held_out(text):
-                kept.append(text)
-                kept_characters += len(text)
+            # A key of its own: the texts may be a training part that was split by their own keys.
+            if kept < HELD_OUT_CHARACTERS and is_held_out(f"tokenizer {text}", HELD_OUT_PERCENT):
+                held_out.append(text)
+                kept += len(text)
             else:
                 chunks.update(text.split())
             read += len(text)
             bar.update(len(text))
             if read >= limit:
                 break
-    return chunks, kept, read
-
-
-def _is_kept_back(text):
-    # A key of its own: the texts may be a training part that was split by their own keys.
-    return is_held_out(f"tokenizer {text}", 2)
+    if not chunks:  # of a few rows all may be held out
+        chunks = Counter(word for text in held_out for word in text.split())
+        held_out = []
+    if not chunks:
+        raise UserError(f"{name} has no text")
+    if read >= limit:
+        print(f"learnt from the first {read:,} characters (limit)", file=sys.stderr)
+    return chunks, held_out, read
 
 
 def count_words(chunks, backend):
@@ -173,35 +178,35 @@ def _cutter(starts, known=()):
     )
 
 
-def _check_size(arguments, needed, alphabet):
-    if arguments.rows < needed + alphabet:
-        least = -(-(needed + alphabet) // MULTIPLE) * MULTIPLE
+def choose_pieces(words, alphabet, options, base):
+    """A list of pieces in the order of their ids: BERT's special tokens and what is learnt; with
+    `extend` those of the tokenizer `base`, then new characters, then the most useful new pieces.
+
+    Raises:
+        UserError: the vocabulary has no room for the alphabet.
+    """
+    known = SPECIAL
+    if options.extend is not None:
+        known = sorted(base.get_vocab(), key=base.get_vocab().get)
+    there = {*known}
+    characters = [piece for piece in alphabet if piece not in there]
+    needed = len(known) + len(characters)
+    if options.rows < needed:
+        least = -(-needed // MULTIPLE) * MULTIPLE
         raise UserError(
-            f"vocab_size {arguments.vocab_size:,} is smaller than the alphabet of the texts, "
-            f"{alphabet:,} pieces of one character, and the {needed:,} pieces that are there "
-            f"before them; give at least {least:,}, or a larger min_frequency "
-            f"({arguments.min_frequency} now)"
+            f"vocab_size {options.vocab_size:,} is smaller than the alphabet of the texts, "
+            f"{len(characters):,} pieces of one character, and the {len(known):,} pieces that are "
+            f"there before them; give at least {least:,}, or a larger min_frequency "
+            f"({options.min_frequency} now)"
         )
-
-
-def new_vocabulary(words, alphabet, arguments):
-    """A list of pieces, in the order of their ids: BERT's special tokens, then what is learnt."""
-    _check_size(arguments, len(SPECIAL), len(alphabet))
-    size = arguments.rows - len(SPECIAL)
-    return [*SPECIAL, *learn(words, alphabet, size, arguments.min_frequency)]
-
-
-def extended_vocabulary(words, alphabet, arguments, base):
-    """As `new_vocabulary`: the pieces of the tokenizer `base`, then new characters, then the most
-    useful new pieces."""
-    known = sorted(base.get_vocab(), key=base.get_vocab().get)
-    characters = [piece for piece in alphabet if piece not in base.get_vocab()]
-    _check_size(arguments, len(known), len(characters))
-    free = arguments.rows - len(known) - len(characters)
-    learnt = learn(words, alphabet, len(alphabet) + 3 * free, arguments.min_frequency)
-    pieces = {*known, *characters}
-    candidates = [piece for piece in learnt if piece not in pieces]
-    return [*known, *characters, *most_useful(words, [*known, *characters], candidates, free)]
+    if options.extend is None:
+        size = options.rows - len(known)
+        return [*known, *learn(words, alphabet, size, options.min_frequency)]
+    free = options.rows - needed
+    learnt = learn(words, alphabet, len(alphabet) + 3 * free, options.min_frequency)
+    pieces = [*known, *characters]
+    candidates = [piece for piece in learnt if piece not in {*pieces}]
+    return [*pieces, *most_useful(words, pieces, candidates, free)]
 
 
 def filled(pieces):
@@ -219,65 +224,51 @@ def filled(pieces):
 # the command
 
 
-@dataclass(frozen=True)
-class _Form:
-    """What a new tokenizer is like but for its vocabulary: the extended one, or the bundled one
-    with the wanted normalizer."""
+def measure(tokenizer, texts):
+    """Figures of a WordPiece tokenizer on texts; a word is a run of letters, digits and
+    underscores, [UNK] is one piece, spaces count as characters.
 
-    tokenizer: object
-    settings: dict  # of tokenizer_config.json
-    content: dict  # of tokenizer.json
+    Returns:
+        {name: value}; the shares are of the words.
+    """
 
-    @classmethod
-    def of(cls, wanted):
-        tokenizer = load_tokenizer(wanted.extend or str(TOKENIZER), padding=False)
-        backend = tokenizer.backend_tokenizer
-        kind = type(backend.model).__name__
-        if kind != "WordPiece" or None in (backend.normalizer, backend.pre_tokenizer):
-            raise UserError(
-                f"extend {wanted.extend} cuts words by {kind}; a WordPiece tokenizer is needed, as "
-                "BERT's"
-            )
-        if tokenizer.mask_token is None:
-            raise UserError(f"extend {wanted.extend} has no [MASK], which a masked LM needs")
-        if sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer))):
-            raise UserError(f"extend {wanted.extend} has gaps or doubles among its ids")
-        content, settings = json.loads(backend.to_str()), {}
-        if wanted.extend is None:
-            settings = {"do_lower_case": not wanted.cased, "strip_accents": wanted.strip_accents}
-            content["normalizer"] |= {
-                "lowercase": not wanted.cased,
-                "strip_accents": wanted.strip_accents,
-            }
-        return cls(tokenizer, settings, content)
+    def ids_of(texts):
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    @property
-    def backend(self):
-        """`tokenizers.Tokenizer`, with the old vocabulary."""
-        return Tokenizer.from_str(json.dumps(self.content))
-
-    def write(self, pieces, folder):
-        """Puts the tokenizer with these pieces into a folder."""
-        save_tokenizer(self.tokenizer, folder)
-        path = folder / "tokenizer_config.json"
-        found = {name: value for name, value in read_json(path).items() if "local" not in name}
-        write_text(path, json_text({**found, **self.settings}))
-        vocabulary = {piece: number for number, piece in enumerate(pieces)}
-        model = {**self.content["model"], "vocab": vocabulary}
-        write_text(folder / "tokenizer.json", json_text({**self.content, "model": model}))
-        write_text(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
+    words = Counter(word for text in texts for word in re.findall(r"\w+", text))
+    total, pieces, complete, unknown = max(1, words.total()), 0, 0, 0
+    for ids, count in zip(ids_of(list(words) or [""]), words.values()):
+        pieces += count * len(ids)
+        if tokenizer.unk_token_id in ids:
+            unknown += count
+        elif len(ids) == 1:
+            complete += count
+    tokens = max(1, sum(map(len, ids_of(texts))))
+    return {
+        "vocabulary": len(tokenizer),
+        "pieces a word": pieces / total,
+        "characters a token": sum(map(len, texts)) / tokens,
+        "words kept complete": complete / total,
+        "words that fall to [UNK]": unknown / total,
+    }
 
 
-def _check_output(text, wanted, sources):
-    check_folder(wanted.output, "output")
-    if os.path.isdir(wanted.output) and os.listdir(wanted.output):
-        raise UserError(f"the output {wanted.output} is there already; choose another name")
-    files = [path for source in sources for path in source.paths]
-    names = [name for name in (wanted.extend, wanted.base) if name and os.path.exists(name)]
-    check_apart(wanted.output, *files, *names)
+def _checked(tokenizer, name):
+    """The tokenizer that is extended, or UserError where it is none of BERT's kind."""
+    backend = tokenizer.backend_tokenizer
+    kind = type(backend.model).__name__
+    if kind != "WordPiece" or None in (backend.normalizer, backend.pre_tokenizer):
+        raise UserError(
+            f"extend {name} cuts words by {kind}; a WordPiece tokenizer is needed, as BERT's"
+        )
+    if tokenizer.mask_token is None:
+        raise UserError(f"extend {name} has no [MASK], which a masked LM needs")
+    if sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer))):
+        raise UserError(f"extend {name} has gaps or doubles among its ids")
+    return tokenizer
 
 
-def make_tokenizer(text, wanted):
+def make_tokenizer(text, options):
     """Writes the tokenizer that `TextOptions` and `VocabularyOptions` ask for, and returns the page
     of its report.
 
@@ -285,47 +276,53 @@ def make_tokenizer(text, wanted):
         UserError: no text, a vocabulary smaller than the alphabet, an EXTEND of another kind, an
             output that is there.
     """
-    where = (text.subset, text.split, text.column)
-    sources = parse_sources(text.texts, *where)
-    others = () if text.heldout is None else parse_sources(text.heldout, *where)
-    _check_output(text, wanted, (*sources, *others))
-    form = _Form.of(wanted)
-    base_name = wanted.base or wanted.extend or str(TOKENIZER)
-    base = load_tokenizer(base_name, padding=False)
-    rows = load_rows(sources)
-    kept_back = (lambda _: False) if others else _is_kept_back
-    chunks, held_out, read = read_texts(rows, text.limit, kept_back)
-    if others:
-        rows = load_rows(others)
-        held_out = read_texts(rows, HELD_OUT_CHARACTERS, lambda _: True)[1]
-    for given, there in ((text.texts, chunks), (text.heldout, not others or any(held_out))):
-        if not there:
-            raise UserError(f"{listed([given] if isinstance(given, str) else given)} has no text")
-    words, alphabet = usable(count_words(chunks, form.backend), wanted.min_frequency)
+    sources = parse_sources(text.texts, text.subset, text.split, text.column)
+    check_new(options.output)
+    apart(options.output, *(path for source in sources for path in source.paths))
+    base_name = options.extend or str(TOKENIZER)
+    base = _checked(load_tokenizer(base_name, padding=False), base_name)
+    # What the new one is like but for its vocabulary.
+    content, settings = json.loads(base.backend_tokenizer.to_str()), {}
+    if options.extend is None:
+        lower, strip = not options.cased, options.strip_accents
+        settings = {"do_lower_case": lower, "strip_accents": strip}
+        content["normalizer"] |= {"lowercase": lower, "strip_accents": strip}
+
+    chunks, held_out, read = read_texts(load_rows(sources), text.limit, listed(text.texts))
+    words = count_words(chunks, Tokenizer.from_str(json.dumps(content)))
+    words, alphabet = usable(words, options.min_frequency)
     if not words:
         raise UserError(
             f"{listed(text.texts)} has no word of which every character occurs "
-            f"{wanted.min_frequency} times; give more text, or a smaller min_frequency"
+            f"{options.min_frequency} times; give more text, or a smaller min_frequency"
         )
-    pieces = (
-        new_vocabulary(words, alphabet, wanted)
-        if wanted.extend is None
-        else extended_vocabulary(words, alphabet, wanted, form.tokenizer)
-    )
-    if read >= text.limit:
-        print(f"learnt from the first {read:,} characters (limit)", file=sys.stderr)
-    told = f"Held-out text: {sum(map(len, held_out)):,} characters in {len(held_out):,} texts."
+    pieces = filled(choose_pieces(words, alphabet, options, base))
+    where = f"{sum(map(len, held_out)):,} characters in {len(held_out):,} held-out texts"
     if not held_out:
-        held_out = list(itertools.islice(chunks, 100_000))
-        told = "No row was kept back of so few: measured on the distinct words of the text itself."
-    content = {"settings": run_settings(text, wanted), "characters": read, "words": len(words)}
-    with new_folder(wanted.output, REPORT, content=content) as folder:
-        form.write(filled(pieces), folder)
-        new = load_tokenizer(str(folder))
-        content |= {"new": measure(new, held_out), "base": measure(base, held_out)}
-        report = page(content["new"], content["base"], Path(base_name).name, told)
-        write_text(folder / f"{REPORT}.md", report)
-    return report
+        held_out = list(islice(chunks, 100_000))
+        where = "the distinct words of the text itself, of which no row was kept back"
+    described = {"settings": run_settings(text, options), "characters": read, "words": len(words)}
+    with new_folder(options.output) as folder:
+        save_tokenizer(base, folder)
+        path = folder / "tokenizer_config.json"
+        saved = {name: value for name, value in read_json(path).items() if "local" not in name}
+        write_text(path, json_text({**saved, **settings}))
+        content["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
+        write_text(folder / "tokenizer.json", json_text(content))
+        write_text(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
+        described["new"] = measure(load_tokenizer(str(folder)), held_out)
+        described["base"] = measure(base, held_out)
+        rows = [
+            [name, *(f"{value:,}" if name == "vocabulary" else f"{value:.3f}" for value in values)]
+            for name, *values in zip(
+                described["new"], described["new"].values(), described["base"].values()
+            )
+        ]
+        table = markdown_table(["", "new", Path(base_name).name], rows)
+        page = f"# Tokenizer\n\nMeasured on {where}.\n\n{table}"
+        write_text(folder / f"{REPORT}.md", page)
+        write_json(folder / f"{REPORT}.json", described)
+    return page
 
 
 def main(argv=None):

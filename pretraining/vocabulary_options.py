@@ -22,11 +22,6 @@ class TextOptions(Arguments):
     subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     limit: int = option(200_000_000, "characters that are read, the first ones", least=1)
-    heldout: str | list | None = option(
-        None,
-        "text of the report, as TEXTS; default: 2 % of the rows of TEXTS, kept back",
-        free=True,
-    )
 
 
 @dataclass(kw_only=True)
@@ -42,11 +37,6 @@ class VocabularyOptions(Arguments):
     cased: bool = option(False, "keep capital letters")
     strip_accents: bool = option(False, "read \u00e9 as e")
     min_frequency: int = option(2, "rarer characters and pieces are left out", least=1)
-    base: str | None = option(
-        None,
-        "tokenizer that the report compares with; default: EXTEND, or the bundled one",
-        free=True,
-    )
     output: str = option(help="folder of the tokenizer and its report", free=True)
 
     def __post_init__(self):

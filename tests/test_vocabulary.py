@@ -2,6 +2,7 @@
 by hand, an extended tokenizer that cuts no text longer, the figures of the report against counts by
 hand, and bad input that leaves nothing behind."""
 
+import itertools
 import json
 from collections import Counter
 
@@ -14,10 +15,10 @@ from neobert import __main__ as cli
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
 from neobert.common.loading import load_tokenizer
+from neobert.common.local_text import is_held_out
 from neobert.export.gguf_file import _bert_normalizer
 from neobert.pretraining import vocabulary
-from neobert.pretraining.vocabulary import SPECIAL, filled, learn, most_useful, usable
-from neobert.pretraining.vocabulary_report import measure, readings, scripts
+from neobert.pretraining.vocabulary import SPECIAL, filled, learn, measure, most_useful, usable
 
 
 GERMAN = [
@@ -150,12 +151,28 @@ def test_a_corpus_is_read_to_its_limit(texts, tmp_path, capsys):
         "--min-frequency",
         1,
     )
-    assert run(texts, *arguments, "--heldout", texts) == 0
-    told = capsys.readouterr()
-    assert "learnt from the first 45 characters" in told.err
-    assert "in 400 texts" in told.out
+    assert run(texts, *arguments) == 0
+    assert "learnt from the first 45 characters" in capsys.readouterr().err
     pieces = (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8").split()
     assert "y" in pieces and "q" not in pieces and "p" not in pieces
+
+
+def test_a_row_that_alone_would_be_held_out_is_learnt_from(tmp_path):
+    text = next(
+        text
+        for text in (f"Die Datei Nummer {i} " * 9 for i in itertools.count())
+        if is_held_out(f"tokenizer {text.strip()}")
+    )
+    (tmp_path / "one.txt").write_text(text + "\n")
+    assert run(tmp_path / "one.txt", "--output", tmp_path / "out", "--vocab-size", 192) == 0
+    assert "datei" in (tmp_path / "out" / "vocab.txt").read_text().split()
+
+
+def test_broken_rows_are_counted(texts, tmp_path, capsys):
+    (tmp_path / "some.jsonl").write_bytes(texts.read_bytes() + b"{broken\n" * 3)
+    out = ["--output", tmp_path / "out", "--vocab-size", 256]
+    assert run(tmp_path / "some.jsonl", *out) == 0
+    assert "3 of 403 rows are broken and skipped" in capsys.readouterr().err
 
 
 def test_several_files_and_formats(texts, tmp_path):
@@ -163,7 +180,7 @@ def test_several_files_and_formats(texts, tmp_path):
     (tmp_path / "t.csv").write_text("text\nXylophon Xylophon\n")
     out = tmp_path / "out"
     files = (texts, tmp_path / "more.txt", tmp_path / "t.csv")
-    assert run(*files, "--output", out, "--vocab-size", 320, "--heldout", texts) == 0
+    assert run(*files, "--output", out, "--vocab-size", 320) == 0
     assert {"zebra", "xylophon", "datei"} <= {*(out / "vocab.txt").read_text().split()}
 
 
@@ -179,29 +196,21 @@ def test_figures_by_hand(made):
     backend.unk_token_id = 0
     figures = measure(backend, ["ab abc.", "ab \u03b1 d"])
     # Words: ab, abc, ab, \u03b1, d. Tokens: ab, ab ##c ., ab, [UNK], d.
-    assert (figures["words"], figures["tokens"], figures["characters"]) == (5, 7, 13)
-    assert figures["pieces_per_word"] == 6 / 5 and figures["characters_per_token"] == 13 / 7
-    assert figures["complete"] == 3 / 5 and figures["unknown"] == 1 / 5
-    assert figures["unknown_characters"] == {"\u03b1": 1}
-    assert readings(figures, "New") == [
-        "New: 20.00% of words fall to [UNK]: Greek letters (\u03b1)."
-    ]
-
-
-def test_scripts_are_named():
-    told = scripts(dict.fromkeys("\u03b1\u03b2\u03b3\u03b4\u6587\u0434", 1))
-    assert (
-        told
-        == "Greek letters (\u03b1, \u03b2, \u03b3), CJK letters (\u6587), Cyrillic letters (\u0434)"
-    )
+    assert figures == {
+        "vocabulary": len(backend),
+        "pieces a word": 6 / 5,
+        "characters a token": 13 / 7,
+        "words kept complete": 3 / 5,
+        "words that fall to [UNK]": 1 / 5,
+    }
 
 
 def test_the_report_is_beside_the_tokenizer(made):
     report = json.loads((made / "cased" / "tokenizer_report.json").read_text())
-    new, base = report["new"], report["base"]
-    assert new["complete"] > 0.8 > base["complete"] and new["words"] == base["words"] > 30
+    new, base = (report[name]["words kept complete"] for name in ("new", "base"))
+    assert new > 0.8 > base
     page = (made / "cased" / "tokenizer_report.md").read_text()
-    assert f"| words kept complete | {new['complete']:.1%} | {base['complete']:.1%} |" in page
+    assert f"| words kept complete | {new:.3f} | {base:.3f} |" in page
     assert report["settings"]["cased"] is True and report["characters"] > 10_000
     listed = {*report["files"]}
     assert {"tokenizer.json", "vocab.txt", "tokenizer_config.json"} <= listed
@@ -217,6 +226,7 @@ def inputs(tmp_path_factory):
     (folder / "empty.txt").write_text("")
     (folder / "blank.jsonl").write_text('{"text": " "}\n')
     (folder / "once.txt").write_text("abcdefg\n")
+    (folder / "latin.jsonl").write_bytes(b'{"text": ""}\n' + b'{"text": "caf\xe9"}\n' * 2)
     maskless = load_tokenizer(str(TOKENIZER))
     maskless.mask_token = None
     maskless.save_pretrained(folder / "maskless")
@@ -237,10 +247,9 @@ def inputs(tmp_path_factory):
         (["{texts}", "--extend", "{inputs}/maskless"], "has no [MASK]"),
         (["{texts}", "--extend", "{inputs}/bpe"], "cuts words by BPE"),
         (["{texts}", "--extend", TOKENIZER, "--cased"], "follow the tokenizer that is extended"),
-        (["{texts}", "--base", "{inputs}/none"], "there is no"),
         (["{texts}", "--vocab-size", "0"], "vocab_size must be at least 64"),
         (["--cased"], "give TEXTS"),
-        (["{texts}", "--heldout", "{inputs}/empty.txt"], "empty.txt has no text"),
+        (["{inputs}/latin.jsonl"], "has no text: 2 of 3 rows are broken, not UTF-8"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
