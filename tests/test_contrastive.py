@@ -197,9 +197,7 @@ def test_no_secret_is_stored(model_folder, pairs, tmp_path, monkeypatch):
         == 0
     )
     look()
-    assert "training_args.bin" in seen and "result.json" in seen, (
-        "vacuous: nothing was looked at"
-    )
+    assert "training_args.bin" in seen and "result.json" in seen, "vacuous: nothing was looked at"
     assert not found, f"the token is in {found}"
     assert huggingface_hub.get_token() == SECRET, (
         "the token does not reach the library that needs it"
