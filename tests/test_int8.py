@@ -189,10 +189,7 @@ def test_the_bundled_encoder_is_near(bundled_pair):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"norm_type": "layer", "hidden_act": "gelu", "position_embedding_type": "learned"},
-    ],
+    [{}, {"norm_type": "layer", "hidden_act": "gelu", "position_embedding_type": "learned"}],
     ids=["published", "ablation"],
 )
 def test_packed_padded_and_dense_agree(tiny_config, fields):

@@ -31,11 +31,7 @@ def _malloc_as_a_process_starts_with_it():
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        for parameter, value in (
-            (-4, 65536),
-            (-3, 2**17),
-            (-1, 2**17),
-        ):
+        for parameter, value in ((-4, 65536), (-3, 2**17), (-1, 2**17)):
             mallopt(parameter, value)
 
 

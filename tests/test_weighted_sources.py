@@ -76,6 +76,14 @@ def test_each_source_is_read_in_passes_of_its_own():
     assert (fresh.order(4) == order.order(4)).all() and (order.order(3) != order.order(4)).any()
 
 
+def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
+    order = WeightedOrder(np.arange(1010), [10, 1010], [0.31, 0.69], (1, 0))
+    assert order.draws == [100, 223], "100 / 0.31 * 0.69 is 222.58"
+    alike = WeightedOrder(np.arange(1400), [500, 1000, 1400], [0.1, 0.1, 0.8], (1, 0)).order(0)
+    first, second = alike[alike < 500], alike[(alike >= 500) & (alike < 1000)]
+    assert len(first) == len(second) == 100 and {*first} != {*(second - 500)}
+
+
 def test_shares_of_many_small_sources_add_up():
     sources = parse_sources(
         [{"name": f"{i}.txt", "weight": weight} for i, weight in enumerate([3, 1, 4])]

@@ -24,7 +24,7 @@ except ImportError:  # torch < 2.10
     varlen_attn = None
 
 # Of this file. The modeling file compares it: one process can hold the files of two folders.
-VERSION = "1388f7e6"
+VERSION = "d8385c7b"
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -129,8 +129,8 @@ class Packing:
 
         It is told by `cu_seq_lens_q`, or by positions that start again at 0.
         """
-        bounds, other, longest = (kwargs.get(name) for name in PACKING_KWARGS[:3])
-        if bounds is None and other is not None:
+        bounds, key_bounds, longest = (kwargs.get(name) for name in PACKING_KWARGS[:3])
+        if bounds is None and key_bounds is not None:
             raise ValueError(
                 "cu_seq_lens_k was given without cu_seq_lens_q; "
                 "a packed batch has both, or cu_seq_lens_q alone."
@@ -139,15 +139,6 @@ class Packing:
             if shape[0] != 1 or attention_mask is not None or position_ids is None:
                 return None
             return cls.from_positions(position_ids) if has_values(position_ids) else None
-        is_tensor = torch.is_tensor(bounds)
-        if not is_tensor or bounds.dim() != 1 or bounds.dtype not in (torch.int32, torch.int64):
-            given = f"a {type(bounds).__name__}"
-            if is_tensor:
-                given = f"{tuple(bounds.shape)} of {bounds.dtype}"
-            raise ValueError(
-                "cu_seq_lens_q must be an int32 tensor of shape (texts + 1,), "
-                f"but {given} was given."
-            )
         if shape[0] != 1:
             raise ValueError(
                 "cu_seq_lens_q marks a packed batch of shape (1, tokens), "
@@ -155,7 +146,7 @@ class Packing:
             )
         packing = cls(bounds, longest)
         if values_are_free(bounds):
-            packing._check(shape[1], other, attention_mask, kwargs)
+            packing._check(shape[1], key_bounds, attention_mask, kwargs)
         if is_tracing():
             packing.max_length = shape[1] if longest is None else longest
         elif longest is None or values_are_free(bounds):
@@ -164,7 +155,7 @@ class Packing:
             packing.max_length = int(longest)
         return packing
 
-    def _check(self, total, other, attention_mask, kwargs):
+    def _check(self, total, key_bounds, attention_mask, kwargs):
         """Each of these would let a sequence see another, or hide a part of it."""
         bounds, longest = self.cu_seq_lens, max(self.lengths, default=0)
         if min(self.lengths, default=0) < 0 or sum(self.lengths) != total or bounds[0] != 0:
@@ -172,7 +163,7 @@ class Packing:
                 f"cu_seq_lens_q must rise from 0 to the number of tokens, {total}, "
                 f"but {bounds.tolist()} was given."
             )
-        if other is not None and other is not bounds and not torch.equal(other.to(bounds), bounds):
+        if key_bounds is not None and not torch.equal(key_bounds.to(bounds), bounds):
             raise ValueError(
                 "cu_seq_lens_k must equal cu_seq_lens_q: the tokens of a text see that text, "
                 "but other bounds were given."
@@ -250,11 +241,22 @@ class Packing:
             return x
         return x.new_zeros(self.shape[0], *x.shape[1:]).index_copy(0, self.rows, x)
 
-    def kwargs(self, given):
-        """`given` with the arguments of variable-length kernels, which want int32 bounds."""
+    def means(self, x):
+        """(1, T, D) -> (N, D), the mean of each sequence; zeros for an empty one.
+
+        Summed in float32: a sum in bfloat16 stops growing after a few hundred tokens, one in
+        float16 ends at 65,504.
+        """
+        lengths = self.cu_seq_lens.diff()[:, None]
+        sums = torch.zeros(len(lengths), x.shape[-1], device=x.device)
+        sums = sums.index_add(0, self.sequence_ids(x.shape[1]), x[0].float())
+        return (sums / lengths.clamp(min=1)).to(x.dtype)
+
+    def kwargs(self, others):
+        """`others` with the arguments of variable-length kernels, which want int32 bounds."""
         bounds = self.cu_seq_lens.to(torch.int32)
         values = (bounds, bounds, self.max_length, self.max_length)
-        return {**given, **dict(zip(PACKING_KWARGS, values))}
+        return {**others, **dict(zip(PACKING_KWARGS, values))}
 
     def padding(self, total):
         """A batch with a row for every sequence: index and mask, (N, longest), and places, (T,).
@@ -319,7 +321,8 @@ def attention_kernel(config, implementation, device, dtype, training):
         return "masked", "padded batches are not packed for it"
     if not implementation.startswith("flash_attention"):
         return "flash", None  # a kernel of the Hub knows its own devices
-    needs = [] if device.type == "cuda" else ["a CUDA device"]
+    # Others than CUDA have such kernels too: xpu and npu from transformers 5 on.
+    needs = ["a GPU"] if device.type in ("cpu", "mps") else []
     if dtype not in LOW_PRECISION:
         needs.append("float16 or bfloat16 (dtype=torch.bfloat16, or autocast)")
     return "flash", f"they need {' and '.join(needs)}" if needs else None
@@ -359,10 +362,8 @@ def _mask_convention(implementation):
         "eager": "additive",
         "sdpa": "boolean",
     }
-    for name, convention in conventions.items():
-        if function is ALL_MASK_ATTENTION_FUNCTIONS[name]:
-            return convention
-    return "own"
+    named = [ALL_MASK_ATTENTION_FUNCTIONS[name] for name in conventions]
+    return dict(zip(named, conventions.values())).get(function, "own")
 
 
 class AttentionDispatch:
@@ -467,7 +468,7 @@ def _own_mask(function, visible, mask, config, hidden):
     It is called by the argument names of transformers 4 and 5.
     """
     batch, length = hidden.shape[:2]
-    given = {
+    arguments = {
         "batch_size": batch,
         "q_length": length,
         "kv_length": length,
@@ -484,8 +485,8 @@ def _own_mask(function, visible, mask, config, hidden):
     }
     names = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values()):
-        given = {name: value for name, value in given.items() if name in names}
-    return function(**given)
+        arguments = {name: value for name, value in arguments.items() if name in names}
+    return function(**arguments)
 
 
 # ---------------------------------------------------------------------------------------- kernels

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     # configuration: a user's own class beside the modeling file would miss the attention file.
     from .attention_neobert import VERSION  # noqa: F401
 
-_CHOICES = {
-    "hidden_act": ("swiglu", "gelu"),
-    "norm_type": ("rms", "layer"),
-    "position_embedding_type": ("rope", "learned"),
-    "classifier_pooling": ("cls", "mean"),
-}
-_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
-# Larger values in a file are damage, and would take all memory or time.
-_MOST_LAYERS, _LARGEST_FACTOR = 1000, 1e6
-
 # Fields of published configs that say nothing about the model.
 _IGNORED_FIELDS = ("kwargs", "trust_remote_code", "pretrained_model_name_or_path", "dim_head")
 
@@ -75,6 +65,68 @@ def _is_number(value):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < float("inf")
+
+
+def _is_whole(value, lowest=1):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+
+
+def _one_of(*names):
+    return lambda value: value in names, f"one of {', '.join(names)}"
+
+
+# What values may be: a question to a value, and the words for those that pass.
+_POSITIVE = _is_whole, "a positive whole number"
+_POSITIVE_NUMBER = (lambda value: _is_number(value) and value > 0), "a positive number"
+_PROBABILITY = (
+    (lambda value: _is_number(value) and 0 <= value < 1),
+    "a probability from 0 to below 1",
+)
+_AT_LEAST_0 = (lambda value: _is_number(value) and value >= 0), "a number of at least 0"
+_SWITCH = (lambda value: isinstance(value, bool)), "True or False"
+
+_RULES = {
+    "vocab_size": _POSITIVE,
+    "hidden_size": _POSITIVE,
+    # More layers in a file are damage, and would take all time.
+    "num_hidden_layers": (
+        (lambda value: _is_whole(value) and value <= 1000),
+        "a positive whole number of at most 1,000",
+    ),
+    "num_attention_heads": _POSITIVE,
+    "intermediate_size": _POSITIVE,
+    "max_position_embeddings": _POSITIVE,
+    "hidden_act": _one_of("swiglu", "gelu"),
+    "norm_type": _one_of("rms", "layer"),
+    "position_embedding_type": _one_of("rope", "learned"),
+    "classifier_pooling": _one_of("cls", "mean"),
+    "attention_dropout": _PROBABILITY,
+    "hidden_dropout": _PROBABILITY,
+    "classifier_dropout": _PROBABILITY,
+    "embedding_init_range": _AT_LEAST_0,
+    "decoder_init_range": _AT_LEAST_0,
+    "classifier_init_range": _AT_LEAST_0,
+    "norm_eps": _AT_LEAST_0,
+    "unpad_inputs": _SWITCH,
+    "sparse_prediction": _SWITCH,
+}
+_ROPE_RULES = {
+    "rope_type": _one_of("default", "linear", "dynamic", "yarn"),
+    "rope_theta": _POSITIVE_NUMBER,
+    # A larger factor in a file is damage, and would take all memory.
+    "factor": (
+        (lambda value: _is_number(value) and 1 <= value <= 1e6),
+        "a number from 1 to 1,000,000",
+    ),
+    "original_max_position_embeddings": _POSITIVE,
+}
+
+
+def _check_fields(values, rules):
+    """Raises ValueError for the first of `values`, {field: value}, that its rule does not allow."""
+    for field, (is_allowed, words) in rules.items():
+        if field in values and not is_allowed(values[field]):
+            raise ValueError(f"{field} must be {words}, but {values[field]!r} was given.")
 
 
 class NeoBERTConfig(PretrainedConfig):
@@ -163,8 +215,8 @@ class NeoBERTConfig(PretrainedConfig):
             )
         for name in _IGNORED_FIELDS:
             kwargs.pop(name, None)
-        for name, own in self.attribute_map.items():
-            fields[own] = kwargs.pop(name, fields[own])
+        for name, field in self.attribute_map.items():
+            fields[field] = kwargs.pop(name, fields[field])
         for alias, names in ALIASES.items():
             value = kwargs.pop(alias, None)
             if alias in _FALSE:
@@ -247,114 +299,48 @@ class NeoBERTConfig(PretrainedConfig):
 
     @rope_theta.setter
     def rope_theta(self, value):
-        if not _is_number(value) or value <= 0:
-            raise ValueError(f"rope_theta must be a positive number, but {value!r} was given.")
         self.rope_parameters = {**self.rope_parameters, "rope_theta": value}
 
     def _normalised_rope(self, value):
         """`rope_type`, `rope_theta` and the rest of either library's form; None is the default."""
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
+        if not isinstance(value, dict | None):
             raise ValueError(
                 "rope_parameters / rope_scaling must be a dictionary or None, "
                 f"but {value!r} was given."
             )
-        parameters = dict(value)
-        rope_type = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-        parameters.pop("type", None)
-        theta = parameters.pop("rope_theta", None)
-        theta = self.rope_theta if theta is None else theta
-        if rope_type not in _ROPE_TYPES:
-            raise ValueError(
-                f"rope_type must be one of {', '.join(_ROPE_TYPES)}, but {rope_type!r} was given."
-            )
-        if not _is_number(theta) or theta <= 0:
-            raise ValueError(f"rope_theta must be a positive number, but {theta!r} was given.")
-        if rope_type != "default":
-            factor = parameters.get("factor")
-            if not _is_number(factor) or not 1 <= factor <= _LARGEST_FACTOR:
-                raise ValueError(
-                    f"rope_type {rope_type!r} needs a 'factor' from 1 to {_LARGEST_FACTOR:,.0f}, "
-                    f"but {factor!r} was given."
-                )
-        if rope_type == "yarn":
-            trained = parameters.setdefault("original_max_position_embeddings", None)
-            if trained is None:
+        parameters = dict(value or {})
+        old_name = parameters.pop("type", None)
+        parameters["rope_type"] = parameters.get("rope_type") or old_name or "default"
+        if parameters.get("rope_theta") is None:
+            parameters["rope_theta"] = self.rope_theta
+        if parameters["rope_type"] != "default":
+            parameters.setdefault("factor", None)
+        if parameters["rope_type"] == "yarn":
+            if parameters.get("original_max_position_embeddings") is None:
                 parameters["original_max_position_embeddings"] = self._trained_length
-            elif isinstance(trained, bool) or not isinstance(trained, int) or trained < 1:
-                raise ValueError(
-                    "original_max_position_embeddings must be a positive whole number, "
-                    f"but {trained!r} was given."
-                )
             fast, slow = parameters.get("beta_fast", 32), parameters.get("beta_slow", 1)
             if not (_is_number(fast) and _is_number(slow) and fast > slow > 0):
                 raise ValueError(
                     "YaRN needs beta_fast above beta_slow above 0, "
                     f"but {fast!r} and {slow!r} were given."
                 )
-        return {"rope_type": rope_type, "rope_theta": float(theta), **parameters}
+        _check_fields(parameters, _ROPE_RULES)
+        parameters["rope_theta"] = float(parameters["rope_theta"])
+        return parameters
 
     def _check(self):
-        for field in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-        ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{field} must be a positive whole number, but {value!r} was given."
-                )
-        if self.num_hidden_layers > _MOST_LAYERS:
+        _check_fields(vars(self), _RULES)
+        padding = self.pad_token_id
+        if padding is not None and not (_is_whole(padding, 0) and padding < self.vocab_size):
             raise ValueError(
-                f"num_hidden_layers must be at most {_MOST_LAYERS:,}, "
-                f"but {self.num_hidden_layers} was given."
+                f"pad_token_id must be None or lie between 0 and {self.vocab_size - 1}, "
+                f"but {padding!r} was given."
             )
-        if self.hidden_act == "swiglu" and self.intermediate_size < 2:
+        if self.ffn_inner_size == 0:
             raise ValueError(
                 "intermediate_size must be at least 2 for SwiGLU, which uses two thirds of it, "
                 "but 1 was given."
             )
-        for field, allowed in _CHOICES.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise ValueError(
-                    f"{field} must be one of {', '.join(allowed)}, but {value!r} was given."
-                )
-        for field in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
-            value = getattr(self, field)
-            if not _is_number(value) or not 0 <= value < 1:
-                raise ValueError(
-                    f"{field} must be a probability from 0 to below 1, but {value!r} was given."
-                )
-        for field in (
-            "embedding_init_range",
-            "decoder_init_range",
-            "classifier_init_range",
-            "norm_eps",
-        ):
-            value = getattr(self, field)
-            if not _is_number(value) or value < 0:
-                raise ValueError(
-                    f"{field} must be a number of at least 0, but {value!r} was given."
-                )
-        pad = self.pad_token_id
-        if pad is not None and (
-            isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < self.vocab_size
-        ):
-            raise ValueError(
-                f"pad_token_id must be None or lie between 0 and {self.vocab_size - 1}, "
-                f"but {pad!r} was given."
-            )
-        for field in ("unpad_inputs", "sparse_prediction"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(
-                    f"{field} must be True or False, but {getattr(self, field)!r} was given."
-                )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 "hidden_size must be a multiple of num_attention_heads, "
@@ -389,11 +375,12 @@ class NeoBERTConfig(PretrainedConfig):
         if names:
             names = [published for name in names for published in ARCHITECTURES.get(name, [name])]
             output["architectures"] = list(dict.fromkeys(names))
-        given = output.get("auto_map") or {}
-        own = {
-            key: name for key, name in given.items() if str(name).rpartition(".")[2] not in _CLASSES
+        users = {
+            key: name
+            for key, name in (output.get("auto_map") or {}).items()
+            if str(name).rpartition(".")[2] not in _CLASSES
         }
-        output["auto_map"] = {**AUTO_MAP, **own}
+        output["auto_map"] = {**AUTO_MAP, **users}
         return output
 
 

@@ -42,7 +42,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "1388f7e6"
+VERSION = "d8385c7b"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "This process has loaded another version of attention_neobert.py from a folder of the "
@@ -188,14 +188,12 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
         `torch.nn.init` functions only: transformers 5 skips those on weights already loaded.
         """
-        if isinstance(module, nn.Linear):
-            bound = self.config.decoder_init_range
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            is_linear = isinstance(module, nn.Linear)
+            bound = getattr(self.config, f"{'decoder' if is_linear else 'embedding'}_init_range")
             nn.init.uniform_(module.weight, -bound, bound)
-            if module.bias is not None:
+            if is_linear and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            bound = self.config.embedding_init_range
-            nn.init.uniform_(module.weight, -bound, bound)
         else:  # norms, and what a user's subclass holds
             super()._init_weights(module)
 
@@ -229,10 +227,11 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
             )
         dtype = autocast_dtype(device, self.dtype)
         try:
-            found = attention_kernel(self.config, implementation, device, dtype, self.training)
+            kernel, reason = attention_kernel(
+                self.config, implementation, device, dtype, self.training
+            )
         except ValueError as error:
             return str(error)
-        kernel, reason = found
         words = KERNELS[kernel].format(implementation) + (f"; {reason}." if reason else ".")
         if not self.config.unpad_inputs:
             words += " Padded batches are not packed: unpad_inputs is off."
@@ -243,16 +242,16 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         if is_tracing():
             return False
         blocks = getattr(getattr(self, self.base_model_prefix, self), "transformer_encoder", ())
-        found = [hook for hook in _hooks(self) if hook is not self.__dict__.get("forward")]
-        found += [type(block) for block in blocks if type(block) is not NeoBERTBlock]
-        found = [hook for hook in found if not _is_machinery(hook)]
-        if found and self.config.unpad_inputs:
-            name = getattr(found[0], "__qualname__", type(found[0]).__name__)
+        observers = [hook for hook in _hooks(self) if hook is not vars(self).get("forward")]
+        observers += [type(block) for block in blocks if type(block) is not NeoBERTBlock]
+        observers = [observer for observer in observers if not _is_machinery(observer)]
+        if observers and self.config.unpad_inputs:
+            name = getattr(observers[0], "__qualname__", type(observers[0]).__name__)
             logger.warning_once(
                 f"Padded batches are not packed while {name} is a hook or a replacement "
                 "inside of the model: it sees dense batches."
             )
-        return bool(found)
+        return bool(observers)
 
 
 @dataclass
@@ -260,17 +259,6 @@ class NeoBERTModelOutput(modeling_outputs.BaseModelOutput):
     """`BaseModelOutput`, and for heads the `Packing` of a packed `last_hidden_state`, (1, T, D)."""
 
     packing: "Packing | None" = None
-
-
-@dataclass
-class Layout:
-    """Where the real tokens of a batch are: its `Packing`, or the mask of a dense batch.
-
-    Neither if every token of a dense batch is real.
-    """
-
-    packing: "Packing | None" = None
-    mask: "torch.Tensor | None" = None
 
 
 class NeoBERTModel(NeoBERTPreTrainedModel):
@@ -325,7 +313,8 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             token_type_ids: accepted for BERT's sake and ignored.
             position_ids: (L,), (1, L) or (B, L). By default the index in the row, or in the
                 sequence when packed. A single row without attention_mask whose positions start
-                again at 0 is a packed batch.
+                again at 0 is taken as a packed batch, with a warning: this ends in the next
+                release.
             output_attentions: also return (B, H, L, L) weights per block, computed by the eager
                 function.
             output_hidden_states: also return the num_hidden_layers + 1 hidden states; the last one
@@ -342,13 +331,13 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         Raises:
             ValueError: inputs that do not fit together.
         """
-        given = self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
-        position_ids = _check_positions(position_ids, given.shape[:2])
+        tensor = self._check_inputs(input_ids, inputs_embeds, attention_mask, position_ids, kwargs)
+        if position_ids is not None:  # from (L,), (1, L) or (B, L)
+            position_ids = position_ids.reshape(-1, tensor.shape[1])
         config, implementation = self.config, self.config._attn_implementation
-        if output_attentions is None:
-            output_attentions = config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = config.output_hidden_states
+        defaults = config.output_attentions, config.output_hidden_states
+        output_attentions = defaults[0] if output_attentions is None else output_attentions
+        output_hidden_states = defaults[1] if output_hidden_states is None else output_hidden_states
         if output_attentions and implementation != "eager":
             logger.warning_once(
                 f"output_attentions=True: {implementation} returns no weights, "
@@ -362,11 +351,10 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             unpad_inputs = config.unpad_inputs and not needs_states and not observed
         may_pack = unpad_inputs and not output_attentions
 
-        layout = self._read_layout(
-            given, attention_mask, position_ids, implementation, may_pack, kwargs
+        packing, mask = self._read_layout(
+            tensor, attention_mask, position_ids, implementation, may_pack, kwargs
         )
-        packing, mask = layout.packing, layout.mask
-        longest = self._longest(given.shape[1], layout)
+        longest = self._longest(tensor.shape[1], packing, mask)
         hidden, positions = self._embed(
             input_ids, inputs_embeds, attention_mask, position_ids, packing
         )
@@ -392,7 +380,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         )
 
     def _check_inputs(self, input_ids, inputs_embeds, attention_mask, position_ids, kwargs):
-        """The one that was given of `input_ids` and `inputs_embeds`."""
+        """`input_ids`, or the `inputs_embeds` in their place."""
         _check_tensors(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -409,56 +397,64 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             both = "neither was" if input_ids is None else "both were"
             raise ValueError(f"Give either input_ids or inputs_embeds; {both} given.")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        what = f"but {tuple(given.shape)} of {given.dtype} was given"
-        if inputs_embeds is not None:
-            width = self.config.hidden_size
-            if given.dim() != 3 or given.shape[-1] != width or not given.is_floating_point():
-                raise ValueError(
-                    "inputs_embeds must be a floating-point tensor of shape "
-                    f"(batch, length, {width}), {what}."
-                )
-        elif given.dim() != 2 or given.dtype not in (torch.int64, torch.int32):
+        tensor, dimensions = inputs_embeds, 3
+        if inputs_embeds is None:
+            tensor, dimensions = input_ids, 2
+        if tensor.dim() != dimensions or not (is_tracing() or tensor.numel()):
             raise ValueError(
-                f"input_ids must be a (batch, length) tensor of int64 or int32, {what}."
+                "Give at least one token, as input_ids of shape (batch, length) or inputs_embeds "
+                f"of (batch, length, {self.config.hidden_size}), not of {tuple(tensor.shape)}."
             )
-        if not is_tracing() and 0 in given.shape[:2]:
-            raise ValueError(f"A batch must hold at least one text of one token, {what}.")
         weight = getattr(self.encoder, "weight", None)  # a user's own module may have none
-        if inputs_embeds is None and values_are_free(given) and torch.is_tensor(weight):
-            _check_range("input_ids", given, weight.shape[0], "; is it this model's tokenizer?")
-        return given
+        if inputs_embeds is None and values_are_free(input_ids) and torch.is_tensor(weight):
+            lowest, highest = input_ids.min().item(), input_ids.max().item()
+            if lowest < 0 or highest >= len(weight):
+                raise ValueError(
+                    f"input_ids must lie between 0 and {len(weight) - 1}, but "
+                    f"{lowest if lowest < 0 else highest} was given; is it this model's tokenizer?"
+                )
+        return tensor
 
-    def _read_layout(self, given, attention_mask, position_ids, implementation, may_pack, kwargs):
-        """The `Layout` of a batch: packed by the caller, padded and to be packed here, or dense."""
-        shape = given.shape[:2]
-        packing = Packing.from_caller(shape, attention_mask, position_ids, kwargs)
-        if packing is not None:
-            return Layout(packing)
-        mask = _check_mask(attention_mask, shape)
-        if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
-            return Layout(mask=mask)
-        lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
-        if sum(lengths) == mask.numel():
-            return Layout()
+    def _read_layout(self, tensor, attention_mask, position_ids, implementation, may_pack, kwargs):
+        """The `Packing` of a batch that the caller packed, or that is packed here, and None.
+
+        Or None and the mask of a dense batch, which is None too if every token is real.
+        """
+        shape = tensor.shape[:2]
         dtype = getattr(getattr(self.encoder, "weight", None), "dtype", None) or self.dtype
         kernel, _ = attention_kernel(
-            self.config, implementation, given.device, dtype, self.training
+            self.config, implementation, tensor.device, dtype, self.training
         )
+        packing = Packing.from_caller(shape, attention_mask, position_ids, kwargs)
+        if packing is not None:
+            told = kwargs.get("cu_seq_lens_q") is not None
+            if not told and not is_tracing() and kernel != "engine":
+                logger.warning_once(
+                    "A row whose position_ids start again at 0 was taken as packed texts. This "
+                    "ends in the next release; give cu_seq_lens_q, as DataCollatorWithFlattening("
+                    "return_flash_attn_kwargs=True) does."
+                )
+            return packing, None
+        mask = _check_mask(attention_mask, shape)
+        if mask is None or mask.dim() == 4 or is_tracing() or not has_values(mask):
+            return None, mask
+        lengths = mask.sum(dim=-1).tolist()  # the only wait for a GPU
+        if sum(lengths) == mask.numel():
+            return None, None
         if may_pack and any(lengths) and kernel in PACKS:
-            return Layout(Packing.from_mask(mask, lengths))
-        return Layout(mask=mask)
+            return Packing.from_mask(mask, lengths), None
+        return None, mask
 
     def _embed(self, input_ids, inputs_embeds, attention_mask, position_ids, packing):
         """Embeddings and positions: (B, L, D) and (1 or B, L), or packed (1, T, D) and (1, T)."""
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        shape, learned = given.shape[:2], self.config.position_embedding_type == "learned"
+        tensor = input_ids if inputs_embeds is None else inputs_embeds
+        shape, learned = tensor.shape[:2], self.config.position_embedding_type == "learned"
         if position_ids is None and packing is not None and packing.index is None:
             position_ids = packing.position_ids(shape[1])
         if learned:
-            positions = self._learned_positions(input_ids, given, attention_mask, position_ids)
+            positions = self._learned_positions(input_ids, tensor, attention_mask, position_ids)
         elif position_ids is None:
-            positions = torch.arange(shape[1], device=given.device)[None]
+            positions = torch.arange(shape[1], device=tensor.device)[None]
         else:
             positions = position_ids
         if packing is not None:
@@ -469,27 +465,23 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             hidden = hidden + self.positional_embedding(positions)
         return self.embedding_dropout(hidden), positions
 
-    def _learned_positions(self, input_ids, given, attention_mask, position_ids):
+    def _learned_positions(self, input_ids, tensor, attention_mask, position_ids):
         """Positions of ablation M0: from 1 over real tokens, 0 at padding; 1 1 0 1 -> 1 2 0 3."""
         if position_ids is not None:
-            if values_are_free(position_ids):
-                count = self.config.max_position_embeddings
-                _check_range("Learned position_ids", position_ids, count)
             return position_ids + 1
         if attention_mask is not None and attention_mask.dim() == 2:
             real = attention_mask != 0
         elif input_ids is not None and self.config.pad_token_id is not None:
             real = input_ids != self.config.pad_token_id
         else:
-            real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
+            real = torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device)
         return real.cumsum(dim=-1) * real
 
-    def _longest(self, length, layout):
+    def _longest(self, length, packing, mask):
         """Tokens of the longest sequence, on which "dynamic" RoPE depends.
 
         The first text past the trained length gives a warning.
         """
-        packing, mask = layout.packing, layout.mask
         limit = self.config.context_length
         dynamic = self.config.rope_parameters["rope_type"] == "dynamic"
         longest = length if packing is None else packing.max_length
@@ -664,20 +656,15 @@ class _PooledHeadModel(_TaskHeadModel):
         mean = self.config.classifier_pooling == "mean"
         if packing is not None:
             packing = packing.drop_empty()
-            lengths = packing.cu_seq_lens.diff()[:, None]
             if mean:
-                sequences = packing.sequence_ids(hidden.shape[1])
-                # In float32, here and below: a sum in bfloat16 stops growing after a few hundred
-                # tokens, one in float16 ends at 65,504.
-                sums = torch.zeros(len(lengths), hidden.shape[-1], device=hidden.device)
-                sums = sums.index_add(0, sequences, hidden[0].float())
-                return packing.to_rows((sums / lengths.clamp(min=1)).to(hidden.dtype))
+                return packing.to_rows(packing.means(hidden))
             firsts = packing.cu_seq_lens[:-1].long().clamp(max=hidden.shape[1] - 1)
-            return packing.to_rows(hidden[0, firsts].masked_fill(lengths == 0, 0.0))
+            empty = packing.cu_seq_lens.diff()[:, None] == 0
+            return packing.to_rows(hidden[0, firsts].masked_fill(empty, 0.0))
         if attention_mask is None or attention_mask.dim() != 2:
             return hidden.mean(dim=1) if mean else hidden[:, 0]
         mask = attention_mask.to(torch.bool)
-        if mean:
+        if mean:  # in float32, as in `Packing.means`
             sums = (hidden * mask[..., None]).sum(dim=1, dtype=torch.float32)
             return (sums / mask.sum(dim=-1, keepdim=True).clamp(min=1)).to(hidden.dtype)
         firsts = mask.to(torch.int32).argmax(dim=-1)
@@ -728,8 +715,7 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
         _check_shape("labels", labels, logits.shape[:1] if flat else logits.shape)
         multi_label = problem == "multi_label_classification"
         if multi_label and values_are_free(labels) and ((labels < 0) | (labels > 1)).any():
-            given = labels.max().item() if labels.max() > 1 else labels.min().item()
-            raise ValueError(f"Multi-label labels must lie between 0 and 1, but {given} was given.")
+            raise ValueError("Multi-label labels must lie between 0 and 1, but others were given.")
         function = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
         logits = at_least_float32(logits).view_as(labels)
         total = function(logits, labels.to(logits.dtype), reduction="sum")
@@ -750,30 +736,12 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
         self.post_init()
 
     def run_backbone(self, input_ids, attention_mask, position_ids, inputs_embeds, **kwargs):
-        given = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "inputs_embeds": inputs_embeds,
-        }
-        _check_tensors(**given)
-        for name, value in given.items():
-            if value is not None and value.dim() != (4 if name == "inputs_embeds" else 3):
-                raise ValueError(
-                    f"Multiple choice takes {name} of (batch, choices, length), "
-                    f"but {tuple(value.shape)} was given."
-                )
-        if kwargs.get("cu_seq_lens_q") is not None:
-            raise ValueError(
-                "Multiple choice takes no packed batch, but cu_seq_lens_q was given; "
-                "give (batch, choices, length)."
-            )
         if position_ids is not None and attention_mask is None:
             # So that the positions of a single candidate are not read as a packed batch.
             attention_mask = torch.ones_like(position_ids)
-        given["attention_mask"] = attention_mask
-        rows = {name: None if x is None else x.flatten(0, 1) for name, x in given.items()}
-        return super().run_backbone(**rows, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, inputs_embeds)
+        inputs = (None if x is None else x.flatten(0, 1) for x in inputs)
+        return super().run_backbone(*inputs, **kwargs)
 
     def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
         mask = None if attention_mask is None else attention_mask.flatten(0, 1)
@@ -857,11 +825,7 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
         elif attention_mask is not None and attention_mask.dim() == 2:
             logits = logits.masked_fill(attention_mask[..., None] == 0, _NO_ANSWER)
         start_logits, end_logits = logits.unbind(dim=-1)
-        if (start_positions is None) != (end_positions is None):
-            raise ValueError(
-                "A loss needs both start_positions and end_positions, but one of them is missing."
-            )
-        if start_positions is not None:
+        if start_positions is not None and end_positions is not None:
             losses = []
             pairs = (
                 ("start_positions", start_positions, start_logits),
@@ -905,16 +869,17 @@ def _token_labels(labels, shape, classes, packing, attention_mask, num_items_in_
 
     Trainer's count includes labels on padding; it is scaled down by their share.
     """
-    given = _check_labels("labels", labels, shape, classes)
+    labels = _check_labels("labels", labels, shape, classes)
     if packing is not None:
-        labels = packing.pack(given)
+        real = packing.pack(labels)
+    elif attention_mask is not None and attention_mask.dim() == 2:
+        real = labels.masked_fill(attention_mask == 0, -100)
     else:
-        dense = attention_mask is None or attention_mask.dim() != 2
-        labels = given if dense else given.masked_fill(attention_mask == 0, -100)
-    if num_items_in_batch is None or labels is given:
-        return labels, num_items_in_batch
-    share = (labels != -100).sum() / (given != -100).sum().clamp(min=1)
-    return labels, num_items_in_batch * share
+        real = labels
+    if num_items_in_batch is None or real is labels:
+        return real, num_items_in_batch
+    share = (real != -100).sum() / (labels != -100).sum().clamp(min=1)
+    return real, num_items_in_batch * share
 
 
 def _unpacked(logits, packing):
@@ -944,41 +909,41 @@ def _on_cpu_without_gradients(x):
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _hooks(*modules):
-    """Hooks, patched forwards and compiled calls of these modules, and hooks of all modules."""
-    found = []
+def _hooks(module):
+    """Hooks, patched forwards and compiled calls in a module, and hooks of all modules."""
+    hooks = []
     for name in _HOOKS:
-        found += getattr(nn.modules.module, f"_global{name}").values()
-    for module in modules:
-        for inner in module.modules():
-            state = inner.__dict__
-            for name in _HOOKS:
-                if state[name]:
-                    found.extend(state[name].values())
-            for name in ("forward", "_hf_hook", "_compiled_call_impl"):
-                hook = state.get(name)
-                original = getattr(hook, "__func__", None)  # accelerate puts it back
-                if hook is not None and original is not type(inner).forward:
-                    found.append(hook)
-    return found
+        hooks += getattr(nn.modules.module, f"_global{name}").values()
+    for inner in module.modules():
+        state = vars(inner)
+        for name in _HOOKS:
+            hooks += state[name].values()
+        patches = (state.get(name) for name in ("forward", "_hf_hook", "_compiled_call_impl"))
+        # accelerate puts the class's own forward back, as an attribute.
+        hooks += [
+            patch
+            for patch in patches
+            if patch is not None and getattr(patch, "__func__", None) is not type(inner).forward
+        ]
+    return hooks
+
+
+# Where hooks of training and loading are from, which do not mind the layout of a batch.
+_MACHINERY = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel")
 
 
 def _is_machinery(hook):
-    """True for hooks of training and loading, which do not mind the layout of a batch."""
     while isinstance(hook, partial):
         hook = hook.func
-    home = ("torch.", "deepspeed.", "accelerate.", "transformers.integrations.tensor_parallel")
-    if (getattr(hook, "__module__", None) or "").startswith(home):
-        return True
-    return getattr(hook, "__name__", "") == "make_inputs_require_grads"
+    is_of_training = getattr(hook, "__name__", "") == "make_inputs_require_grads"
+    return is_of_training or (getattr(hook, "__module__", None) or "").startswith(_MACHINERY)
 
 
-def _check_tensors(**given):
-    for name, value in given.items():
+def _check_tensors(**tensors):
+    for name, value in tensors.items():
         if value is not None and not torch.is_tensor(value):
-            given = type(value).__name__
             raise ValueError(
-                f"{name} must be a tensor, but a {given} was given; "
+                f"{name} must be a tensor, but a {type(value).__name__} was given; "
                 "tokenizers give tensors with return_tensors='pt'."
             )
 
@@ -988,13 +953,6 @@ def _check_shape(name, value, shape):
         raise ValueError(
             f"{name} must have shape {tuple(shape)}, but {tuple(value.shape)} was given."
         )
-
-
-def _check_range(name, values, count, hint="."):
-    lowest, highest = values.min().item(), values.max().item()
-    if lowest < 0 or highest >= count:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"{name} must lie between 0 and {count - 1}, but {wrong} was given{hint}")
 
 
 def _check_labels(name, labels, shape, classes=None):
@@ -1013,23 +971,6 @@ def _check_labels(name, labels, shape, classes=None):
                 f"but {labels[wrong][0].item()} was given."
             )
     return labels
-
-
-def _check_positions(position_ids, shape):
-    """(1 or B, L) or None."""
-    if position_ids is None:
-        return None
-    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
-    if position_ids.shape not in ((1, shape[1]), shape):
-        raise ValueError(
-            f"position_ids must have shape {tuple(shape)} or (1, {shape[1]}), "
-            f"but {tuple(position_ids.shape)} was given."
-        )
-    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
-        raise ValueError(
-            f"position_ids must be whole numbers (int64), but {position_ids.dtype} was given."
-        )
-    return position_ids
 
 
 def _check_mask(attention_mask, shape):
