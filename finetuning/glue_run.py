@@ -18,12 +18,12 @@ from transformers import (
 
 from ..common.errors import UserError
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
-from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..common.memory import PeakMemory, mebibytes
-from ..training.optimisation import decay_parameter_names
 from ..common.results import environment
-from ..training.options import check_trainer_options, training_arguments
 from ..training import checkpoints
+from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
+from ..training.optimisation import decay_parameter_names
+from ..training.options import check_trainer_options, training_arguments
 from .glue_model import load_classifier
 from .glue_rows import evaluation_metrics, prepare, split_heldout
 from .glue_tasks import TASKS

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common import data
 from ..common.errors import UserError, one_line, require
-from ..common.rows import read_rows, row_format
 
 
 _FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -178,7 +178,8 @@ def _local_rows(source, task, split):
     files = [
         path
         for path in sorted((Path(source) / task).glob(f"{split}*"))
-        if row_format(path) in _FORMATS and path.name.partition(".")[0].split("-0")[0] == split
+        if path.name.partition(".")[0].split("-0")[0] == split
+        and data.file_format(path) in _FORMATS
     ]
     if len({(path.suffix, path.stem == split) for path in files}) != 1:
         names = ", ".join(path.name for path in files) or "none"
@@ -186,8 +187,9 @@ def _local_rows(source, task, split):
             f"{source}/{task} must have one file {split}.jsonl, .csv, .tsv or .parquet, or shards "
             f"of one, but has {names}"
         )
-    for path in files:
-        yield from read_rows(path)
+    for file in (file for path in files for file in data.files(path)):
+        for number, row in data.numbered_rows(file):
+            yield f"{file.url}, row {number + 1:,}", row
 
 
 def _hub_rows(name, task, split):
@@ -195,14 +197,14 @@ def _hub_rows(name, task, split):
     from datasets import load_dataset
 
     try:
-        data = load_dataset(name, task, split=split)
+        rows = load_dataset(name, task, split=split)
     # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
     except Exception as error:
         raise UserError(
             f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: "
             f"{one_line(error)}"
         ) from error
-    for number, row in enumerate(data, 1):
+    for number, row in enumerate(rows, 1):
         yield f"{name}/{task}/{split}, row {number:,}", row
 
 

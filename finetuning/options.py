@@ -9,8 +9,8 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, check_values, option, typed
 from ..common.constants import RECIPES
 from ..common.errors import UserError
-from ..training.lora import LoraOptions
 from ..common.output import run_settings
+from ..training.lora import LoraOptions
 from ..training.options import number_options
 from .glue_tasks import HUB_DATA, METRICS
 

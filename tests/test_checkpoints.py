@@ -1,5 +1,5 @@
 """Pins training/checkpoints.py with plain Trainers: runs that go on to the same bits, damage and
-what is taken in its place, SIGTERM, which checkpoints stay, several processes, runs that diverge."""
+what is taken in its place, SIGTERM, which checkpoints stay, two processes, runs that diverge."""
 
 import math
 import os

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from neobert.common.checkpoint_files import MANIFEST
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining.vocabulary import make_tokenizer
 from neobert.pretraining.vocabulary_options import TextOptions, VocabularyOptions
@@ -183,7 +182,8 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
             one["masked_accuracy"]
         )
     # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
-    (folder / way / "checkpoint-6" / MANIFEST).unlink()
+    (folder / way / "checkpoint-6" / "trainer_state.json").unlink()
+    (folder / way / "result.json").rename(folder / way / "run.json")
     again = _train(folder, way, _launcher(way), raw_checkpoint="float32")
     numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
     assert [[record[name] for name in numbers] for record in again] == [

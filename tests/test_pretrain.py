@@ -6,11 +6,6 @@ import json
 import math
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -28,11 +23,9 @@ from safetensors.torch import load_file
 
 from neobert import __main__ as cli
 from neobert import modeling_neobert
-from neobert.common.checkpoint_files import MANIFEST, checkpoints, newest_complete
 from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
-from neobert.common.runs import locked
 from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.convert_checkpoint import main as convert
@@ -45,6 +38,7 @@ from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
 from neobert.pretraining.trainer import flops_per_batch
+from neobert.training.checkpoints import checkpoints
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
@@ -131,7 +125,6 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
     assert list(checkpoints(stopped)) == [4]
     (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "model.safetensors").write_bytes(b"half")
-    (stopped / "checkpoint-6" / MANIFEST).write_text('{"step": 6}')
     run_of(arguments_of(corpus, stopped, **arguments))
     assert not list(stopped.glob("*checkpoint-6")), "what a kill left half-written must go"
     assert log_of(stopped) == log_of(whole), (
@@ -169,28 +162,6 @@ def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, inte
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.slow
-def test_cpu_seconds_are_those_of_all_continuations(corpus, tmp_path, monkeypatch):
-    """As if the step of the checkpoint that is continued from had taken 1,000 seconds more."""
-    save = trainer_module.PretrainingTrainer._save_checkpoint
-
-    def save_once(self, *args, **kwargs):
-        if self.state.global_step > 4:
-            raise KeyboardInterrupt
-        save(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.PretrainingTrainer, "_save_checkpoint", save_once)
-        with pytest.raises(KeyboardInterrupt):
-            run_of(arguments_of(corpus, tmp_path))
-    manifest = tmp_path / "checkpoint-4" / MANIFEST
-    content = json.loads(manifest.read_text())
-    assert 0 < content["cpu_seconds"] < 500
-    manifest.write_text(json.dumps({**content, "cpu_seconds": content["cpu_seconds"] + 1000}))
-    run_of(arguments_of(corpus, tmp_path))
-    assert 1000 < json.loads((tmp_path / "result.json").read_text())["cpu_seconds"] < 1500
 
 
 @pytest.mark.slow
@@ -273,39 +244,6 @@ def _text_files(name, *args, streaming=False, **more):
 
 
 @pytest.mark.slow
-def test_kill_9_then_sigterm_and_the_same_command_again(corpus, tmp_path):
-    root = Path(pretrain.__file__).resolve().parent.parent
-    package = tmp_path / "path"
-    package.mkdir()
-    (package / "neobert").symlink_to(root)
-    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    out = tmp_path / "out"
-    arguments = {"max_steps": 60, "save_steps": 5, "streaming": "true"}
-    command = [sys.executable, "-m", "neobert", "pretrain", *arguments_of(corpus, out, **arguments)]
-    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)):
-        before = max(checkpoints(out), default=0)
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        deadline = time.time() + 240
-        while (
-            max(checkpoints(out), default=0) <= before + 5
-            and time.time() < deadline
-            and process.poll() is None
-        ):
-            time.sleep(0.02)
-        process.send_signal(number)
-        assert process.wait() == code, "the run must have been stopped in the middle"
-        assert newest_complete(out) is not None
-    subprocess.run(command, env=environment, check=True, capture_output=True)
-    whole = tmp_path / "whole"
-    run_of(arguments_of(corpus, whole, **arguments))
-    assert len(log_of(out)) == 60 and log_of(out) == log_of(whole)
-    first, second = (load_file(folder / "model.safetensors") for folder in (whole, out))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers):
     arguments = {
@@ -338,32 +276,6 @@ def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
     assert log_of(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, (
         "skipped rows must be in the log"
-    )
-
-
-@pytest.mark.slow
-def test_a_finished_run_trains_no_step_more(corpus, tmp_path, monkeypatch):
-    arguments = arguments_of(
-        corpus,
-        tmp_path,
-        streaming="true",
-        max_steps=3,
-        save_steps=2,
-        warmup_steps=0,
-        heldout=corpus / "heldout.txt",
-    )
-    first = run_of(arguments)
-    before, log = load_file(tmp_path / "model.safetensors"), log_of(tmp_path)
-    monkeypatch.setattr(
-        trainer_module.PretrainingTrainer,
-        "training_step",
-        lambda *given: pytest.fail("another step was trained"),
-    )
-    for _ in range(2):
-        assert run_of(arguments) == first
-    after = load_file(tmp_path / "model.safetensors")
-    assert (
-        all(torch.equal(before[name], after[name]) for name in before) and log_of(tmp_path) == log
     )
 
 
@@ -403,33 +315,6 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monk
         load_file(out / "model.safetensors"),
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.slow
-def test_damage_costs_one_checkpoint_and_a_lost_optimizer_is_damage(corpus, tmp_path, capsys):
-    arguments = {"max_steps": 8, "save_steps": 2, "save_total_limit": 3}
-    run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
-    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
-    weights = tmp_path / "out" / "checkpoint-8" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    (tmp_path / "out" / "checkpoint-6" / "optimizer.pt").unlink()
-    (tmp_path / "out" / "result.json").unlink()  # killed before it was written
-    capsys.readouterr()
-    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
-    assert (
-        "checkpoint-8 (model.safetensors has 5,000 bytes in place of" in line
-        and "checkpoint-6 (optimizer.pt is missing)" in line
-    )
-    assert line.endswith("going on from checkpoint-4")
-    assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
-
-
-def test_a_second_run_in_the_same_folder_is_refused(corpus, tmp_path, capsys):
-    with locked(tmp_path / "out"):
-        assert cli.main(["pretrain", *arguments_of(corpus, tmp_path / "out")]) == 2
-    assert "out is in use by another run" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "out").exists(), "a run that is refused must write nothing"
 
 
 def test_save_total_limit_and_keep_every(corpus, tmp_path):
@@ -801,48 +686,6 @@ def test_a_continued_run_has_the_same_text(corpus, tmp_path):
     run_of(arguments_of(corpus, tmp_path / "out", **arguments, dataset=moved))
 
 
-def test_checkpoints_of_another_program_are_not_touched(corpus, tmp_path):
-    weights = tmp_path / "out" / "checkpoint-500" / "model.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.write_bytes(b"years of work")
-    with pytest.raises(UserError, match=r"holds other files \(checkpoint-500\)"):
-        run_of(arguments_of(corpus, tmp_path / "out"))
-    assert weights.read_bytes() == b"years of work", (
-        "only this program's half-written checkpoints may be deleted"
-    )
-    model = tmp_path / "model" / "model.safetensors"
-    model.parent.mkdir()
-    model.write_bytes(b"years of work")
-    with pytest.raises(UserError, match=r"holds other files \(model.safetensors\)"):
-        run_of(arguments_of(corpus, tmp_path / "model"))
-    assert model.read_bytes() == b"years of work", "another program's model may not be written over"
-
-
-def test_nothing_of_the_user_is_written_over(corpus, tmp_path):
-    """The corpus inside of the output, files that have the names of a run's, and a model of another
-    run."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "log.jsonl").write_text((corpus / "train.txt").read_text())
-    for name, message in (
-        ("log.jsonl", "holds the input"),
-        ("other.txt", "holds other files .*log.jsonl"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run_of(
-                arguments_of(
-                    corpus, out, dataset=out / name if name == "log.jsonl" else corpus / "train.txt"
-                )
-            )
-    (out / "log.jsonl").rename(out / "train.log")
-    (out / "recipe.json").write_text('{"learning_rate": "mine"}')
-    with pytest.raises(
-        UserError, match="recipe.json is damaged, or not of this version of neobert pretrain"
-    ):
-        run_of(arguments_of(corpus, out))
-    assert sorted(path.name for path in out.iterdir()) == ["recipe.json", "train.log"]
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -863,25 +706,6 @@ def test_nothing_is_written_into_the_folder_of_the_text(corpus, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["texts", "train.txt"]
 
 
-def test_what_a_killed_run_left_goes(corpus, tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here = f"{socket.gethostname()}-{ended.pid}-abcd1234"
-    left = [
-        tmp_path / "out" / f".result.json.{here}",
-        tmp_path / "prepared" / "train" / f".source.json.{here}",
-    ]
-    for path in left:
-        path.parent.mkdir(parents=True)
-        path.write_text("{")
-    run_of(
-        arguments_of(
-            corpus, tmp_path / "out", prepared=tmp_path / "prepared", max_steps=1, warmup_steps=0
-        )
-    )
-    assert not any(path.exists() for path in left)
-
-
 def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):
     arguments = {"max_steps": 2, "warmup_steps": 0, "save_strategy": "no"}
     run_of(arguments_of(corpus, tmp_path / "out", **arguments))
@@ -893,19 +717,6 @@ def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):
     assert files == {
         path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
     }
-
-
-def test_a_corpus_whose_name_looks_like_a_token_continues(corpus, tmp_path):
-    """What is kept for a continued run is redacted too, and so is what it is compared with."""
-    named = tmp_path / f"hf_{'wikipedia' * 4}.txt"
-    named.write_text((corpus / "train.txt").read_text())
-    arguments = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1}
-    for _ in range(2):
-        run_of(
-            arguments_of(
-                corpus, tmp_path / "out", **arguments, dataset=named, prepared=tmp_path / "prepared"
-            )
-        )
 
 
 def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
@@ -935,22 +746,7 @@ def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
     assert "360 of 360 rows" in capsys.readouterr().err
     summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
     assert (summary["kept"], summary["empty"], summary["broken"]) == (40, 0, 0)
-    assert not (tmp_path / "out" / "recipe.json").exists(), "--prepare must not train"
-
-
-def test_the_same_command_after_the_end_changes_nothing(corpus, tmp_path):
-    run_of(arguments_of(corpus, tmp_path))
-    files = {
-        path: (path.stat().st_mtime_ns, path.read_bytes())
-        for path in tmp_path.iterdir()
-        if path.is_file()
-    }
-    for more in ({}, {"raw_checkpoint": "float32"}):
-        run_of(arguments_of(corpus, tmp_path, **more))
-        assert files == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-    assert (tmp_path / "raw" / "model_checkpoints" / "8" / "state_dict.pt").is_file(), (
-        "options about the output alone may be added"
-    )
+    assert not (tmp_path / "out" / "run.json").exists(), "--prepare must not train"
 
 
 @pytest.mark.parametrize("stage, parameters", [(1, 245_136_954), (2, 245_136_954)])

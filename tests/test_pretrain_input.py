@@ -149,7 +149,7 @@ def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wro
     assert error.startswith("neobert pretrain: ") and words in error, error
     assert (
         not list((tmp_path / "out").glob("checkpoint-*"))
-        and not (tmp_path / "out" / "recipe.json").exists()
+        and not (tmp_path / "out" / "run.json").exists()
     ), "no work may have begun"
 
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, wo
                 prepared=tmp_path / "prepared",
             )
         )
-    assert not (tmp_path / "out" / "recipe.json").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_moments_need_weights_in_one_piece(corpus, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from transformers import (
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.common.runs import locked
+from neobert.common.output import locked
 from neobert.pretraining import pseudo_perplexity as module
 
 
@@ -376,7 +376,7 @@ def test_yarn_from_another_length(folder, tmp_path):
 
 def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
     """299 of these lines were one text here, and 299 texts to the other commands."""
-    from neobert.common.rows import read_rows
+    from neobert.common.data import rows as read_rows
     from neobert.embeddings.distill_data import TextSource
     from neobert.pretraining.sources import load_rows, parse_sources
 

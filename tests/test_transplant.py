@@ -224,9 +224,7 @@ def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_pa
     import shutil
 
     shutil.copytree(tmp_path / "one" / "checkpoint-2", tmp_path / "two" / "checkpoint-2")
-    marker = json.loads((tmp_path / "one" / "recipe.json").read_text())
-    marker.pop("files")
-    (tmp_path / "two" / "recipe.json").write_text(json.dumps(marker))
+    shutil.copy(tmp_path / "one" / "result.json", tmp_path / "two" / "run.json")
     run_of(arguments_of(corpus, tmp_path / "two", **given))
     assert log_of(tmp_path / "one") == log_of(tmp_path / "two")
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
@@ -292,7 +290,7 @@ def test_bad_input_is_one_sentence(corpus, folders, tmp_path, capsys, more, word
     assert cli.main(["pretrain", *arguments_of(corpus, output, **given)]) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error, error
-    assert not (output / "recipe.json").exists() and not list(tmp_path.glob("out/checkpoint*"))
+    assert not (output / "run.json").exists() and not list(tmp_path.glob("out/checkpoint*"))
 
 
 def test_zero3_has_no_complete_embedding(corpus, folders, tmp_path):
