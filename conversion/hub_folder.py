@@ -1,14 +1,15 @@
 """What is written: weights, configuration, the model's code, and a model card that the Hub
 understands."""
 
-import hashlib
 import json
+import shutil
 
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from ..common.cards import front_matter
 from ..common.errors import printable
+from ..common.files import sha256
 from ..common.loading import copy_code
 
 
@@ -18,11 +19,12 @@ def write_weights(folder, state, max_shard_size):
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     rows = []
     for file, names in sorted(split.filename_to_tensors.items()):
-        # `save_file` would give the file rights of its own, for its owner alone.
-        data = save({name: state[name] for name in names}, {"format": "pt"})
-        (folder / file).write_bytes(data)
-        digest = hashlib.sha256(data).hexdigest()
-        rows.append({"file": file, "bytes": len(data), "sha256": digest})
+        path, written = folder / file, folder / f".{file}"
+        save_file({name: state[name] for name in names}, written, {"format": "pt"})
+        # The library's file is for its owner alone, a copy has the rights that the umask gives.
+        shutil.copyfile(written, path)
+        written.unlink()
+        rows.append({"file": file, "bytes": path.stat().st_size, "sha256": sha256(path)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)
