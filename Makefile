@@ -47,7 +47,7 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 # environment of their own: tests/test_clients_folder.py starts a process there for each.
 test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
 	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
-	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py tests/export/test_places.py
+	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput
@@ -59,9 +59,8 @@ bench-int8: $(VENV)/.test
 	$(BIN)/python $(PIP_INSTALL) constraints.txt torchao
 	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
 	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
-	rm -rf runs/int8/export runs/int8_bundled/export
-	for files in int8 int8_bundled; do for format in onnx openvino; do \
-		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/export --precisions fp32 int8 || exit 1; done; done
+	for files in int8 int8_bundled; do for format in onnx openvino; do rm -rf runs/$$files/$$format && \
+		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/$$format --precisions fp32 int8 || exit 1; done; done
 	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
 	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
 
@@ -75,6 +74,7 @@ test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready
+	rm -rf examples/browser/site
 	$(BIN)/python examples/browser/build.py --modules $(ENGINES)/node/node_modules
 
 # The page in headless Chromium: the one of this machine, or npm's.
@@ -134,7 +134,7 @@ $(ENGINES)/clients/.ready: tests/engines/constraints-clients.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-clients.txt torch transformers sentence-transformers lancedb pandas \
 		langchain-huggingface llama-index-embeddings-huggingface haystack-ai sentence-transformers-haystack txtai bertopic chromadb \
-		chonkie semantic-kernel fastembed 'tritonclient[grpc]'
+		chonkie semantic-kernel fastembed
 	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints-oldest.txt

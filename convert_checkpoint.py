@@ -1,7 +1,6 @@
 """Turns a raw training checkpoint into a folder for the Hugging Face Hub: `neobert convert
-CHECKPOINT OUTPUT`, or from a bare checkout
-`python convert_checkpoint.py CHECKPOINT OUTPUT`. The work is in conversion/, the options in
-conversion/options.py.
+CHECKPOINT OUTPUT`, or from a bare checkout `python convert_checkpoint.py CHECKPOINT OUTPUT`. The
+work is in conversion/, the options are in conversion/options.py.
 """
 
 import importlib

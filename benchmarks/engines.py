@@ -202,7 +202,7 @@ class Padded:
 
 
 def onnx_engine(precision, names):
-    made_by = "make it by: neobert export onnx FILES/model FILES/export --precisions fp32 int8"
+    made_by = "make it by: neobert export onnx FILES/model FILES/onnx --precisions fp32 int8"
 
     def open_session(files, threads):
         require("onnx", "onnxruntime")
@@ -251,7 +251,9 @@ def _graph_size(path):
 
 
 def openvino_engine(precision, hint, names):
-    made_by = "make it by: neobert export openvino FILES/model FILES/export --precisions fp32 int8"
+    made_by = (
+        "make it by: neobert export openvino FILES/model FILES/openvino --precisions fp32 int8"
+    )
 
     def open_session(files, threads):
         require("openvino", "openvino")
@@ -387,13 +389,13 @@ ENGINES = {
         _torchao,
         compiled=True,
     ),
-    "onnx-fp32": onnx_engine("fp32", ["export/onnx/model.onnx"]),
-    "onnx-int8": onnx_engine("int8", ["export/onnx/model_quantized.onnx"]),
-    "openvino-fp32": openvino_engine("fp32", "f32", ["export/openvino/openvino_model.xml"]),
-    "openvino-bf16": openvino_engine("bf16", "bf16", ["export/openvino/openvino_model.xml"]),
-    "openvino-fp16": openvino_engine("fp16", "f16", ["export/openvino/openvino_model.xml"]),
+    "onnx-fp32": onnx_engine("fp32", ["onnx/onnx/model.onnx"]),
+    "onnx-int8": onnx_engine("int8", ["onnx/onnx/model_quantized.onnx"]),
+    "openvino-fp32": openvino_engine("fp32", "f32", ["openvino/openvino/openvino_model.xml"]),
+    "openvino-bf16": openvino_engine("bf16", "bf16", ["openvino/openvino/openvino_model.xml"]),
+    "openvino-fp16": openvino_engine("fp16", "f16", ["openvino/openvino/openvino_model.xml"]),
     "openvino-int8": openvino_engine(
-        "int8", "f32", ["export/openvino/openvino_model_qint8_quantized.xml"]
+        "int8", "f32", ["openvino/openvino/openvino_model_qint8_quantized.xml"]
     ),
     "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
     "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),

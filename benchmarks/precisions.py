@@ -5,7 +5,7 @@ size, on short, mixed and longer texts.
 
 FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if
 there is none (published width, 12 layers, weights drawn wide enough that attention is not flat).
-FILES/export and FILES/*.gguf are what `neobert export` makes of it, and FILES/node holds
+FILES/onnx, FILES/openvino and FILES/*.gguf are what `neobert export` makes of it, FILES/node has
 node-llama-cpp; an engine whose file or package is missing has a row that says how to get it.
 
 Every engine is a process of its own and gets the same token ids. It is tried with several batch

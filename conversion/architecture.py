@@ -1,7 +1,7 @@
 """What is converted to what: the architecture from a configuration and the tensors' shapes, and the
 checks of every tensor.
 
-Sizes that a file claims are compared with the tensors before anything of that size is made.
+Sizes that a file claims are compared with the tensors before a model is made.
 """
 
 import math
@@ -9,18 +9,16 @@ import re
 from dataclasses import dataclass
 
 import torch
-from tqdm.auto import tqdm
 
 from ..common.errors import UserError, listed, one_line
 from ..common.loading import WEIGHT_DTYPES
 from ..common.model_fields import spellings
 from ..configuration_neobert import NeoBERTConfig
 from .heads import Head, choose_head
-from .stored import StoredTensor
 
 
-_LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+_LABEL_FIELDS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
 def _on_meta(head, config):
@@ -36,46 +34,43 @@ class Conversion:
         head: row of the table of heads.
         config: NeoBERTConfig of the result.
         dtype: of the weights that are written.
-        tensors: {name in the result: StoredTensor}.
+        tensors: {name in the result: tensor of the checkpoint}.
         notes: what the user should know, a line each.
     """
 
     head: Head
     config: NeoBERTConfig
     dtype: torch.dtype
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, torch.Tensor]
     notes: tuple[str, ...] = ()
-
-    @property
-    def shapes(self):
-        return {name: stored.shape for name, stored in self.tensors.items()}
 
     @property
     def parameters(self):
         """How many numbers are written."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        return sum(tensor.numel() for tensor in self.tensors.values())
 
     @property
     def rounds(self):
         """Whether the weights that are written are not those of the checkpoint, but rounded."""
         return self.dtype != torch.float32 and any(
-            stored.dtype != self.dtype for stored in self.tensors.values()
+            tensor.dtype != self.dtype for tensor in self.tensors.values()
         )
 
-    def build(self):
-        """The model, on the meta device."""
-        return _on_meta(self.head, self.config)
+    def written(self):
+        """{name: tensor} as it is written: each with memory of its own."""
+        return {
+            name: tensor.to(self.dtype, copy=True).contiguous()
+            for name, tensor in self.tensors.items()
+        }
 
-    def read(self, name, rounded=True):
-        """The tensor of this name, rounded to `dtype` as it is written, or as the checkpoint has
-        it. A tied decoder is the embedding."""
-        stored = self.tensors[
-            "model.encoder.weight"
-            if name == "decoder.weight" and name not in self.tensors
-            else name
-        ]
-        tensor = stored.read().detach()
-        return tensor.to(self.dtype) if rounded else tensor
+    def build(self, tensors):
+        """The model, in float32, with the weights `tensors`; a tied decoder is the embedding."""
+        state = {name: tensor.float() for name, tensor in tensors.items()}
+        if "decoder." in self.head.prefixes and "decoder.weight" not in state:
+            state["decoder.weight"] = state["model.encoder.weight"]
+        model = _on_meta(self.head, self.config)
+        model.load_state_dict(state, assign=True)
+        return model.eval()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,43 +149,27 @@ def derived_fields(tensors):
 def _label_fields(given, tensors):
     """The configuration's fields about labels, compared with the rows of the classifier."""
     rows = _matrix(tensors, "classifier.weight")[0] if "classifier.weight" in tensors else None
-    count, names, ids, problem = (given.get(field) for field in _LABEL_FIELDS)
-    if names is not None:
-        numbers = [str(number) for number in names] if isinstance(names, dict) else None
-        if (
-            numbers is None
-            or not numbers
-            or sorted(numbers) != sorted(map(str, range(len(numbers))))
-        ):
-            raise UserError(
-                f"id2label should map the numbers from 0 on to names, but is {names!r:.200}."
-            )
-        if not all(isinstance(name, str) for name in names.values()):
-            raise UserError(
-                f"id2label should map numbers to names that are text, but is {names!r:.200}."
-            )
-        names = {int(number): name for number, name in names.items()}
-    if ids is not None and (
-        names is None or ids != {name: number for number, name in names.items()}
-    ):
-        raise UserError(f"label2id should be id2label the other way round, but is {ids!r:.200}.")
-    if problem is not None and problem not in _PROBLEM_TYPES:
+    count, names, _, problem = (given.get(field) for field in _LABEL_FIELDS)
+    if problem not in (None, *_PROBLEM_TYPES):
         raise UserError(
             f"problem_type should be one of {', '.join(_PROBLEM_TYPES)}, but is {problem!r:.80}."
         )
-    for said, what in ((count, "num_labels"), (len(names) if names else None, "id2label")):
-        if said is not None and said != rows and rows is not None:
+    fields = {} if problem is None else {"problem_type": problem}
+    if names is None and rows is not None:
+        fields["num_labels"] = rows
+    if names is not None:
+        if not isinstance(names, dict) or {str(i) for i in range(len(names))} != set(
+            map(str, names)
+        ):
+            raise UserError(f"id2label should map the numbers from 0 on to names: {names!r:.200}.")
+        fields["id2label"] = {int(number): str(name) for number, name in names.items()}
+        fields["label2id"] = {name: number for number, name in fields["id2label"].items()}
+    for said in (count, None if names is None else len(names)):
+        if None not in (said, rows) and said != rows:
             raise UserError(
-                f"the configuration has {said!r:.80} labels ({what}), but classifier.weight has "
-                f"{rows} rows."
+                f"the configuration has {said!r:.80} labels, but classifier.weight has {rows} rows."
             )
-    fields = {
-        "id2label": names,
-        "label2id": ids,
-        "problem_type": problem,
-        "num_labels": rows if names is None else None,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 _LONGEST = 2**24  # tokens of a text
@@ -210,56 +189,43 @@ def work_out_config(tensors, given, head):
     """
     derived = derived_fields(tensors)
     labels = _label_fields(given, tensors) if head.has_labels else {}
-    given = {
-        name: value
-        for name, value in given.items()
-        if value is not None and name not in (*_LABEL_FIELDS, "architectures")
-    }
-    # JSON and YAML may write a whole number as 768.0.
-    given = {
-        name: int(v) if isinstance(v, float) and v.is_integer() and name != "norm_eps" else v
-        for name, v in given.items()
-    }
-    if "num_attention_heads" not in given and "num_attention_heads" not in derived:
+    others = (*_LABEL_FIELDS, "architectures")
+    given = {k: value for k, value in given.items() if value is not None and k not in others}
+    for name, value in given.items():
+        # JSON and YAML may write a whole number as 768.0.
+        if isinstance(value, float) and value.is_integer() and name != "norm_eps":
+            given[name] = int(value)
+    filled = {name: value for name, value in derived.items() if spellings(name).isdisjoint(given)}
+    if "num_attention_heads" not in {*given, *filled}:
         raise UserError(
             "the number of attention heads does not follow from the shapes (hidden size "
             f"{derived['hidden_size']} is not a multiple of 64): "
             "give it with --config, a file with the line 'num_attention_heads: N'."
         )
-    filled = {name: value for name, value in derived.items() if spellings(name).isdisjoint(given)}
     length = given.get("max_position_embeddings", given.get("max_length", 1))
     if isinstance(length, int) and length > _LONGEST:
-        raise UserError(
-            f"max_position_embeddings of {length:,} is beyond any text: at most {_LONGEST:,} is "
-            "allowed."
-        )
-    notes = []
-    if filled:
-        notes.append(
-            "derived from the tensors: "
-            + ", ".join(f"{name} {value}" for name, value in filled.items())
-        )
-    if "num_attention_heads" in filled:
-        notes.append(
-            "num_attention_heads is the published head_dim of 64, which shapes cannot prove; "
-            "--config overrides it"
-        )
-    defaults = [
-        name
-        for name in ("norm_eps", "max_position_embeddings")
-        if spellings(name).isdisjoint({*given, *filled})
-    ]
+        raise UserError(f"max_position_embeddings of {length:,} is beyond any text.")
     try:
         config = NeoBERTConfig(**filled, **given, **labels)
     except Exception as error:  # values of any type
         raise UserError(
             f"the configuration does not describe a NeoBERT: {one_line(error, 400)}."
         ) from None
-    if defaults:
+    notes = []
+    if filled:
+        fields = ", ".join(f"{name} {value}" for name, value in filled.items())
+        notes.append(f"derived from the tensors: {fields}")
+    if "num_attention_heads" in filled:
         notes.append(
-            "not visible in the tensors, so the default: "
-            + ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
+            "num_attention_heads is the published head_dim of 64, which shapes cannot prove; "
+            "--config overrides it"
         )
+    known = {*given, *filled}
+    names = ("norm_eps", "max_position_embeddings")
+    defaults = [name for name in names if spellings(name).isdisjoint(known)]
+    if defaults:
+        fields = ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
+        notes.append(f"not visible in the tensors, so the default: {fields}")
     return config, notes
 
 
@@ -272,20 +238,19 @@ def decide_tying(tensors, given, head):
         return False, []
     if decoder is None:
         tied = "decoder.bias" in tensors and said is not False
-        return tied, [
-            "tied decoder: the checkpoint holds decoder.bias but no decoder.weight"
-        ] if tied and not said else []
+        note = "tied decoder: the checkpoint holds decoder.bias but no decoder.weight"
+        return tied, [note] if tied and not said else []
     if said:
-        if decoder.shape != embedding.shape or not torch.equal(decoder.read(), embedding.read()):
+        if decoder.shape != embedding.shape or not torch.equal(decoder, embedding):
             raise UserError(
                 "the configuration says tie_word_embeddings, but decoder.weight and "
                 "model.encoder.weight differ."
             )
         return True, []
-    if said is None and decoder.storage is not None and decoder.storage == embedding.storage:
-        return True, [
-            "tied decoder: decoder.weight and model.encoder.weight are one tensor in the checkpoint"
-        ]
+    shared = decoder.data_ptr() == embedding.data_ptr() and decoder.shape == embedding.shape
+    if said is None and shared and decoder.stride() == embedding.stride():
+        note = "decoder.weight and model.encoder.weight are one tensor in the checkpoint"
+        return True, [f"tied decoder: {note}"]
     return False, []
 
 
@@ -296,9 +261,8 @@ def decide_tying(tensors, given, head):
 def expected_shapes(head, config):
     """{name: shape} of a model. UserError for sizes that no tensor has."""
     try:
-        return {
-            name: tuple(value.shape) for name, value in _on_meta(head, config).state_dict().items()
-        }
+        state = _on_meta(head, config).state_dict()
+        return {name: tuple(value.shape) for name, value in state.items()}
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"no model can be made of this configuration ({one_line(error)})."
@@ -309,51 +273,35 @@ def check_tensors(tensors, expected):
     """Compares names and shapes with those of the model that the configuration describes.
 
     Args:
-        tensors: {name: anything with a `shape` and `dtype`}.
+        tensors: {name: tensor}.
         expected: {name: shape}.
     Raises:
         UserError: missing, unexpected, of a wrong shape or of a dtype that is not converted.
     """
-    missing = [n for n in expected if n not in tensors]
-    unexpected = [n for n in tensors if n not in expected]
-    if missing or unexpected:
-        parts = [
-            f"{kind} tensors: {listed(names)}"
-            for kind, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    parts = [f"missing tensors: {listed(missing)}"] if missing else []
+    parts += [f"unexpected tensors: {listed(unexpected)}"] if unexpected else []
+    if parts:
         raise UserError(f"the checkpoint does not fit its configuration; {'; '.join(parts)}.")
-    shapes = {name: tuple(tensors[name].shape) for name in expected}
     wrong = [
-        f"{name} is {shapes[name]} instead of {tuple(expected[name])}"
-        for name in expected
-        if shapes[name] != tuple(expected[name])
+        f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
+        for name, shape in expected.items()
+        if tuple(tensors[name].shape) != shape
     ]
     if wrong:
         raise UserError(f"tensors of the wrong shape for the configuration: {listed(wrong)}.")
-    others = {
-        n: tensors[n].dtype
-        for n in expected
-        if tensors[n].dtype not in (*WEIGHT_DTYPES.values(), torch.float64)
-    }
+    dtypes = (*WEIGHT_DTYPES.values(), torch.float64)
+    others = [f"{n} ({tensors[n].dtype})" for n in expected if tensors[n].dtype not in dtypes]
     if others:
-        kind = (
-            "of a dtype that is not converted"
-            if any(d.is_floating_point for d in others.values())
-            else "not floating-point numbers"
-        )
-        raise UserError(
-            f"these weights are {kind}: "
-            f"{listed(f'{name} ({dtype})' for name, dtype in others.items())}."
-        )
+        raise UserError(f"these weights are of a dtype that is not converted: {listed(others)}.")
 
 
 def check_values(tensors, dtype):
-    """Reads all tensors once, which compares the checksums that their format has; refuses NaN,
-    infinity, and what `dtype` cannot hold."""
+    """Raises UserError for NaN, infinity, and what `dtype` cannot hold."""
     broken, too_large = [], []
-    for name, tensor in tqdm(tensors.items(), desc="checking tensors", unit="tensor"):
-        low, high = (bound.item() for bound in tensor.read().detach().aminmax())
+    for name, tensor in tensors.items():
+        low, high = (bound.item() for bound in tensor.aminmax())
         if not (math.isfinite(low) and math.isfinite(high)):
             broken.append(name)
         elif max(-low, high) > torch.finfo(dtype).max:
@@ -368,11 +316,10 @@ def check_values(tensors, dtype):
 
 
 def plan(tensors, given, wanted_head=None, wanted_dtype=None):
-    """Works out what a checkpoint becomes; compares every name, shape and dtype, but reads no
-    numbers.
+    """Works out what a checkpoint becomes: every name, shape, dtype and number is checked.
 
     Args:
-        tensors: {published masked-LM name: StoredTensor}.
+        tensors: {published masked-LM name: tensor}.
         given: fields of a configuration file.
         wanted_head: value of --head, or None for what the checkpoint has.
         wanted_dtype: value of --dtype, or None for the checkpoint's own; float32 if it mixes
@@ -382,32 +329,29 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
     Raises:
         UserError: the tensors are not those of a NeoBERT of this configuration.
     """
-    said = given.get("architectures")
-    said = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-    head, others = choose_head(tensors, wanted_head, said)
-    tensors = {name: stored for name, stored in tensors.items() if name not in set(others)}
+    classes = given.get("architectures")
+    classes = (
+        [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    )
+    head, others = choose_head(tensors, wanted_head, classes)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in set(others)}
     tied, tying = decide_tying(tensors, given, head)
     config, derived = work_out_config(tensors, {**given, "tie_word_embeddings": tied}, head)
-    if tied:
-        tensors.pop("decoder.weight", None)
-
-    own = {stored.dtype for stored in tensors.values()}
-    dtype = (
-        WEIGHT_DTYPES[wanted_dtype]
-        if wanted_dtype
-        else own.pop()
-        if len(own) == 1
-        else torch.float32
-    )
     expected = expected_shapes(head, config)
     if tied:
-        expected.pop("decoder.weight", None)
+        for names in (tensors, expected):
+            names.pop("decoder.weight", None)
     # NeoBERTModel's own names have no `model.`, those of the checkpoint have one always.
-    check_tensors(
-        tensors,
-        {f"{'' if head.backbone else 'model.'}{name}": shape for name, shape in expected.items()},
-    )
-    renamed = {name: tensors[f"{'' if head.backbone else 'model.'}{name}"] for name in expected}
+    prefix = "" if head.backbone else "model."
+    check_tensors(tensors, {f"{prefix}{name}": shape for name, shape in expected.items()})
+    renamed = {name: tensors[f"{prefix}{name}"] for name in expected}
+
+    own = {tensor.dtype for tensor in renamed.values()}
+    dtype = own.pop() if len(own) == 1 else torch.float32
+    if wanted_dtype:
+        dtype = WEIGHT_DTYPES[wanted_dtype]
+    elif dtype == torch.float64:
+        dtype = torch.float32
+    check_values(renamed, dtype)
     left_out = [f"left out for --head {head.option}: {listed(others)}"] if others else []
-    dtype = dtype if dtype in WEIGHT_DTYPES.values() else torch.float32
     return Conversion(head, config, dtype, renamed, (*left_out, *tying, *derived))

@@ -1,7 +1,6 @@
 """The configuration beside a checkpoint: config.json of a Hub folder, a YAML file, or the authors'
 Hydra configuration."""
 
-import contextlib
 import inspect
 from pathlib import Path
 
@@ -22,18 +21,17 @@ _FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml", "hpa
 
 def find_config(folders):
     """The innermost configuration file with any of FIELDS: (path, fields), or (None, {})."""
-    for folder in folders:
-        for name in _FILES:
-            if (folder / name).is_file():
+    for path in (folder / name for folder in folders for name in _FILES):
+        if path.is_file():
+            try:
+                fields = read_config(path, strict=False)
+            except UserError:
                 # Lightning writes a file of this name with objects of its own in it.
-                with (
-                    contextlib.suppress(UserError)
-                    if name == "hparams.yaml"
-                    else contextlib.nullcontext()
-                ):
-                    values = read_config(folder / name, strict=False)
-                    if values:
-                        return folder / name, values
+                if path.name != "hparams.yaml":
+                    raise
+                continue
+            if fields:
+                return path, fields
     return None, {}
 
 
@@ -53,29 +51,23 @@ def read_config(path, strict=True):
     except UserError as error:
         raise UserError(f"the configuration cannot be read: {error}") from None
     if not isinstance(data, dict):
-        raise UserError(
-            f"the configuration {path} should be a mapping of names to values, but is a "
-            f"{type(data).__name__}."
-        )
-    if data.get("model_type", "neobert") != "neobert":
-        raise UserError(
-            f"{path} is the configuration of a {data['model_type']!s:.80} model, not of NeoBERT."
-        )
-    values = {}
+        raise UserError(f"the configuration {path} should be a mapping of names to values.")
+    kind = data.get("model_type", "neobert")
+    if kind != "neobert":
+        kind = f"{kind:.80} model" if isinstance(kind, str) else "model of another kind"
+        raise UserError(f"{path} is the configuration of a {kind}, not of NeoBERT.")
+    fields = {}
     for section, names in (
         (data.get("tokenizer"), {"max_length", "vocab_size"}),
         (data, FIELDS),
         (data.get("model"), FIELDS),
     ):
         if isinstance(section, dict):
-            values |= {
-                name: value
-                for name, value in section.items()
-                if name in names and value is not None
-            }
-    if strict and not values:
+            values = {name: section[name] for name in names & section.keys()}
+            fields |= {name: value for name, value in values.items() if value is not None}
+    if strict and not fields:
         raise UserError(
             f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, "
             "...)."
         )
-    return values
+    return fields

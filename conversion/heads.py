@@ -58,49 +58,51 @@ class Head:
 
 # Where several have the same tensors, the first one is meant, unless the configuration names
 # another.
-HEADS = {
-    head.option: head
-    for head in (
-        Head("masked-lm", "AutoModelForMaskedLM", "fill-mask", ("decoder.",)),
-        Head("base", "AutoModel", "feature-extraction", outputs=("last_hidden_state",)),
-        Head(
-            *(
-                "sequence-classification",
-                "AutoModelForSequenceClassification",
-                "text-classification",
-                ("dense.", "classifier."),
-            ),
-            per_token=False,
-            has_labels=True,
-        ),
-        Head(
-            "token-classification",
-            "AutoModelForTokenClassification",
-            "token-classification",
-            ("classifier.",),
-            has_labels=True,
-        ),
-        Head(
-            *(
-                "question-answering",
-                "AutoModelForQuestionAnswering",
-                "question-answering",
-                ("qa_outputs.",),
-            ),
-            outputs=("start_logits", "end_logits"),
-        ),
-        Head(
-            *(
-                "multiple-choice",
-                "AutoModelForMultipleChoice",
-                "multiple-choice",
-                ("dense.", "classifier."),
-            ),
-            per_token=False,
-            has_choices=True,
-        ),
-    )
-}
+_TABLE = [
+    Head(
+        option="masked-lm",
+        auto_class="AutoModelForMaskedLM",
+        pipeline_tag="fill-mask",
+        prefixes=("decoder.",),
+    ),
+    Head(
+        option="base",
+        auto_class="AutoModel",
+        pipeline_tag="feature-extraction",
+        outputs=("last_hidden_state",),
+    ),
+    Head(
+        option="sequence-classification",
+        auto_class="AutoModelForSequenceClassification",
+        pipeline_tag="text-classification",
+        prefixes=("dense.", "classifier."),
+        per_token=False,
+        has_labels=True,
+    ),
+    Head(
+        option="token-classification",
+        auto_class="AutoModelForTokenClassification",
+        pipeline_tag="token-classification",
+        prefixes=("classifier.",),
+        has_labels=True,
+    ),
+    Head(
+        option="question-answering",
+        auto_class="AutoModelForQuestionAnswering",
+        pipeline_tag="question-answering",
+        prefixes=("qa_outputs.",),
+        outputs=("start_logits", "end_logits"),
+    ),
+    Head(
+        option="multiple-choice",
+        auto_class="AutoModelForMultipleChoice",
+        pipeline_tag="multiple-choice",
+        prefixes=("dense.", "classifier."),
+        per_token=False,
+        has_choices=True,
+    ),
+]
+HEADS = {head.option: head for head in _TABLE}
 # Of all heads; every other tensor belongs to the backbone.
 HEAD_PREFIXES = tuple(dict.fromkeys(prefix for head in HEADS.values() for prefix in head.prefixes))
 
@@ -120,25 +122,18 @@ def choose_head(names, wanted=None, architectures=()):
     """
     present = [prefix for prefix in HEAD_PREFIXES if any(name.startswith(prefix) for name in names)]
     if wanted is None:
-        fitting = [head for head in HEADS.values() if set(head.prefixes) == set(present)]
+        fitting = [head for head in _TABLE if set(head.prefixes) == set(present)]
         if not fitting:
-            possible = [
-                head.option for head in HEADS.values() if set(head.prefixes) <= set(present)
-            ]
+            possible = [head.option for head in _TABLE if set(head.prefixes) <= set(present)]
             raise UserError(
                 f"the checkpoint's tensors ({listed(f'{prefix}*' for prefix in present)}) are not "
-                "those of one head: "
-                f"choose --head {' or '.join(possible)}."
+                f"those of one head: choose --head {' or '.join(possible)}."
             )
-        chosen = next(
-            (
-                head
-                for head in fitting
-                if {*head.architectures, head.class_name} & set(architectures)
-            ),
-            fitting[0],
-        )
+        head = fitting[0]
+        for other in fitting:
+            if {*other.architectures, other.class_name} & set(architectures):
+                head = other
     else:
-        chosen = HEADS[wanted]
-    others = tuple(prefix for prefix in present if prefix not in chosen.prefixes)
-    return chosen, sorted(name for name in names if others and name.startswith(others))
+        head = HEADS[wanted]
+    others = tuple(prefix for prefix in present if prefix not in head.prefixes)
+    return head, sorted(name for name in names if others and name.startswith(others))

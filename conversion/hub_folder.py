@@ -2,48 +2,33 @@
 understands."""
 
 import json
+import shutil
 
-import torch
-from tqdm.auto import tqdm
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 
 from ..common.cards import front_matter
 from ..common.errors import printable
-from ..common.files import write_safetensors
-from ..common.loading import SAFETENSORS_DTYPES, copy_code
+from ..common.files import sha256
+from ..common.loading import copy_code
 
 
-def write_weights(folder, conversion, max_shard_size):
-    """model.safetensors, or shards of at most `max_shard_size` bytes with their index; returns one
-    row per file."""
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    shapes, dtype = conversion.shapes, conversion.dtype
-    dtype_name = next(name for name, value in SAFETENSORS_DTYPES.items() if value == dtype)
-    split = split_state_dict_into_shards_factory(
-        shapes,
-        get_storage_size=lambda shape: torch.Size(shape).numel() * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    with tqdm(total=len(shapes), desc="writing tensors", unit="tensor") as progress:
-
-        def read(name):
-            tensor = conversion.read(name).contiguous()
-            progress.update()
-            return [memoryview(tensor.flatten().view(torch.uint8).numpy())]
-
-        rows = []
-        for file, names in sorted(split.filename_to_tensors.items()):
-            layout = {name: (dtype_name, shapes[name]) for name in names}
-            rows.append(write_safetensors(folder / file, layout, read, {"format": "pt"}))
+def write_weights(folder, state, max_shard_size):
+    """model.safetensors, or shards of at most `max_shard_size` ("5GB") with their index; returns
+    one row per file."""
+    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    rows = []
+    for file, names in sorted(split.filename_to_tensors.items()):
+        path, written = folder / file, folder / f".{file}"
+        save_file({name: state[name] for name in names}, written, {"format": "pt"})
+        # The library's file is for its owner alone, a copy has the rights that the umask gives.
+        shutil.copyfile(written, path)
+        written.unlink()
+        rows.append({"file": file, "bytes": path.stat().st_size, "sha256": sha256(path)})
     if split.is_sharded:
-        index = {
-            "metadata": split.metadata,
-            "weight_map": dict(sorted(split.tensor_to_filename.items())),
-        }
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n"
-        )
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(f"{text}\n")
     return rows
 
 
@@ -58,16 +43,42 @@ def write_config(folder, conversion):
 def usage_lines(name, head, has_tokenizer, sentence_transformers):
     """Python that loads the folder or repository `name`."""
     name = json.dumps(printable(name), ensure_ascii=False)
+    classes = f"{head.auto_class}, AutoTokenizer" if has_tokenizer else head.auto_class
     lines = [
-        f"from transformers import {head.auto_class}" + (", AutoTokenizer" if has_tokenizer else "")
+        f"from transformers import {classes}",
+        f"model = {head.auto_class}.from_pretrained({name}, trust_remote_code=True)",
     ]
-    lines.append(f"model = {head.auto_class}.from_pretrained({name}, trust_remote_code=True)")
     if has_tokenizer:
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)")
     if sentence_transformers:
         lines.append("from sentence_transformers import SentenceTransformer")
         lines.append(f"sentences = SentenceTransformer({name}, trust_remote_code=True)")
     return lines
+
+
+_CARD = """{metadata}
+# {name}
+
+A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a training \
+checkpoint.
+
+```python
+{usage}
+```
+
+The model's code is in this repository and runs on your machine: read it, and pin what you read \
+with `revision=`.
+
+| | |
+|---|---|
+{facts}
+
+Conversion:
+
+```text
+{notes}
+```
+"""
 
 
 def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_transformers, known):
@@ -80,49 +91,26 @@ def write_model_card(folder, conversion, rows, name, has_tokenizer, sentence_tra
     # a masked LM with mean pooling is not trained for it
     if sentence_transformers and conversion.head.option == "base":
         task, library = "sentence-similarity", "sentence-transformers"
-    metadata = front_matter(
-        **known, library_name=library, pipeline_tag=task, tags=list(dict.fromkeys(tags))
+    tags = list(dict.fromkeys(tags))
+    layers = f"{config.num_hidden_layers} x {config.hidden_size}"
+    facts = {
+        "parameters": f"{conversion.parameters:,}",
+        "dtype": str(conversion.dtype).removeprefix("torch."),
+        "layers x hidden size": f"{layers}, {config.num_attention_heads} heads",
+        "feed-forward": f"{config.hidden_act}, inner size {config.ffn_inner_size}",
+        "norm, positions": f"{config.norm_type}, {config.position_embedding_type}",
+        "vocabulary": f"{config.vocab_size:,} rows",
+        "context": f"{config.context_length:,} tokens",
+    }
+    facts |= {f"sha256 of {row['file']}": f"`{row['sha256']}`" for row in rows}
+    usage = usage_lines(name, conversion.head, has_tokenizer, sentence_transformers)
+    text = _CARD.format(
+        metadata=front_matter(**known, library_name=library, pipeline_tag=task, tags=tags),
+        name=printable(name).rpartition("/")[2],
+        usage="\n".join(usage),
+        facts="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
+        # Names of a stranger's files and tensors stay text in a block, where they are neither links
+        # nor HTML.
+        notes="\n".join(f"- {printable(note)}" for note in conversion.notes),
     )
-    facts = [
-        ("parameters", f"{conversion.parameters:,}"),
-        ("dtype", str(conversion.dtype).removeprefix("torch.")),
-        (
-            "layers x hidden size",
-            f"{config.num_hidden_layers} x {config.hidden_size}, {config.num_attention_heads} "
-            "heads",
-        ),
-        ("feed-forward", f"{config.hidden_act}, inner size {config.ffn_inner_size}"),
-        ("norm, positions", f"{config.norm_type}, {config.position_embedding_type}"),
-        ("vocabulary", f"{config.vocab_size:,} rows"),
-        ("context", f"{config.context_length:,} tokens"),
-        *((f"sha256 of {row['file']}", f"`{row['sha256']}`") for row in rows),
-    ]
-    lines = [metadata, f"# {printable(name).rpartition('/')[2]}", ""]
-    lines += [
-        "A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)) converted from a "
-        "training checkpoint.",
-        "",
-    ]
-    lines += [
-        "```python",
-        *usage_lines(name, conversion.head, has_tokenizer, sentence_transformers),
-        "```",
-        "",
-    ]
-    lines += [
-        "The model's code is in this repository and runs on your machine: read it, and pin what "
-        "you read with `revision=`.",
-        "",
-    ]
-    lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts), ""]
-    # Names of a stranger's files and tensors stay text in a block, where they are neither links nor
-    # HTML.
-    lines += [
-        "Conversion:",
-        "",
-        "```text",
-        *(f"- {printable(note)}" for note in conversion.notes),
-        "```",
-        "",
-    ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Finds a training checkpoint's step and format, and gives its tensors their published names.
+"""Finds a training checkpoint's step and format, and reads its tensors under their published names.
 
 Reads `state_dict.pt`, DeepSpeed and torch.distributed.checkpoint folders, accelerate's
 `save_state`, Trainer's checkpoints, safetensors and Hub folders.
@@ -9,14 +9,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from ..common.errors import UserError, listed
 from ..common.files import check_file, read_text
-from .deepspeed import MODEL_STATES, OPTIM_STATES, read_deepspeed
+from .deepspeed import is_deepspeed, read_deepspeed
 from .distributed import read_distributed
 from .heads import HEAD_PREFIXES
-from .safetensors_files import safetensors_tensors, sharded_tensors
-from .stored import StoredTensor, is_plain_name
-from .torch_files import torch_tensors
+from .weight_files import read_file
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Checkpoint:
 
     path: Path
     format: str
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, torch.Tensor]
     folders: list[Path] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -57,46 +57,23 @@ _WEIGHT_FILES = (
 _ENGINE_FOLDERS = ("pytorch_model", "pytorch_model_fsdp_0")
 
 
-def _is_deepspeed(folder):
-    return any(
-        MODEL_STATES.fullmatch(path.name) or OPTIM_STATES.fullmatch(path.name)
-        for path in folder.iterdir()
-    )
-
-
 def _reader_of(path):
-    """A function that returns (tensors, format, notes) for a file or folder with weights, or
-    None."""
+    """(reader, what it reads) of a file or folder with weights, or None."""
     if path.is_file():
-        if path.name.endswith(".index.json"):
-            read = safetensors_tensors if "safetensors" in path.name else torch_tensors
-            return lambda: (
-                sharded_tensors(path, read),
-                f"sharded {'safetensors' if read is safetensors_tensors else 'torch.save'}",
-                [],
-            )
-        if path.suffix == ".safetensors":
-            return lambda: (safetensors_tensors(path), "safetensors", [])
-        return lambda: (torch_tensors(path), f"torch.save ({path.name})", [])
+        return read_file, path
     for folder in (path, *(path / name for name in _ENGINE_FOLDERS)):
         # Master weights are preferred to what may be beside them.
-        if folder.is_dir() and _is_deepspeed(folder):
-            return lambda folder=folder: read_deepspeed(folder)
+        if folder.is_dir() and is_deepspeed(folder):
+            return read_deepspeed, folder
         if (folder / ".metadata").is_file():
-            return lambda folder=folder: read_distributed(folder)
+            return read_distributed, folder
     # Trainer with DeepSpeed: checkpoint-10/latest names checkpoint-10/global_step10.
     latest = _tag(path)
-    if (
-        latest is not None
-        and latest.name.startswith("global_step")
-        and latest.is_dir()
-        and _is_deepspeed(latest)
-    ):
-        return lambda: read_deepspeed(latest)
-    for name in _WEIGHT_FILES:
-        if (path / name).is_file():
-            return _reader_of(path / name)
-    return None
+    is_step = latest is not None and latest.name.startswith("global_step") and latest.is_dir()
+    if is_step and is_deepspeed(latest):
+        return read_deepspeed, latest
+    files = [path / name for name in _WEIGHT_FILES if (path / name).is_file()]
+    return (read_file, files[0]) if files else None
 
 
 def _tag(folder):
@@ -105,7 +82,7 @@ def _tag(folder):
     if not file.is_file():
         return None
     name = read_text(file, 4096).strip()
-    if not is_plain_name(name):
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise UserError(
             f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}."
         )
@@ -131,34 +108,27 @@ def find_step(path, step=None):
         UserError: nothing there, or no such step.
     """
     path = Path(path)
+    wanted = None if step in (None, "latest") else int(step)
     if not path.is_dir():
         check_file(path)
-    wanted = None if step in (None, "latest") else int(step)
-    if path.is_file():
         if wanted is not None:
             raise UserError(f"--step {wanted} needs the folder of a run, but {path} is a file.")
         return path
-    own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
     steps = _steps(path)
-    if wanted is None and _reader_of(path):
-        return path
-    if (
-        wanted is not None
-        and wanted not in steps
-        and own
-        and int(own.group(1)) == wanted
-        and _reader_of(path)
-    ):
+    own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
+    is_wanted = wanted is None or (wanted not in steps and own and int(own[1]) == wanted)
+    if is_wanted and _reader_of(path):
         return path
     tag = _tag(path) if wanted is None else None
-    if tag is not None:
-        if not tag.is_dir():
-            raise UserError(
-                f"{path / 'latest'} names {tag.name}, which is not there; choose a step with "
-                "--step."
-            )
-        chosen = tag
-    elif steps:
+    if tag is None and not steps:
+        for name in _RUN_FOLDERS:
+            if (path / name).is_dir():
+                return find_step(path / name, step)
+        raise UserError(
+            f"{path} holds no checkpoint: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's "
+            "*_states.pt, a torch.distributed.checkpoint folder, or folders of steps."
+        )
+    if tag is None:
         number = max(steps) if wanted is None else wanted
         if number not in steps:
             raise UserError(f"{path} has no step {number}; it has {listed(sorted(steps))}.")
@@ -167,22 +137,13 @@ def find_step(path, step=None):
                 f"{path} has several folders of step {number}: "
                 f"{listed(p.name for p in steps[number])}; name one of them."
             )
-        chosen = steps[number][0]
-    else:
-        for name in _RUN_FOLDERS:
-            if (path / name).is_dir():
-                return find_step(path / name, step)
-        hint = f" of step {wanted}" if wanted is not None else ""
+        tag = steps[number][0]
+    if not tag.is_dir() or not _reader_of(tag):
         raise UserError(
-            f"{path} holds no checkpoint{hint}: expected {', '.join(_WEIGHT_FILES)}, DeepSpeed's "
-            "*_states.pt, a "
-            "torch.distributed.checkpoint folder, or folders of steps."
+            f"{tag} is not there, or holds no weights in a known format; choose another step with "
+            "--step."
         )
-    if not _reader_of(chosen):
-        raise UserError(
-            f"{chosen} holds no weights in a known format; choose another step with --step."
-        )
-    return chosen
+    return tag
 
 
 def _run_folders(path, start):
@@ -222,16 +183,11 @@ def canonical_names(tensors, path):
     origins, renamed = {}, {}
     cleaned = {name: _WRAPPERS.sub("", name) for name in tensors}
     names = set(cleaned.values())
+    inner = tuple(f"model.{prefix}" for prefix in ("model.", *HEAD_PREFIXES))
     for prefix in ("app.", "model."):
         # A complete state dict below one key, as torch.distributed.checkpoint stores it.
-        nested = all(name.startswith(prefix) for name in names) and (
-            prefix == "app."
-            or any(
-                name.startswith(tuple(f"model.{inner}" for inner in ("model.", *HEAD_PREFIXES)))
-                for name in names
-            )
-        )
-        if nested and names:
+        is_nested = all(name.startswith(prefix) for name in names)
+        if is_nested and (prefix == "app." or any(name.startswith(inner) for name in names)):
             cleaned = {name: short.removeprefix(prefix) for name, short in cleaned.items()}
             names = set(cleaned.values())
     bare = not any(name.startswith("model.") for name in names)
@@ -252,7 +208,8 @@ def canonical_names(tensors, path):
 
 
 def open_checkpoint(path, step=None):
-    """Finds the step, recognises the format, and lists the tensors without reading them.
+    """Finds the step, recognises the format, and reads the tensors; those of torch.save and
+    safetensors stay mapped.
 
     Args:
         path: file or folder.
@@ -263,12 +220,12 @@ def open_checkpoint(path, step=None):
         UserError: nothing readable there; incomplete, truncated, or with an object of an unknown
             class.
     """
-    start = Path(path)
-    found = find_step(start, step)
-    tensors, kind, notes = _reader_of(found)()
+    place = find_step(path, step)
+    reader, source = _reader_of(place)
+    tensors, kind, notes = reader(source)
     if not tensors:
-        raise UserError(f"{found} holds no tensors.")
+        raise UserError(f"{place} holds no tensors.")
     if unnamed := [name for name in tensors if not isinstance(name, str)]:
-        raise UserError(f"{found} holds a tensor whose name is not text: {unnamed[0]!r:.100}.")
-    folders = _run_folders(Path(os.path.abspath(found)), Path(os.path.abspath(start)))
-    return Checkpoint(found, kind, canonical_names(tensors, found), folders, notes)
+        raise UserError(f"{place} holds a tensor whose name is not text: {unnamed[0]!r:.100}.")
+    folders = _run_folders(Path(os.path.abspath(place)), Path(os.path.abspath(path)))
+    return Checkpoint(place, kind, canonical_names(tensors, place), folders, notes)

@@ -9,28 +9,6 @@ from ..common.errors import UserError
 from .heads import HEADS
 
 
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-
-def size_in_bytes(text):
-    """Bytes of a size as "5GB", "500 MB" or "2GiB"; UserError for anything else."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT]?i?B)", text, re.IGNORECASE)
-    size = int(float(match.group(1)) * _UNITS.get(match.group(2).upper(), 0)) if match else 0
-    if size < 1:
-        raise UserError(f"--max-shard-size takes a size as 5GB or 500MB, but {text!r} was given.")
-    return size
-
-
 @dataclass(kw_only=True)
 class CheckpointOptions(Arguments):
     """What is read."""
@@ -66,37 +44,25 @@ class FolderOptions(Arguments):
     max_shard_size: str = option("5GB", "largest weight file")
     license: str | None = option(None, LICENSE_HELP)
     base_model: str | None = option(None, BASE_MODEL_HELP)
-    force: bool = option(False, "replace a folder that this command wrote")
 
 
 @dataclass(kw_only=True)
-class HubOptions(Arguments):
-    """The upload."""
-
-    push_to_hub: str | None = option(None, "upload to USER/NAME afterwards")
-    private: bool = option(False, "create that repository private")
-    revision: str | None = option(None, "branch to upload to")
-
-
-@dataclass(kw_only=True)
-class ConvertArguments(HubOptions, FolderOptions, CheckpointOptions):
+class ConvertArguments(FolderOptions, CheckpointOptions):
     """Options of `neobert convert`."""
 
     def __post_init__(self):
         super().__post_init__()
-        self.shard_bytes = size_in_bytes(self.max_shard_size)
-        if self.step not in (None, "latest") and not (
-            self.step.isascii() and self.step.isdigit() and len(self.step) < 19
-        ):
+        if not re.fullmatch(r"[0-9]{1,9} ?[KMGT]B", self.max_shard_size, re.ASCII):
+            raise UserError(
+                f"--max-shard-size takes a size as 5GB or 500MB, but {self.max_shard_size!r} was "
+                "given."
+            )
+        if not re.fullmatch(r"[0-9]{1,18}|latest", self.step or "latest", re.ASCII):
             raise UserError(f"--step takes a number or latest, but {self.step!r} was given.")
-        if not self.push_to_hub and (self.private or self.revision):
-            raise UserError("--private and --revision go with --push-to-hub REPO.")
         if self.sentence_transformers and self.tokenizer == "none":
             raise UserError(
                 "--sentence-transformers needs a tokenizer, but --tokenizer none was given."
             )
-        if self.sentence_transformers and self.head not in (None, "base", "masked-lm"):
-            raise UserError("--sentence-transformers goes with --head masked-lm or base.")
 
 
 OPTIONS = {

@@ -5,7 +5,7 @@ import functools
 import tempfile
 from pathlib import Path
 
-from .architecture import check_values, plan
+from .architecture import plan
 from .config_files import find_config
 from .hub_folder import write_config, write_weights
 from .locate import open_checkpoint
@@ -27,11 +27,10 @@ def hub_folder_of(checkpoint):
     source = open_checkpoint(checkpoint)
     _, given = find_config(source.folders)
     conversion = plan(source.tensors, given, "masked-lm", "float32")
-    check_values(conversion.tensors, conversion.dtype)
     folder = tempfile.TemporaryDirectory(prefix=f"neobert-{Path(checkpoint).name}-")
     config, path = conversion.config, Path(folder.name)
     tokenizer = find_tokenizer(None, source.folders)
     write_tokenizer(tokenizer, path, config.vocab_size, config.context_length)
     write_config(path, conversion)
-    write_weights(path, conversion, max_shard_size=5 * 10**9)
+    write_weights(path, conversion.written(), "5GB")
     return folder

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from ..common.errors import UserError, one_line
+
+
+# Without the script's folder among those that are searched for modules.
+_RUN = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def random_inputs(conversion):
@@ -32,51 +35,6 @@ def random_inputs(conversion):
     )
 
 
-def streamed_forward(model, read, inputs):
-    """Runs a model that was built on the meta device, reading each module's weights only while it
-    runs.
-
-    Args:
-        model: built under `torch.device("meta")`.
-        read: function of a parameter's name that returns the float32 tensor.
-        inputs: keyword arguments of the forward.
-    Returns:
-        {name: float32 tensor} of its outputs.
-    """
-
-    def fill(module, prefix):
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(
-                    read(f"{prefix}{name}"), requires_grad=False
-                )
-
-    def empty(module):
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), requires_grad=False
-                )
-
-    def stream(module, prefix):
-        forward = module.forward
-
-        def run(*args, **kwargs):
-            fill(module, prefix)
-            output = forward(*args, **kwargs)
-            empty(module)
-            return output
-
-        module.forward = run
-
-    for name, module in model.named_modules():
-        if module._parameters:
-            stream(module, f"{name}.")
-    with torch.no_grad():
-        output = model.eval()(**inputs, unpad_inputs=model.config.unpad_inputs)
-    return {name: value for name, value in output.items() if torch.is_tensor(value)}
-
-
 def _compared(outputs, conversion, inputs):
     """One vector of all outputs; of per-token ones at real tokens only."""
     mask = inputs["attention_mask"].bool()
@@ -87,71 +45,49 @@ def _compared(outputs, conversion, inputs):
     return torch.cat([x.flatten() for x in real])
 
 
-def source_outputs(conversion, rounded):
-    """What the source weights answer, in float32, with one module's weights in memory at a time.
+def source_outputs(conversion, tensors):
+    """What the model answers with the weights `tensors` in float32, as one vector.
 
-    Args:
-        conversion: Conversion.
-        rounded: whether the weights are first rounded to the dtype that is written.
     Raises:
         UserError: it does not run.
     """
     inputs = random_inputs(conversion)
-
-    def read(name):
-        return conversion.read(name, rounded).to(torch.float32)
-
     try:
-        outputs = streamed_forward(conversion.build(), read, inputs)
-    except (
-        ArithmeticError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # rope_parameters of any type, for example
+        with torch.no_grad():
+            outputs = conversion.build(tensors)(**inputs)
+    # rope_parameters of any type, for example
+    except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:
         raise UserError(
             f"the model of this configuration does not run ({one_line(error)})."
         ) from error
+    outputs = {name: value for name, value in outputs.items() if torch.is_tensor(value)}
     return _compared(outputs, conversion, inputs)
 
 
 def _reload(folder, auto_class, inputs, outputs, scratch):
     """Runs `fresh_model.py`, which knows neither this package nor the network, in a process of its
     own."""
-    command = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    script = Path(__file__).with_name("fresh_model.py")
+    environment = {
+        **os.environ,
+        "HF_MODULES_CACHE": str(scratch / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(scratch),
+    }
     process = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            command,
-            Path(__file__).with_name("fresh_model.py"),
-            folder,
-            auto_class,
-            inputs,
-            outputs,
-        ],
-        env={
-            **os.environ,
-            "HF_MODULES_CACHE": str(scratch / "modules"),
-            "HF_HUB_OFFLINE": "1",
-            "TMPDIR": str(scratch),
-        },
+        [sys.executable, "-c", _RUN, script, folder, auto_class, inputs, outputs],
+        env=environment,
         cwd=scratch,
         stdin=subprocess.DEVNULL,
         capture_output=True,
     )
     if process.returncode:
-        said = process.stderr.decode(errors="replace").strip().splitlines()
-        ended = (
-            signal.Signals(-process.returncode).name
-            if process.returncode < 0
-            else process.returncode
-        )
-        reason = (
-            one_line(said[-1], 400)
-            if said and process.returncode > 0
-            else f"its process ended with {ended}"
-        )
+        lines = process.stderr.decode(errors="replace").strip().splitlines()
+        reason = f"its process ended with {process.returncode}"
+        if process.returncode < 0:
+            reason = f"its process ended with {signal.Signals(-process.returncode).name}"
+        elif lines:
+            reason = one_line(lines[-1], 400)
         raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
 
 

@@ -7,91 +7,75 @@ from ..common.cards import front_matter
 from ..common.errors import printable
 
 
-def _usage(source, name, targets):
+def _usage(source, name, report):
     """(title, language, lines) of each way to load the folder."""
-    quoted = json.dumps(printable(name), ensure_ascii=False)
-    if "onnx" in targets:
-        pooled = (
-            source.pooling is not None
-            and source.pooling.mode in ("mean", "cls")
-            and not len(source.pooling.dense)
-        )
-        options = (
-            f', {{ pooling: "{source.pooling.mode}", normalize: '
-            f"{str(source.pooling.normalize).lower()} }}"
-            if pooled
-            else ""
-        )
+    quoted, pooling = json.dumps(printable(name), ensure_ascii=False), source.pooling
+    if report["target"] == "onnx":
+        options = ""
+        if pooling is not None and pooling.mode in ("mean", "cls") and not pooling.dense:
+            normalize = json.dumps(pooling.normalize)
+            options = f', {{ pooling: "{pooling.mode}", normalize: {normalize} }}'
+        precisions = [file["precision"] for file in report["files"].values()]
+        names = {"fp32": "fp32", "int8": "q8", "fp16": "fp16", "q4": "q4"}
+        dtype = next(names[precision] for precision in names if precision in precisions)
         lines = [
             'import { pipeline } from "@huggingface/transformers";',
-            f'const run = await pipeline("{source.head.pipeline_tag}", {quoted}, {{ dtype: '
-            f'"{_js_dtype(targets)}" }});',
+            f'const run = await pipeline("{source.head.pipeline_tag}", {quoted}, '
+            f'{{ dtype: "{dtype}" }});',
             f'const output = await run("A text."{options});',
         ]
         yield "transformers.js", "js", lines
-    if source.pooling is not None:
-        for backend in targets:
+    if pooling is not None:
+        backend, options = report["target"], ""
+        if backend == "openvino":
             path = json.dumps(f"{printable(name)}/openvino/ov_config.json", ensure_ascii=False)
-            options = f', model_kwargs={{"ov_config": {path}}}' if backend == "openvino" else ""
-            lines = [
-                "from sentence_transformers import SentenceTransformer",
-                f'model = SentenceTransformer({quoted}, backend="{backend}", '
-                f"trust_remote_code=True{options})",
-            ]
-            yield f"sentence-transformers, {backend} backend", "python", lines
+            options = f', model_kwargs={{"ov_config": {path}}}'
+        lines = [
+            "from sentence_transformers import SentenceTransformer",
+            f'model = SentenceTransformer({quoted}, backend="{backend}", '
+            f"trust_remote_code=True{options})",
+        ]
+        yield f"sentence-transformers, {backend} backend", "python", lines
 
 
-def _js_dtype(targets):
-    precisions = [file["precision"] for file in targets["onnx"]["files"].values()]
-    return next(
-        js
-        for ours, js in (("fp32", "fp32"), ("int8", "q8"), ("fp16", "fp16"), ("q4", "q4"))
-        if ours in precisions
-    )
+_CARD = """{metadata}
+# {name}
+
+A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)), exported.
+The worst cosines to torch in float32, over texts of 3 to {longest} tokens, alone and in padded \
+batches:
+
+| file | precision | worst token cosine | worst pooled cosine |
+|---|---|---|---|
+{files}
+"""
 
 
-def card(source, name, targets):
+def card(source, name, report):
     """The text of README.md.
 
     Args:
         source: Source.
         name: of the folder.
-        targets: {target: {"files": {name: {"precision", "token", "pooled"}}}} as the manifest says
-            it.
+        report: {"target", "files": {name: {"precision", "token", "pooled"}}}, as export.json.
     """
-    sentence = source.pooling is not None
-    library = "transformers.js" if "onnx" in targets else "openvino"
-    tags = [
-        "neobert",
-        "custom_code",
-        *targets,
-        *(["sentence-transformers", "feature-extraction"] if sentence else []),
-    ]
-    task = "sentence-similarity" if sentence else source.head.pipeline_tag
-    lines = [front_matter(**source.known, library_name=library, pipeline_tag=task, tags=tags)]
-    lines += [
-        f"# {printable(name)}",
-        "",
-        "A NeoBERT ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)), exported.",
-    ]
-    longest = min(512, source.max_length)
-    lines += [
-        f"The worst cosines to torch in float32, over texts of 3 to {longest} tokens, alone and "
-        "in padded batches:",
-        "",
-    ]
-    lines += [
-        "| file | precision | worst token cosine | worst pooled cosine |",
-        "|---|---|---|---|",
-    ]
-    for target, said in targets.items():
-        ending = "onnx" if target == "onnx" else "xml"
-        for stem, file in said["files"].items():
-            token = "" if file["token"] is None else f"{file['token']:.6f}"
-            lines.append(
-                f"| `{target}/{stem}.{ending}` | {file['precision']} | {token} | "
-                f"{file['pooled']:.6f} |"
-            )
-    for title, language, code in _usage(source, name, targets):
-        lines += ["", f"{title}:", "", f"```{language}", *code, "```"]
-    return "\n".join(lines) + "\n"
+    target, task = report["target"], source.head.pipeline_tag
+    tags = ["neobert", "custom_code", target]
+    if source.pooling is not None:
+        task = "sentence-similarity"
+        tags += ["sentence-transformers", "feature-extraction"]
+    library, ending = ("transformers.js", "onnx") if target == "onnx" else ("openvino", "xml")
+    rows = []
+    for stem, file in report["files"].items():
+        token = "" if file["token"] is None else f"{file['token']:.6f}"
+        place = f"`{target}/{stem}.{ending}`"
+        rows.append(f"| {place} | {file['precision']} | {token} | {file['pooled']:.6f} |")
+    text = _CARD.format(
+        metadata=front_matter(**source.known, library_name=library, pipeline_tag=task, tags=tags),
+        name=printable(name),
+        longest=min(512, source.max_length),
+        files="\n".join(rows),
+    )
+    for title, language, code in _usage(source, name, report):
+        text += "\n".join(["", f"{title}:", "", f"```{language}", *code, "```", ""])
+    return text

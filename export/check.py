@@ -7,7 +7,6 @@ import torch
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError
-from .source import Pooling
 
 
 # English of several kinds, as it is written; longer texts are made of several of them.
@@ -154,12 +153,18 @@ class Reference:
     def _pooled(self, given, hidden, mask):
         """Cosines of the pooled vectors: that of the engine itself if it has one, and the one that
         readers make of its hidden states."""
-        pooling = self._source.pooling or Pooling()
+        pooling = self._source.pooling or _mean
         expected = pooling(hidden, mask)
         found = [_cosine(pooling(given["last_hidden_state"], mask), expected)]
         if "sentence_embedding" in given:
             found.append(_cosine(given["sentence_embedding"], expected))
         return found
+
+
+def _mean(hidden, mask):
+    """Mean of the real tokens, (B, D)."""
+    mask = mask[..., None]
+    return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
 
 
 def _check_shape(what, name, given, expected):
@@ -177,10 +182,7 @@ def _cosine(a, b):
 
 def _worst(cosines):
     """The smallest of all, as a number; NaN if there is one."""
-    return min(
-        torch.cat([cosine.flatten() for cosine in cosines]).tolist(),
-        key=lambda value: -2 if value != value else value,
-    )
+    return torch.cat([cosine.flatten() for cosine in cosines]).min().item()
 
 
 def make_texts(source, lengths, first=0):

@@ -8,15 +8,13 @@ import importlib
 import sys
 
 from ..common.errors import require
-from .check import Reference
 from .options import OPTIONS
 from .source import open_source
 
 
 # target: (module, (extra of setup.cfg, modules that it brings)).
 # A module has `check_output(arguments)`, which refuses an output before any work, and
-# `export(source, reference, arguments)`, which writes it.
-# Both raise UserError.
+# `export(source, arguments)`, which writes it. Both raise UserError.
 TARGETS = {
     "gguf": ("gguf", ("gguf", "gguf")),
     "onnx": ("onnx", ("onnx", "onnx", "onnxruntime", "onnxscript")),
@@ -33,5 +31,5 @@ def main(argv=None):
     module.check_output(arguments)
     with open_source(arguments) as source:
         print(source.describe(), flush=True)
-        module.export(source, Reference(source), arguments)
+        module.export(source, arguments)
     return 0

@@ -3,102 +3,78 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ..common.errors import UserError, listed
-from ..common.files import check_file, new_path, remove_left_overs
-from ..common.outputs import check_apart, check_folder
+from ..common.errors import UserError
+from ..common.files import check_file
+from ..common.folders import apart, check_new, new_file
 from ..conversion.heads import HEADS
 from ..modeling_neobert import NeoBERTForMaskedLM
-from .check import SENTENCES, Reference
-from .source import Pooling
 
 
-# Least cosine to torch, (token, pooled), of the numbers in a file of each dtype. The engine itself
-# adds up to 1e-3: its attention is in float16.
-BOUNDS = {"f32": (0.99999, 0.99999), "f16": (0.999, 0.999), "q8_0": (0.98, 0.99)}
-# What a file of ours says of itself, so that --force replaces no other one.
-MARK = ("neobert.command", "export gguf")
+# Largest error of a number in a file of each dtype, as a part of the largest number of its tensor:
+# half a step of float16's 11 bits, and of 127 steps whose size is in float16 itself.
+BOUNDS = {"f32": 0.0, "f16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11}
 
 
 def check_output(arguments):
-    """Raises UserError unless OUTPUT is a new name, or with --force a file that this command wrote;
-    with --check any GGUF file."""
-    output = Path(arguments.output)
+    """Raises UserError unless OUTPUT is a new name, or with --check a file."""
     if arguments.check:
-        check_file(output)
-        with output.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise UserError(
-                    f"{output} is not a GGUF file that can be read: it does not begin with the "
-                    "word GGUF"
-                )
+        check_file(arguments.output)
         return
-    if output.suffix != ".gguf":
+    check_new(arguments.output, "OUTPUT")
+    if Path(arguments.output).suffix != ".gguf":
         raise UserError(
             f"OUTPUT is one file and must end in .gguf, but {arguments.output} was given"
         )
-    check_apart(output, arguments.folder)
-    check_folder(output.parent, "OUTPUT")
-    if not output.exists() and not output.is_symlink():
-        return
-    check_file(output)
-    from .gguf_engine import read_mark
-
-    if read_mark(output, MARK[0]) != MARK[1]:
-        raise UserError(
-            f"{output} was not written by neobert {MARK[1]}, so it is not replaced; remove it "
-            "yourself"
-        )
-    if not arguments.force:
-        raise UserError(f"{output} exists; choose another name, or replace it with --force")
+    apart(arguments.output, arguments.folder)
 
 
-def export(source, reference, arguments):
-    """Writes the file, compares what it holds with torch, and only then gives it its name.
+def export(source, arguments):
+    """Writes the file and compares what it holds with the model before it gets its name; with
+    --check compares only.
 
     Args:
         source: Source.
-        reference: its Reference.
-        arguments: Options.
+        arguments: GgufArguments.
     Raises:
-        UserError: llama.cpp cannot run the model, or the file's numbers are not near enough to it.
+        UserError: llama.cpp cannot run the model, or the file's numbers are not those of it.
     """
-    from .gguf_file import check_model, write
+    from .gguf_file import check_model, largest_error, new_writer, write_tensors
 
     if isinstance(source.model, NeoBERTForMaskedLM):
         print("llama.cpp has no form for the masked-LM decoder: the file holds the backbone")
         source = replace(source, head=HEADS["base"], model=source.model.model)
-        reference = Reference(source)
-    output = Path(arguments.output)
-    if arguments.check:
-        _check_other(output, source, reference)
-        return
-    pooling = source.pooling or Pooling()
-    check_model(source.model, pooling.mode)
-    if len(pooling.dense):
+    pooling = source.pooling
+    mode = pooling.mode if pooling else "mean"
+    check_model(source.model, mode)
+    if pooling and pooling.dense:
         raise UserError(
             "llama.cpp has no Dense layer after pooling for NeoBERT; neobert export onnx and "
             "openvino carry it"
         )
-    if not pooling.include_prompt and any(source.prompts.values()):
+    if pooling and not pooling.include_prompt and any(source.prompts.values()):
         raise UserError(
             "llama.cpp pools over prompts too, and this folder leaves them out; neobert export "
             "onnx and openvino carry it"
         )
-    remove_left_overs(output.parent, output.name)
-    with new_path(output) as path:
-        write(
-            path,
-            source.model,
-            source.tokenizer,
-            pooling.mode,
-            arguments.dtype,
-            source.name,
-            dict([MARK]) | _known(source),
-        )
-        agreement = _compare(path, source, reference, BOUNDS[arguments.dtype])
-        check_output(arguments)
-        size = path.stat().st_size
-    print(f"{output} ({arguments.dtype}, {size / 1e6:,.1f} MB): {agreement}")
+    dtype, output = arguments.dtype, arguments.output
+    writer = new_writer(source.model, source.tokenizer, mode, dtype, source.name, _known(source))
+    if arguments.check:
+        error = largest_error(output, source.model, writer)
+        if not error <= BOUNDS["q8_0"]:
+            raise UserError(f"{output} does not hold this model: {_in_words(error)}")
+        print(f"{output} holds this model: {_in_words(error)}")
+        return
+    with new_file(output) as file:
+        write_tensors(writer, file.name, source.model, dtype)
+        error = largest_error(file.name, source.model, writer)
+        if not error <= BOUNDS[dtype]:
+            raise UserError(f"the file is not kept: {_in_words(error)}")
+        size = Path(file.name).stat().st_size
+    print(f"{output} ({dtype}, {size / 1e6:,.1f} MB): {_in_words(error)}")
+
+
+def _in_words(error):
+    return f"its numbers differ by {error:.1e} of the largest of their tensor at most"
 
 
 def _known(source):
@@ -109,42 +85,6 @@ def _known(source):
         if key.startswith("license")
     }
     if "base_model" in source.known:
-        keys["general.base_model.0.repo_url"] = (
-            f"https://huggingface.co/{source.known['base_model']}"
-        )
+        address = f"https://huggingface.co/{source.known['base_model']}"
+        keys["general.base_model.0.repo_url"] = address
     return keys
-
-
-def _compare(path, source, reference, bounds):
-    """The Agreement of a new file with torch; UserError where it is below its bounds."""
-    from .gguf_engine import Engine
-
-    engine = Engine(path)
-    agreement = reference.agreement(engine.run, "running the file")
-    agreement.check("what llama.cpp computes of the file", *bounds)
-    _check_tokens(engine, source.tokenizer)
-    return agreement
-
-
-def _check_other(path, source, reference):
-    """Prints the cosine similarity of a file to the model; UserError if it is below the bounds of
-    the lowest precision."""
-    from .gguf_engine import Engine
-
-    engine = Engine(path)
-    agreement = reference.agreement(engine.run, "running the file")
-    token, pooled = BOUNDS["q8_0"]
-    if not agreement.pooled >= pooled or not (agreement.token is None or agreement.token >= token):
-        raise UserError(f"{path} does not hold this model: {agreement}")
-    _check_tokens(engine, source.tokenizer)
-    print(f"{path} holds this model: {agreement}")
-
-
-def _check_tokens(engine, tokenizer):
-    """Raises UserError unless the words in the file give the tokenizer's ids."""
-    wrong = [text for text in SENTENCES if engine.tokenize(text) != tokenizer(text)["input_ids"]]
-    if wrong:
-        raise UserError(
-            "llama.cpp would cut these texts into other tokens than the model's: "
-            f"{listed(wrong, 2)}"
-        )

@@ -7,16 +7,12 @@ and give vectors that have nothing to do with the model's.
 
 import contextlib
 import json
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import gguf
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
-from ..common.errors import UserError
+from ..common.errors import UserError, one_line
 from ..common.loading import check_vocabulary
 from ..modeling_neobert import NeoBERTForSequenceClassification, NeoBERTModel, rotary_embeddings
 
@@ -39,30 +35,6 @@ _LARGEST_F16 = 65504.0
 # trained length only.
 _YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 _ELSEWHERE = "neobert export onnx and openvino carry it"
-
-
-@dataclass(frozen=True, eq=False)
-class Tensor:
-    """A tensor of the file.
-
-    Attributes:
-        name: as llama.cpp reads it.
-        shape: rows, columns; or one number.
-        read: returns it, float32, on the CPU.
-    """
-
-    name: str
-    shape: tuple
-    read: Callable[[], torch.Tensor]
-
-    def type_in(self, dtype):
-        """How its numbers are stored in a file of `dtype`: vectors stay float32, and rows that q8_0
-        cannot cut into blocks float16."""
-        if dtype == "f32" or len(self.shape) == 1:
-            return gguf.GGMLQuantizationType.F32
-        if dtype == "q8_0" and self.shape[-1] % _BLOCK == 0:
-            return gguf.GGMLQuantizationType.Q8_0
-        return gguf.GGMLQuantizationType.F16
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,59 +93,42 @@ def _has_classifier(model):
 
 
 def tensors_of(model):
-    """Every `Tensor` of the file. What llama.cpp has no use for, the masked-LM decoder, is left
-    out."""
+    """{name: float32 array} of the file. What llama.cpp has no use for, the masked-LM decoder, is
+    left out."""
     config, backbone = model.config, model.base_model
     width, head_dim = config.hidden_size, config.head_dim
-    kinds = gguf.MODEL_TENSOR
+    kinds, tensors = gguf.MODEL_TENSOR, {}
 
-    def tensor(kind, parameter, block=None, suffix="weight", change=None):
+    def put(kind, parameter, block=None, suffix="weight"):
         name = f"{gguf.TENSOR_NAMES[kind].format(bid=block)}.{suffix}"
-        return Tensor(
-            name,
-            tuple(parameter.shape),
-            lambda: _numbers(parameter if change is None else change(parameter)),
-        )
+        tensors[name] = parameter.detach().to("cpu", torch.float32).numpy()
 
-    def three_blocks(weight):  # (H, 3, K, D) -> (3, H, K, D)
-        return weight.reshape(-1, 3, head_dim, width).transpose(0, 1).reshape(3 * width, width)
-
-    yield tensor(kinds.TOKEN_EMBD, backbone.encoder.weight)
-    yield tensor(kinds.ENC_OUTPUT_NORM, backbone.layer_norm.weight)
+    put(kinds.TOKEN_EMBD, backbone.encoder.weight)
+    put(kinds.ENC_OUTPUT_NORM, backbone.layer_norm.weight)
     for i, block in enumerate(backbone.transformer_encoder):
-        yield tensor(kinds.ATTN_NORM, block.attention_norm.weight, i)
-        yield tensor(kinds.ATTN_QKV, block.qkv.weight, i, change=three_blocks)
-        yield tensor(kinds.ATTN_OUT, block.wo.weight, i)
-        yield tensor(kinds.FFN_NORM, block.ffn_norm.weight, i)
-        yield tensor(kinds.FFN_UP, block.ffn.w12.weight, i)
-        yield tensor(kinds.FFN_DOWN, block.ffn.w3.weight, i)
+        # (H, 3, K, D) -> (3, H, K, D)
+        per_head = block.qkv.weight.reshape(-1, 3, head_dim, width)
+        put(kinds.ATTN_NORM, block.attention_norm.weight, i)
+        put(kinds.ATTN_QKV, per_head.transpose(0, 1).reshape(3 * width, width), i)
+        put(kinds.ATTN_OUT, block.wo.weight, i)
+        put(kinds.FFN_NORM, block.ffn_norm.weight, i)
+        put(kinds.FFN_UP, block.ffn.w12.weight, i)
+        put(kinds.FFN_DOWN, block.ffn.w3.weight, i)
     if _has_classifier(model):
         for kind, layer in ((kinds.CLS, model.dense), (kinds.CLS_OUT, model.classifier)):
-            yield tensor(kind, layer.weight)
-            yield tensor(kind, layer.bias, suffix="bias")
+            put(kind, layer.weight)
+            put(kind, layer.bias, suffix="bias")
+    return tensors
 
 
-def _numbers(parameter):
-    return parameter.detach().to("cpu", torch.float32)
-
-
-def _encoded(tensor, kind):
-    """The stored form of a tensor.
-
-    Raises:
-        UserError: numbers that are not finite, or too large for float16.
-    """
-    numbers = tensor.read().numpy()
-    largest = float(np.abs(numbers).max())
-    if not np.isfinite(largest):
-        raise UserError(
-            f"{tensor.name} holds numbers that are not finite; is the checkpoint damaged?"
-        )
-    if kind == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
-        raise UserError(
-            f"{tensor.name} holds {largest:.3g}, which float16 does not reach; give --dtype f32"
-        )
-    return gguf.quantize(numbers, kind)
+def _type_in(dtype, array):
+    """How an array is stored in a file of `dtype`: vectors stay float32, and rows that q8_0 cannot
+    cut into blocks float16."""
+    if dtype == "f32" or array.ndim == 1:
+        return gguf.GGMLQuantizationType.F32
+    if dtype == "q8_0" and array.shape[-1] % _BLOCK == 0:
+        return gguf.GGMLQuantizationType.Q8_0
+    return gguf.GGMLQuantizationType.F16
 
 
 # ------------------------------------------------------------------------------------------------
@@ -283,75 +238,112 @@ def _bert_normalizer(tokenizer):
     """(lowercase, strip_accents) of a tokenizer that works as BERT's; UserError for all others."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = {} if backend is None else json.loads(backend.to_str())
+    model, normalizer = content.get("model") or {}, content.get("normalizer") or {}
     kinds = {
-        part: (content.get(part) or {}).get("type")
-        for part in ("model", "normalizer", "pre_tokenizer")
+        "model": model.get("type"),
+        "normalizer": normalizer.get("type"),
+        "pre_tokenizer": (content.get("pre_tokenizer") or {}).get("type"),
     }
-    normalizer, model = content.get("normalizer") or {}, content.get("model") or {}
-    if (
-        kinds
-        != {
-            "model": "WordPiece",
-            "normalizer": "BertNormalizer",
-            "pre_tokenizer": "BertPreTokenizer",
-        }
-        or model["continuing_subword_prefix"] != "##"
-        or not (normalizer["clean_text"] and normalizer["handle_chinese_chars"])
-        or None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id)
-    ):
-        found = (
-            ", ".join(f"{part} {kind}" for part, kind in kinds.items())
-            if content
-            else type(tokenizer).__name__
-        )
+    is_bert = list(kinds.values()) == ["WordPiece", "BertNormalizer", "BertPreTokenizer"] and (
+        model["continuing_subword_prefix"] == "##"
+        and normalizer["clean_text"]
+        and normalizer["handle_chinese_chars"]
+        and None not in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id)
+    )
+    if not is_bert:
+        parts = ", ".join(f"{part} {kind}" for part, kind in kinds.items())
         raise UserError(
             "GGUF is written with BERT's WordPiece tokenizer only, and this folder has another "
-            f"one ({found})"
+            f"one ({parts})"
         )
-    lowercase = normalizer["lowercase"]
-    return lowercase, lowercase if normalizer["strip_accents"] is None else normalizer[
-        "strip_accents"
-    ]
+    lowercase, strip = normalizer["lowercase"], normalizer["strip_accents"]
+    return lowercase, lowercase if strip is None else strip
 
 
 # ------------------------------------------------------------------------------------------------
 # file
 
 
-def write(path, model, tokenizer, pooling, dtype, name, mark):
-    """Writes one GGUF file.
+def new_writer(model, tokenizer, pooling, dtype, name, known):
+    """`gguf.GGUFWriter` with all keys of a file.
 
     Args:
-        path: the file.
         model: `NeoBERTModel` or `NeoBERTForSequenceClassification`.
         tokenizer: its fast tokenizer.
         pooling: a key of `POOLING`, for a backbone.
         dtype: of its matrices, one of `DTYPES`.
         name: general.name of the file.
-        mark: {key: text} to keep beside it.
+        known: {key: text} of licence and base model.
     Raises:
         UserError: what GGUF cannot carry, in one sentence.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
     check_vocabulary(tokenizer, model, name)
     writer = gguf.GGUFWriter(None, ARCHITECTURE)
     writer.add_name(name)
-    for key, text in mark.items():
+    writer.add_string("neobert.command", "export gguf")
+    for key, text in known.items():
         writer.add_string(key, text)
-    writer.add_base_model_count(sum(key.endswith(".repo_url") for key in mark))
+    writer.add_base_model_count(sum(key.endswith(".repo_url") for key in known))
     describe_model(writer, model, pooling, dtype)
-    describe_tokenizer(writer, tokenizer, rows)
-    tensors = list(tensors_of(model))
-    for tensor in tensors:
-        kind = tensor.type_in(dtype)
-        shape = tensor.shape
-        number = np.dtype(np.float16 if kind == gguf.GGMLQuantizationType.F16 else np.float32)
-        if kind == gguf.GGMLQuantizationType.Q8_0:
-            shape, number = gguf.quant_shape_to_byte_shape(shape, kind), np.dtype(np.uint8)
-        writer.add_tensor_info(tensor.name, shape, number, math.prod(shape) * number.itemsize, kind)
+    describe_tokenizer(writer, tokenizer, model.get_input_embeddings().weight.shape[0])
+    return writer
+
+
+def write_tensors(writer, path, model, dtype):
+    """Writes the keys of `writer` and the tensors of `model` to the file `path`.
+
+    Raises:
+        UserError: numbers that are not finite, or too large for float16.
+    """
+    for name, array in tensors_of(model).items():
+        kind, largest = _type_in(dtype, array), float(np.abs(array).max())
+        if not np.isfinite(largest):
+            raise UserError(f"{name} holds numbers that are not finite; is the checkpoint damaged?")
+        if kind == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:
+            raise UserError(
+                f"{name} holds {largest:.3g}, which float16 does not reach; give --dtype f32"
+            )
+        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
     with contextlib.closing(writer):
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tqdm(tensors, desc="writing", unit="tensor", leave=False, disable=None):
-            writer.write_tensor_data(_encoded(tensor, tensor.type_in(dtype)))
+        writer.write_tensors_to_file()
+
+
+def largest_error(path, model, writer):
+    """How far the numbers of a file are from the model's: the largest difference, as a part of the
+    largest number of its tensor.
+
+    Args:
+        path: a GGUF file, whoever made it.
+        model: the model.
+        writer: with the keys that the file should have.
+    Raises:
+        UserError: not a GGUF file, or a key or tensor of it is not the model's.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+    except Exception as error:  # numpy's, and what it finds in arbitrary bytes
+        raise UserError(
+            f"{path} is not a GGUF file that can be read ({one_line(error)})"
+        ) from error
+    # Others have some keys of their own, and leave some to defaults.
+    for key, expected in writer.kv_data[0].items():
+        field = reader.get_field(key)
+        is_about = key.startswith(("general.", "neobert.")) and key != "general.architecture"
+        if field is None or is_about:
+            continue
+        value, written = expected.value, field.contents()
+        if isinstance(value, float):
+            value, written = np.float32(value), np.float32(written)
+        if value != written:
+            raise UserError(f"{path} does not hold this model: {key} is another one")
+    tensors, worst = {tensor.name: tensor for tensor in reader.tensors}, 0.0
+    for name, exact in tensors_of(model).items():
+        stored = tensors.get(name)
+        if stored is None or tuple(reversed(stored.shape.tolist())) != exact.shape:
+            raise UserError(f"{path} has no {name} of the shape {exact.shape}")
+        numbers = gguf.dequantize(stored.data, stored.tensor_type).reshape(exact.shape)
+        largest = max(float(np.abs(exact).max()), np.finfo(np.float32).tiny)
+        worst = max(worst, float(np.abs(numbers - exact).max()) / largest)
+    return worst

@@ -15,10 +15,8 @@ from tqdm.auto import tqdm
 from ..common.errors import UserError, one_line
 from ..common.outliers import encoders_of, smooth
 from . import folder
-from .check import Precision
+from .check import Precision, Reference
 from .graph import INPUTS, Graph, example, quiet_tracing
-from .places import PLACES
-from .places import check as check_place
 
 
 check_output = folder.check_output
@@ -38,55 +36,42 @@ PRECISIONS = {
 }
 
 
-def export(source, reference, arguments):
+def export(source, arguments):
     """Writes the folder of a model.
 
     Args:
         source: Source.
-        reference: its Reference.
-        arguments: Options.
+        arguments: OnnxArguments.
     Raises:
         UserError: a graph is not near enough to torch, or the output may not be written.
     """
-    graphs = _Graphs(source)
-    places = {name: PLACES[name] for name in arguments.for_}
-    for name in places:
-        check_place(source, name)
-    wanted = dict.fromkeys([*arguments.precisions, *(place.reads for place in places.values())])
-    with folder.new_export(source, arguments, "onnx") as (place, said):
-        said["opset"], files = OPSET, said.setdefault("files", {})
-        said["token_type_ids"], said["for"] = arguments.token_type_ids, list(places)
-        for name in tqdm(list(wanted), desc="graphs", unit="graph", disable=None):
+    reference = Reference(source)
+    with folder.new_export(source, arguments, "onnx") as (place, report):
+        report |= {"opset": OPSET, "token_type_ids": arguments.token_type_ids}
+        names = list(dict.fromkeys(arguments.precisions))
+        for name in tqdm(names, desc="graphs", unit="graph", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
-            graph = graphs.make(name)
+            graph = _graph(source, name)
             if arguments.token_type_ids:
                 _add_token_types(graph)
             external = _write(graph, path)
-            written = f"{path.name:<21} {_megabytes(path)} MB"
+            size = sum(file.stat().st_size for file in place.glob(f"{path.name}*"))
+            written = f"{path.name:<21} {size / 1e6:8.1f} MB"
             entry = precision.prove(f"{name} in ONNX Runtime", reference, _runner(path), written)
-            files[path.stem] = {**entry, "external_data": external}
-        for name in places:
-            places[name].write(place.parent, source, arguments)
+            report["files"][path.stem] = {**entry, "external_data": external}
 
 
-class _Graphs:
-    """Makes the graph of each precision; traces the model once a floating-point dtype."""
+def _graph(source, precision):
+    """onnx.ModelProto of a model in a precision."""
+    from .onnx_quantise import int8, q4
 
-    def __init__(self, source):
-        self._source, self._traced = source, None
-
-    def make(self, name):
-        """onnx.ModelProto."""
-        from .onnx_quantise import int8, q4
-
-        if name == "fp16":
-            return _trace(Graph(self._source, torch.float16))
-        if name == "int8":
-            return int8(_trace(Graph(_smoothed(self._source))))
-        if self._traced is None:
-            self._traced = _trace(Graph(self._source))
-        return {"fp32": _copy, "q4": q4}[name](self._traced)
+    if precision == "fp16":
+        return _trace(Graph(source, torch.float16))
+    if precision == "int8":
+        return int8(_trace(Graph(_smoothed(source))))
+    graph = _trace(Graph(source))
+    return q4(graph) if precision == "q4" else graph
 
 
 def _smoothed(source):
@@ -95,12 +80,6 @@ def _smoothed(source):
     for encoder in encoders_of(model):
         smooth(encoder)
     return replace(source, model=model)
-
-
-def _copy(graph):
-    copied = type(graph)()
-    copied.CopyFrom(graph)
-    return copied
 
 
 def _trace(graph):
@@ -137,21 +116,9 @@ def _write(graph, path):
     import onnx
 
     external = sum(len(tensor.raw_data) for tensor in graph.graph.initializer) > LARGEST_FILE
-    options = (
-        {
-            "save_as_external_data": True,
-            "all_tensors_to_one_file": True,
-            "location": f"{path.name}_data",
-        }
-        if external
-        else {}
-    )
-    onnx.save_model(graph, path, **options)
+    options = {"all_tensors_to_one_file": True, "location": f"{path.name}_data"}
+    onnx.save_model(graph, path, save_as_external_data=external, **(options if external else {}))
     return external
-
-
-def _megabytes(path):
-    return f"{sum(file.stat().st_size for file in path.parent.glob(f'{path.name}*')) / 1e6:8.1f}"
 
 
 def _runner(path):

@@ -8,6 +8,7 @@ bits, which processors without VNNI instructions would cut off.
 """
 
 import contextlib
+import copy
 import logging
 
 import numpy as np
@@ -22,23 +23,23 @@ _BLOCK = 32
 _SMALLEST = 1e-12
 
 
-def int8(graph):
-    """A copy of an ONNX model with int8 linear layers and embeddings."""
-    return _rewritten(graph, linear=_int8_linear)
+def int8(model):
+    """An ONNX model, changed in place, with int8 linear layers and embeddings."""
+    return _rewritten(model, linear=_int8_linear)
 
 
-def q4(graph):
-    """A copy of an ONNX model with linear layers in blocks of 32 weights of 4 bits, and int8
-    embeddings."""
+def q4(model):
+    """An ONNX model, changed in place, with linear layers in blocks of 32 weights of 4 bits, and
+    int8 embeddings."""
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    copied = _rewritten(graph, linear=None)
+    _rewritten(model, linear=None)
     excluded = [
-        node.name for node, weight in _linear_layers(copied) if weight.shape[1] < _LEAST_OUTPUTS
+        node.name for node, weight in _linear_layers(model) if weight.shape[1] < _LEAST_OUTPUTS
     ]
     with _quiet_logging():
         quantiser = MatMulNBitsQuantizer(
-            copied,
+            model,
             bits=4,
             block_size=_BLOCK,
             is_symmetric=True,
@@ -83,56 +84,40 @@ def _linear_layers(graph):
     ]
 
 
-def _rewritten(graph, linear):
-    """A copy with int8 embeddings, and `linear(x, weight, output)`, a list of (nodes, tensors), in
-    the place of every linear layer."""
-    from onnx import helper
+def _rewritten(model, linear):
+    """The model with int8 embeddings, and `linear(node, weight)`, (nodes, tensors), in the place of
+    every linear layer."""
+    from onnx import helper, numpy_helper
 
-    copied = type(graph)()
-    copied.CopyFrom(graph)
-    arrays = _arrays(copied)
+    graph, arrays = model.graph, _arrays(model)
+    linear_layers = {node.name: weight for node, weight in _linear_layers(model)}
     nodes, tensors = [], {}
-    for node in copied.graph.node:
-        made = None
+    for node in graph.node:
+        new_nodes, new_tensors = [node], {}
+        weight = linear_layers.get(node.name)
         if node.op_type == "Gather" and node.input[0] in arrays:
-            made = _int8_rows(node, arrays[node.input[0]])
-        elif (
-            linear
-            and node.op_type == "MatMul"
-            and node.input[1] in arrays
-            and arrays[node.input[1]].shape[1] >= _LEAST_OUTPUTS
-        ):
-            made = linear(node, arrays[node.input[1]])
-        new_nodes, new_tensors = made or ([node], {})
+            new_nodes, new_tensors = _int8_rows(node, arrays[node.input[0]])
+        elif linear and weight is not None and weight.shape[1] >= _LEAST_OUTPUTS:
+            new_nodes, new_tensors = linear(node, weight)
         nodes += new_nodes
         tensors |= new_tensors
-    kept = [type(node).FromString(node.SerializeToString()) for node in nodes]
-    del copied.graph.node[:]
-    copied.graph.node.extend(kept)
-    copied.graph.initializer.extend(_tensor(name, value) for name, value in tensors.items())
-    used = {name for node in copied.graph.node for name in node.input}
-    initializers = [tensor for tensor in copied.graph.initializer if tensor.name in used]
-    values = [
-        value
-        for value in copied.graph.value_info
-        if value.name in {name for node in kept for name in (*node.input, *node.output)}
-    ]
-    for field, left in (
-        (copied.graph.initializer, initializers),
-        (copied.graph.value_info, values),
-    ):
-        left = [type(item).FromString(item.SerializeToString()) for item in left]
-        del field[:]
-        field.extend(left)
-    if not any(opset.domain == "com.microsoft" for opset in copied.opset_import):
-        copied.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    return copied
+    _replace(graph.node, nodes)
+    used = {name for node in graph.node for name in node.input}
+    named = used | {name for node in graph.node for name in node.output}
+    stored = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    initializers = [tensor for tensor in (*graph.initializer, *stored) if tensor.name in used]
+    _replace(graph.initializer, initializers)
+    _replace(graph.value_info, [value for value in graph.value_info if value.name in named])
+    if not any(opset.domain == "com.microsoft" for opset in model.opset_import):
+        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return model
 
 
-def _tensor(name, value):
-    from onnx import numpy_helper
-
-    return numpy_helper.from_array(value, name)
+def _replace(field, items):
+    """Gives a repeated field of protobuf other items, which may be some of its own."""
+    copies = [copy.deepcopy(item) for item in items]
+    del field[:]
+    field.extend(copies)
 
 
 def _steps(matrix, axis, steps):

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from . import folder
-from .check import Precision
+from .check import Precision, Reference
 from .graph import INPUTS, Graph, example, quiet_tracing
 
 
@@ -31,37 +31,31 @@ PRECISIONS = {
 }
 
 
-def export(source, reference, arguments):
+def export(source, arguments):
     """Writes the folder of a model.
 
     Args:
         source: Source.
-        reference: its Reference.
-        arguments: Options.
+        arguments: OpenvinoArguments.
     Raises:
         UserError: a model is not near enough to torch, or the output may not be written.
     """
     import openvino
 
-    model = _trace(Graph(source))
-    with folder.new_export(source, arguments, "openvino") as (place, said):
-        files = said.setdefault("files", {})
+    model, reference = _trace(Graph(source)), Reference(source)
+    with folder.new_export(source, arguments, "openvino") as (place, report):
         write_json(place / OPTIONS_FILE, OPTIONS)
-        for name in tqdm(
-            sorted(set(arguments.precisions), key=list(PRECISIONS).index),
-            desc="models",
-            unit="model",
-            disable=None,
-        ):
+        names = [name for name in PRECISIONS if name in arguments.precisions]
+        for name in tqdm(names, desc="models", unit="model", disable=None):
             precision = PRECISIONS[name]
             path = place / precision.file
             if name == "int8":
                 _compress(model)  # the last one
             openvino.save_model(model, str(path), compress_to_fp16=name == "fp16")
-            written = f"{path.name:<35} {path.with_suffix('.bin').stat().st_size / 1e6:8.1f} MB"
-            files[path.stem] = precision.prove(
-                f"{name} in OpenVINO", reference, _runner(path), written
-            )
+            size = path.with_suffix(".bin").stat().st_size
+            written = f"{path.name:<35} {size / 1e6:8.1f} MB"
+            entry = precision.prove(f"{name} in OpenVINO", reference, _runner(path), written)
+            report["files"][path.stem] = entry
 
 
 def _trace(graph):

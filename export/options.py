@@ -31,7 +31,6 @@ class ExportArguments(Arguments):
     )
     license: str | None = option(None, LICENSE_HELP)
     base_model: str | None = option(None, BASE_MODEL_HELP)
-    force: bool = option(False, "replace what this command wrote")
 
 
 @dataclass(kw_only=True)
@@ -55,11 +54,6 @@ class OnnxArguments(ExportArguments):
     )
     token_type_ids: bool = option(
         False, "a third input, which is not read, for loaders that always feed BERT's three"
-    )
-    for_: list[str] = option(
-        help="also write what vespa, opensearch, triton or weaviate asks for beside the graph",
-        default_factory=list,
-        choices=("vespa", "opensearch", "triton", "weaviate"),
     )
 
 

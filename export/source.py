@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from ..common.cards import base_model, licence, read_card
-from ..common.errors import UserError, listed, one_line
+from ..common.errors import UserError, listed, one_line, require
 from ..common.files import read_json
 from ..common.loading import load_tokenizer
 from ..common.pooling import pooling_mode
@@ -25,14 +23,6 @@ from ..conversion.tokenizer import find_tokenizer, write_tokenizer
 
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_ACTIVATIONS = {
-    "Identity": nn.Identity,
-    "Tanh": nn.Tanh,
-    "ReLU": nn.ReLU,
-    "GELU": nn.GELU,
-    "SiLU": nn.SiLU,
-    "Sigmoid": nn.Sigmoid,
-}
 
 
 @dataclass(frozen=True)
@@ -42,38 +32,29 @@ class Pooling:
     Attributes:
         mode: of `common.pooling`: "mean", "cls", "lasttoken", ...
         include_prompt: whether tokens of a prompt count.
-        dense: linear layers after pooling, an `nn.Sequential`; empty if there is none.
-        normalize: whether the vector is scaled to length 1.
+        modules: of sentence-transformers: Pooling, then Dense and Normalize.
     """
 
-    mode: str = "mean"
-    include_prompt: bool = True
-    dense: nn.Sequential = nn.Sequential()
-    normalize: bool = False
+    mode: str
+    include_prompt: bool
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def dense(self):
+        """The Dense modules."""
+        return [module for module in self.modules if type(module).__name__ == "Dense"]
+
+    @property
+    def normalize(self):
+        """Whether the vector is scaled to length 1."""
+        return type(self.modules[-1]).__name__ == "Normalize"
 
     def __call__(self, hidden, mask):
         """(B, L, D) float32 and (B, L) of ones and zeros to (B, D)."""
-        mask = mask.to(hidden.dtype)[..., None]
-        if self.mode == "cls":
-            vectors = hidden[:, 0]
-        elif self.mode == "lasttoken":
-            last = (
-                mask.squeeze(-1) * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
-            ).argmax(dim=1)
-            vectors = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(
-                1
-            )
-        elif self.mode == "max":
-            vectors = hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).amax(dim=1)
-        else:
-            if self.mode == "weightedmean":
-                mask = mask * torch.arange(1, hidden.shape[1] + 1, device=hidden.device)[:, None]
-            count = mask.sum(dim=1).clamp(min=1)
-            vectors = (hidden * mask).sum(dim=1) / (
-                count.sqrt() if self.mode == "mean_sqrt_len_tokens" else count
-            )
-        vectors = self.dense(vectors)
-        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+        features = {"token_embeddings": hidden, "attention_mask": mask}
+        for module in self.modules:
+            features = module(features)
+        return features["sentence_embedding"]
 
 
 @dataclass(frozen=True)
@@ -111,16 +92,14 @@ class Source:
 
     def describe(self):
         """One line for the user."""
-        pooled = (
-            f", {self.pooling.mode} pooling" + (", Dense" if len(self.pooling.dense) else "")
-            if self.pooling
-            else ""
-        )
-        pooled += ", length 1" if self.pooling and self.pooling.normalize else ""
-        layers, width = self.config.num_hidden_layers, self.config.hidden_size
+        pooled, layers = "", self.config.num_hidden_layers
+        if self.pooling:
+            pooled = f", {self.pooling.mode} pooling"
+            pooled += ", Dense" if self.pooling.dense else ""
+            pooled += ", length 1" if self.pooling.normalize else ""
         return (
-            f"{self.name}: {self.head.class_name}, {layers} layers of {width}{pooled}, texts "
-            f"of up to {self.max_length:,} tokens"
+            f"{self.name}: {self.head.class_name}, {layers} layers of {self.config.hidden_size}"
+            f"{pooled}, texts of up to {self.max_length:,} tokens"
         )
 
 
@@ -173,74 +152,42 @@ def _read_modules(folder):
     """[{"path", "kind"}] of modules.json, or []."""
     if not (folder / "modules.json").is_file():
         return []
-    modules = read_json(folder / "modules.json")
     try:
-        found = [
+        modules = [
             {"path": str(module["path"]), "kind": str(module["type"]).rpartition(".")[2]}
-            for module in modules
+            for module in read_json(folder / "modules.json")
         ]
     except (TypeError, KeyError):
         raise UserError(
             f"{folder / 'modules.json'} is not a list of modules with path and type"
         ) from None
-    kinds = [module["kind"] for module in found]
-    if kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= {"Dense", "Normalize"}:
+    kinds = [module["kind"] for module in modules]
+    are_known = kinds[:2] == ["Transformer", "Pooling"] and {*kinds[2:]} <= {"Dense", "Normalize"}
+    if not are_known or "Normalize" in kinds[:-1]:
         raise UserError(
             f"{folder} has the modules {', '.join(kinds)}; exported are Transformer, Pooling, then "
-            "Dense and Normalize"
+            "Dense, and last Normalize"
         )
-    if any(
-        Path(module["path"]).is_absolute() or ".." in Path(module["path"]).parts for module in found
-    ):
+    paths = [Path(module["path"]) for module in modules]
+    if any(path.is_absolute() or ".." in path.parts for path in paths):
         raise UserError(f"{folder / 'modules.json'} names a folder outside of it")
-    return found
+    return modules
 
 
-def _read_pooling(folder, modules, width):
-    """The Pooling of a folder of sentence-transformers, or None."""
-    if not modules:
-        return None
+def _read_pooling(folder, modules):
+    """The Pooling of a folder of sentence-transformers."""
+    require("eval", "sentence_transformers")
+    from sentence_transformers import models
+
     config = read_json(folder / modules[1]["path"] / "config.json")
-    dense, kinds = [], [module["kind"] for module in modules[2:]]
-    if "Normalize" in kinds[:-1]:
-        raise UserError(f"{folder} normalises before its last module, which is not exported")
-    for module in modules[2:]:
-        if module["kind"] == "Dense":
-            dense += _read_dense(folder / module["path"])
-    pooling = Pooling(
-        pooling_mode(config),
-        config.get("include_prompt", True),
-        nn.Sequential(*dense),
-        "Normalize" in kinds,
-    )
-    widths = [width, *(layer.out_features for layer in dense if isinstance(layer, nn.Linear))]
-    if widths[:-1] != [layer.in_features for layer in dense if isinstance(layer, nn.Linear)]:
-        raise UserError(
-            f"the Dense modules of {folder} do not fit the vectors of {width} numbers before them"
-        )
-    return pooling
-
-
-def _read_dense(folder):
-    """[linear layer, activation] of a Dense module."""
-    config, path = read_json(folder / "config.json"), folder / "model.safetensors"
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no model.safetensors; save the model again with a newer "
-            "sentence-transformers"
-        )
-    state = {
-        name.removeprefix("linear."): tensor.float() for name, tensor in load_file(path).items()
-    }
-    activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
-    if activation not in _ACTIVATIONS:
-        raise UserError(
-            f"the activation function of {folder} must be one of {', '.join(_ACTIVATIONS)}, but "
-            f"{activation} was given"
-        )
-    layer = nn.Linear(*reversed(state["weight"].shape), bias="bias" in state)
-    layer.load_state_dict(state)
-    return [layer.requires_grad_(False), _ACTIVATIONS[activation]()]
+    loaded = []
+    for module in modules[1:]:
+        if module["kind"] == "Normalize":
+            loaded.append(models.Normalize())
+        else:
+            loaded.append(getattr(models, module["kind"]).load(str(folder / module["path"])))
+        loaded[-1].requires_grad_(False)
+    return Pooling(pooling_mode(config), config.get("include_prompt", True), tuple(loaded))
 
 
 def _tensor_names(folder):
@@ -287,17 +234,17 @@ def _read(arguments, given, folder, modules, scratch):
     longest = min(read or config.context_length, config.context_length)
     tokenizer_folder = scratch / "written-tokenizer"
     tokenizer_folder.mkdir()
-    found = find_tokenizer(arguments.tokenizer, [folder])
-    if found is None:
+    tokenizer_source = find_tokenizer(arguments.tokenizer, [folder])
+    if tokenizer_source is None:
         raise UserError(
             "an export holds its tokenizer and is proven on texts: --tokenizer takes a folder "
             "here, not none"
         )
-    write_tokenizer(found, tokenizer_folder, config.vocab_size, longest)
+    write_tokenizer(tokenizer_source, tokenizer_folder, config.vocab_size, longest)
     tokenizer = load_tokenizer(tokenizer_folder)
     further = given / "config_sentence_transformers.json"
     prompts = (read_json(further).get("prompts") or {}) if modules and further.is_file() else {}
-    pooling = _read_pooling(given, modules, config.hidden_size) if head.option == "base" else None
+    pooling = _read_pooling(given, modules) if modules and head.option == "base" else None
     return Source(
         given.name or str(given),
         folder,

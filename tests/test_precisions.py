@@ -153,7 +153,7 @@ def test_nothing_could_be_measured(tmp_path, monkeypatch):
         "short",
     ]
     with pytest.raises(
-        UserError, match="no engine could be measured: there is no export/onnx/model.onnx"
+        UserError, match="no engine could be measured: there is no onnx/onnx/model.onnx"
     ):
         precisions.main(argv, small=SMALL)
     assert not list(tmp_path.glob("out*")), "nothing is written"

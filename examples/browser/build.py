@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from neobert.common.errors import UserError
-from neobert.common.outputs import check_folder, check_replaceable, new_folder
+from neobert.common.folders import check_new, new_folder
 from neobert.export.command import main as export
 
 
@@ -29,10 +29,7 @@ MODEL = ("config.json", "tokenizer.json", "tokenizer_config.json", "onnx/model_q
 
 def build(model, modules, output):
     """Writes the folder completely or not at all."""
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        new_folder(output, "browser", replace=True) as site,
-    ):
+    with tempfile.TemporaryDirectory() as scratch, new_folder(output) as site:
         for name in PAGE:
             shutil.copy(HERE / name, site)
         for folder, names in PACKAGES.items():
@@ -58,9 +55,7 @@ def main():
     parser.add_argument("--output", type=Path, default=HERE / "site")
     given = parser.parse_args()
     try:
-        check_folder(given.output, "--output")
-        if given.output.exists():
-            check_replaceable(given.output, "browser")
+        check_new(given.output, "--output")
         build(given.model, given.modules, given.output)
     except UserError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -45,28 +45,28 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     )
 
 
+# 600 bytes of aliases within aliases, whose text would have 10^9 parts.
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30))
+
+
 @pytest.mark.parametrize(
     "name, text, message",
     [
         ("a.json", "{", "cannot be read"),
         ("a.yaml", "a: [", "cannot be read"),
         ("a.yaml", "- 1", "should be a mapping"),
+        ("a.json", "[1]", "should be a mapping"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
         ("a.json", '{"model_type": "bert", "hidden_size": 2}', "configuration of a bert model"),
-        (
-            "a.json",
-            '{"model_type": ["a\\u001b"], "hidden_size": 2}',
-            r"configuration of a \['a\\x1b'\] model",
-        ),
+        ("a.json", '{"model_type": ["a"], "hidden_size": 2}', "of a model of another kind"),
         ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),
         ("a.json", '{"vocab_size": NaN}', "NaN is not a finite number"),
-        ("a.json", '{"vocab_size": -Infinity}', "-Infinity is not a finite number"),
         ("a.json", '{"norm_eps": 1e999}', "1e999 is not a finite number"),
         ("a.json", '{"vocab_size": ' + "9" * 5000 + "}", "cannot be read"),
-        ("a.json", '{"id2label": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
         ("a.json", "[" * 10**5, "cannot be read"),
         ("a.json", " " * 5_000_000, "more than 4,000,000 bytes"),
         ("a.yaml", "a: &a [*a]", "more than 100,000 values"),
+        ("a.yaml", f"{BOMB}id2label: *a30", "more than 100,000 values"),
         ("a.yaml", 'vocab_size: !!int ""', "is not valid YAML"),
         ("a.yaml", "vocab_size: " + "9" * 5000, "is not valid YAML"),
     ],
@@ -79,15 +79,9 @@ def test_bad_configurations(tmp_path, name, text, message):
 
 def test_config_given_by_a_pipe_or_device(tmp_path):
     os.mkfifo(tmp_path / "a.json")
-    for path in (
-        tmp_path / "a.json",
-        "/dev/zero",
-        tmp_path,
-        tmp_path / "none.json",
-        tmp_path / "none.yaml",
-    ):
+    for path in (tmp_path / "a.json", "/dev/zero", tmp_path, tmp_path / "none.yaml"):
         with pytest.raises(
-            UserError, match="cannot be read: .*(not a file|does not exist|there is no file)"
+            UserError, match="cannot be read: .*(not a file|does not exist|there is no)"
         ):
             read_config(path)
 

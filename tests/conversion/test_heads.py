@@ -35,8 +35,7 @@ def test_prefixes_are_those_of_the_model(head, tiny_config):
 
 
 # Numbers that are compared for two sequences of 32 tokens, the second with 10 of padding. The other
-# heads are proved in test_verify.py and
-# test_command.py.
+# heads are proved in test_verify.py and test_command.py.
 PROVED = {"token-classification": 54 * 3, "question-answering": 54 * 2, "multiple-choice": 2}
 
 

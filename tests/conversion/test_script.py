@@ -47,7 +47,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, truncated, caps
     [
         ([], 2, "PROG: give CHECKPOINT, OUTPUT; --help lists the options\n"),
         (["a"], 2, "PROG: give OUTPUT; --help lists the options\n"),
-        (["a", "b", "--forse"], 2, "PROG: unknown argument '--forse'; did you mean --force?\n"),
+        (["a", "b", "--heed", "x"], 2, "PROG: unknown argument '--heed'; did you mean --head?\n"),
         (["a", "b", "c"], 2, "PROG: "),
         (["/nowhere", "b"], 2, "PROG: /nowhere does not exist\n"),
     ],

@@ -171,7 +171,8 @@ def weaviate(model, work):
     python = environment_of(work, "st")
     if not read_json(model.folder / "modules.json")[-1]["type"].endswith("Normalize"):
         return  # its vectors have length 1
-    folder = model.export("onnx", "weaviate", "--for", "weaviate")
+    folder = model.export("onnx", "weaviate", "--precisions", "int8")
+    shutil.copy(folder / "onnx" / "model_quantized.onnx", folder)  # where the container looks
     found = in_process([python, HERE / "weaviate_onnx.py", folder], model.texts)
     yield f"Weaviate's loader (Optimum {found['version']}), int8", found["vectors"], model.pooled
 

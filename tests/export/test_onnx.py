@@ -1,5 +1,10 @@
 """Pins `neobert export onnx`: the graphs against torch and sentence-transformers, int8 against its
-formula, the folder's layout, and refusals."""
+formula, the folder's layout, the third input of loaders that always feed three, and refusals.
+
+What those feed and read was taken from their code: Spark NLP's Bert, langchain4j's
+OnnxBertBiEncoder, Semantic Kernel's BertOnnxTextEmbeddingGenerationService, Vespa's
+HuggingFaceEmbedder.
+"""
 
 import json
 from pathlib import Path
@@ -7,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import BertWordPieceTokenizer, Tokenizer
 
 from neobert import (
     NeoBERTForMaskedLM,
@@ -212,7 +218,7 @@ def test_integer_sums_stay_within_16_bits(exported):
 def exported_int8(folder, out):
     """What int8 of a model gives: {"token", "pooled"}, its worst cosines."""
     command.main(["onnx", str(folder), str(out), "--precisions", "int8"])
-    (found,) = json.loads((out / "export.json").read_text())["targets"]["onnx"]["files"].values()
+    (found,) = json.loads((out / "export.json").read_text())["files"].values()
     return found
 
 
@@ -250,28 +256,13 @@ def test_the_folder_is_complete(exported):
     names = {
         path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()
     }
-    expected = {
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "README.md",
-        "export.json",
-        "modules.json",
-    }
-    expected |= {
-        "sentence_bert_config.json",
-        "1_Pooling/config.json",
-        "2_Dense/config.json",
-        "2_Dense/model.safetensors",
-    }
-    expected |= {
-        "3_Normalize/config.json",
-        "modeling_neobert.py",
-        "attention_neobert.py",
-        "configuration_neobert.py",
-        "config_sentence_transformers.json",
-    }
-    assert expected | {f"onnx/{file}" for file in FILES.values()} <= names
+    expected = """
+        config.json tokenizer.json tokenizer_config.json README.md export.json modules.json
+        sentence_bert_config.json 1_Pooling/config.json 2_Dense/config.json
+        2_Dense/model.safetensors 3_Normalize/config.json modeling_neobert.py
+        attention_neobert.py configuration_neobert.py config_sentence_transformers.json
+    """.split()
+    assert {*expected, *(f"onnx/{file}" for file in FILES.values())} <= names
     config = json.loads((exported / "config.json").read_text())
     assert (
         config["model_type"] == "neobert"
@@ -285,7 +276,7 @@ def test_the_folder_is_complete(exported):
     )
     pooling = json.loads((exported / "1_Pooling" / "config.json").read_text())
     assert pooling["pooling_mode"] == "mean" and pooling["pooling_mode_mean_tokens"] is True
-    files = json.loads((exported / "export.json").read_text())["targets"]["onnx"]["files"]
+    files = json.loads((exported / "export.json").read_text())["files"]
     assert [file["precision"] for file in files.values()] == list(FILES)
     sizes = {name: (exported / "onnx" / file).stat().st_size for name, file in FILES.items()}
     assert sizes["fp32"] > sizes["fp16"] > sizes["q4"] and sizes["fp32"] > sizes["int8"]
@@ -351,3 +342,110 @@ def test_an_unknown_precision(sentence_folder, tmp_path):
         UserError, match="precisions must be one of fp32, fp16, int8, q4, but 'bf16' was given"
     ):
         command.main(["onnx", str(sentence_folder), str(tmp_path / "out"), "--precisions", "bf16"])
+
+
+# ------------------------------------------------------------------------------------------------
+# the third input
+
+
+TEXTS = ["rain", "the server is down again, and nobody knows why", "42 words about a server"]
+
+
+@pytest.fixture(scope="module")
+def three(sentence_folder, tmp_path_factory):
+    """Exported with the third input."""
+    out = tmp_path_factory.mktemp("three") / "out"
+    given = ["--precisions", *FILES, "--token-type-ids"]
+    command.main(["onnx", str(sentence_folder), str(out), *given])
+    return out
+
+
+@pytest.mark.parametrize("file", ["model", "model_fp16", "model_quantized", "model_q4"])
+def test_the_third_input_changes_no_bit(exported, three, file):
+    """Whatever its numbers, and in every precision."""
+    torch.manual_seed(0)
+    mask = (torch.arange(17) < torch.tensor([17, 5, 9])[:, None]).long()
+    rows = {"input_ids": (torch.randint(5, 60, mask.shape) * mask).numpy()}
+    rows["attention_mask"] = mask.numpy()
+    plain, with_types = (session(folder / "onnx" / f"{file}.onnx") for folder in (exported, three))
+    assert [i.name for i in with_types.get_inputs()] == [
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+    ]
+    assert [(i.type, i.shape) for i in with_types.get_inputs()] == [
+        ("tensor(int64)", ["batch", "length"])
+    ] * 3
+    outputs = plain.run(None, rows)
+    for types in (np.zeros_like(rows["input_ids"]), np.full_like(rows["input_ids"], 7)):
+        for a, b in zip(outputs, with_types.run(None, {**rows, "token_type_ids": types})):
+            assert a.tobytes() == b.tobytes()
+
+
+def encode_one(folder, text):
+    """ids and mask (1, L), as tokenizer.json says without padding."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    found = tokenizer.encode(text)
+    return np.array([found.ids], np.int64), np.array([found.attention_mask], np.int64)
+
+
+def spark_nlp(opened, folder):
+    """One batch padded with 0; the mask is where ids are not 0; output by name, mean, length 1."""
+    rows = [encode_one(folder, text)[0][0] for text in TEXTS]
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for row, found in zip(ids, rows):
+        row[: len(found)] = found
+    mask = (ids != 0).astype(np.int64)
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    (hidden,) = opened.run(["last_hidden_state"], feeds)
+    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+
+
+def langchain4j(opened, folder):
+    """One text at a time, all three always, as older versions do; the first output is (1, L, D)."""
+    vectors = []
+    for text in TEXTS:
+        ids, mask = encode_one(folder, text)
+        feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        vectors.append(opened.run(None, feeds)[0][0].mean(0))
+    return vectors
+
+
+def semantic_kernel(opened, folder):
+    """WordPiece from a vocabulary; the width is the last dimension of the first output, a number in
+    the graph; all outputs are asked for and the first is pooled."""
+    width = opened.get_outputs()[0].shape[-1]
+    assert isinstance(width, int)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    tokenizer, vectors = BertWordPieceTokenizer(vocabulary), []
+    for text in TEXTS:
+        ids = np.array([tokenizer.encode(text).ids], np.int64)
+        feeds = dict(zip(("input_ids", "attention_mask", "token_type_ids"), (ids, ids**0, ids * 0)))
+        first = opened.run([output.name for output in opened.get_outputs()], feeds)[0]
+        vectors.append(first.reshape(-1, width).mean(0))
+    return vectors
+
+
+def older_vespa(opened, folder):
+    """Names from the configuration's defaults, checked against the graph before it is run."""
+    assert {"input_ids", "attention_mask", "token_type_ids"} <= {
+        i.name for i in opened.get_inputs()
+    }
+    assert "last_hidden_state" in {o.name for o in opened.get_outputs()}
+    return langchain4j(opened, folder)
+
+
+@pytest.mark.parametrize("loader", [spark_nlp, langchain4j, semantic_kernel, older_vespa])
+def test_loaders_that_always_feed_three(exported, three, sentence_folder, loader):
+    """They open the graph with the third input, and fail on the one without. Each pools the hidden
+    states by itself: their mean, as torch has it."""
+    model = NeoBERTModel.from_pretrained(sentence_folder, dtype=torch.float32).eval()
+    vectors = np.asarray(loader(session(three / "onnx" / "model.onnx"), three))
+    for text, vector in zip(TEXTS, vectors):
+        with torch.no_grad():
+            ids = torch.from_numpy(encode_one(three, text)[0])
+            expected = model(ids).last_hidden_state[0].mean(0).numpy()
+        assert np.abs(vector - expected).max() < 1e-4
+    with pytest.raises(Exception, match="token_type_ids|assert"):
+        loader(session(exported / "onnx" / "model.onnx"), exported)

@@ -1,15 +1,13 @@
 """Pins `neobert export openvino`: the models against torch, the options beside each, the
-compression of weights, and a folder shared with ONNX."""
+compression of weights."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from neobert import NeoBERTForSequenceClassification, NeoBERTModel
-from neobert.common.errors import UserError
 from neobert.export import command
 from neobert.export import openvino as target
 
@@ -133,27 +131,3 @@ def test_a_head(hub_folder, tmp_path, padded_batch):
         )
     found = run(out / "openvino" / "openvino_model.xml", ids, mask)
     assert list(found) == ["logits"] and np.abs(found["logits"] - expected.numpy()).max() < 1e-3
-
-
-def test_two_targets_share_a_folder(exported, sentence_folder, tmp_path):
-    """A folder of the same weights is added to; the same target again is refused without --force,
-    and files of the user always."""
-    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
-    pytest.importorskip("onnxscript", reason="needs the extra onnx")
-    out = tmp_path / "out"
-    shutil.copytree(exported, out)
-    command.main(["onnx", str(sentence_folder), str(out)])
-    assert (out / "onnx" / "model.onnx").is_file() and (
-        out / "openvino" / "openvino_model.xml"
-    ).is_file()
-    manifest, card = json.loads((out / "export.json").read_text()), (out / "README.md").read_text()
-    assert list(manifest["targets"]) == ["openvino", "onnx"]
-    assert "openvino/openvino_model.xml" in card and "onnx/model.onnx" in card
-    with pytest.raises(
-        UserError, match="holds onnx already; choose another folder, or replace it with --force"
-    ):
-        command.main(["onnx", str(sentence_folder), str(out)])
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds files that neobert export did not write"):
-        command.main(["onnx", str(sentence_folder), str(out), "--force"])
-    (out / "notes.txt").unlink()

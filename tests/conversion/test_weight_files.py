@@ -1,10 +1,11 @@
-"""Pins the reader of torch.save files: every tensor bit for bit, in both forms that torch writes;
-no code in a file runs; damage is found by checksum and is one sentence.
+"""Pins the readers of torch.save and safetensors files, one or several with an index: every tensor
+bit for bit; no code in a file runs; damage is one sentence.
 """
 
 import argparse
 import collections
 import io
+import json
 import os
 import pickle
 import random
@@ -15,10 +16,16 @@ import zipfile
 import numpy
 import pytest
 import torch
+from conversion_helpers import assert_same
+from safetensors.torch import load_file, save_file
 
 from neobert.common.errors import UserError
 from neobert.conversion.locate import open_checkpoint
-from neobert.conversion.torch_files import StandIn, load_torch_file, torch_tensors
+from neobert.conversion.weight_files import StandIn, load_torch_file, read_file
+
+
+def torch_tensors(path):
+    return read_file(path)[0]
 
 
 @pytest.fixture
@@ -55,21 +62,8 @@ def test_every_tensor_bit_for_bit(tmp_path, state, form):
     tensors = torch_tensors(tmp_path / "a.pt")
     assert tensors.keys() == state.keys()
     for name, expected in state.items():
-        stored, expected = tensors[name], expected.detach()
-        assert (stored.shape, stored.dtype) == (tuple(expected.shape), expected.dtype), name
-        assert torch.equal(stored.read(), expected), f"{name} is not what was saved"
-        assert stored.read().dtype == expected.dtype
-    assert (
-        tensors["whole"].storage == torch_tensors(tmp_path / "a.pt")["whole"].storage
-        or tensors["whole"].storage != tensors["row"].storage
-    )
-
-
-def test_shared_memory_is_known(tmp_path):
-    weight = torch.randn(2, 3)
-    torch.save({"a": weight, "b": weight, "c": weight.t(), "d": weight.clone()}, tmp_path / "a.pt")
-    storages = {name: stored.storage for name, stored in torch_tensors(tmp_path / "a.pt").items()}
-    assert storages["a"] == storages["b"] and storages["a"] not in (storages["c"], storages["d"])
+        assert tensors[name].dtype == expected.dtype
+        assert torch.equal(tensors[name], expected), f"{name} is not what was saved"
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
@@ -85,41 +79,6 @@ def test_state_dict_below_a_key(tmp_path, state, key):
     assert torch_tensors(tmp_path / "a.pt").keys() == state.keys()
 
 
-def test_what_torch_loads_without_code_is_loaded(tmp_path):
-    """Things beside the tensors that torch.load(weights_only=True) takes; they are of no use, but
-    no reason to refuse."""
-    extra = {
-        "set": {1, 2},
-        "counter": collections.Counter("ab"),
-        "complex": 1j,
-        "bytes": b"\xff",
-        "array": bytearray(b"ab"),
-        "none": None,
-    }
-    extra |= {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "size": torch.Size([2]),
-        "ordered": collections.OrderedDict(x=1),
-    }
-    extra |= {
-        "sparse": torch.eye(2).to_sparse(),
-        "meta": torch.empty(2, device="meta"),
-        "long": 1 << 70,
-        "nested": [{"a": (1, [2])}],
-    }
-    attributed = torch.nn.Parameter(torch.ones(2))
-    attributed.kept = 3
-    for form in (True, False):
-        torch.save(
-            {"model": {"w": torch.ones(2), "p": attributed}, **extra},
-            tmp_path / "a.pt",
-            _use_new_zipfile_serialization=form,
-        )
-        torch.load(tmp_path / "a.pt", weights_only=True)
-        assert torch_tensors(tmp_path / "a.pt")["p"].read().tolist() == [1, 1]
-
-
 def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_path):
     """None of these classes is made: stand-ins take their places by name."""
     extra = {"args": argparse.Namespace(lr=1e-4, path=tmp_path)}
@@ -131,7 +90,7 @@ def test_what_training_loops_save_beside_the_weights_is_no_reason_to_refuse(tmp_
     torch.save({"model": {"w": torch.ones(2)}, **extra}, tmp_path / "a.pt")
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "a.pt", weights_only=True)
-    assert torch_tensors(tmp_path / "a.pt")["w"].read().tolist() == [1, 1]
+    assert torch_tensors(tmp_path / "a.pt")["w"].tolist() == [1, 1]
     assert type(load_torch_file(tmp_path / "a.pt")["args"]) is not argparse.Namespace
     assert (StandIn, "argparse.Namespace") not in torch.serialization.get_safe_globals(), (
         "it stays allowed for others"
@@ -166,14 +125,6 @@ def test_one_flipped_bit_of_the_numbers_is_found(tmp_path):
         torch_tensors(tmp_path / "a.pt")
 
 
-def test_one_flipped_bit_of_the_description_is_found(tmp_path):
-    torch.save({"weight": torch.ones(3)}, tmp_path / "a.pt")
-    data = (tmp_path / "a.pt").read_bytes()
-    (tmp_path / "a.pt").write_bytes(data.replace(b"weight", b"wdight"))
-    with pytest.raises(UserError, match="damaged"):
-        torch_tensors(tmp_path / "a.pt")
-
-
 def _repack(path, change):
     """Packs an archive anew, with right checksums; `change` maps {name: content} to what is packed
     and its compression."""
@@ -203,34 +154,25 @@ def test_packed_anew_with_compression_is_refused(tmp_path):
 def test_packed_anew_without_compression_is_read(tmp_path):
     torch.save({"a": torch.arange(5.0)}, tmp_path / "a.pt")
     _repack(tmp_path / "a.pt", lambda records: (records, zipfile.ZIP_STORED))
-    assert torch_tensors(tmp_path / "a.pt")["a"].read().tolist() == [0, 1, 2, 3, 4]
+    assert torch_tensors(tmp_path / "a.pt")["a"].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
-    "tensor, kind",
+    "tensor",
     [
-        (lambda: torch.eye(2).to_sparse(), "a sparse tensor"),
-        (lambda: torch.eye(2).to_sparse_csr(), "a sparse tensor"),
-        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "a nested tensor"),
-        (lambda: torch.empty(2, 2, device="meta"), "a tensor of the meta device"),
-        (
-            lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
-            "a quantised tensor",
-        ),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        lambda: torch.empty(2, 2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+        lambda: torch.zeros(1).expand(10**9, 64),
     ],
-    ids=["sparse", "csr", "nested", "meta", "quantised"],
+    ids=["sparse", "csr", "nested", "meta", "quantised", "a small file as a large tensor"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_tensors_without_plain_numbers(tmp_path, tensor, kind):
-    torch.save({"a": torch.ones(2), "model.x": tensor()}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match=f"model.x is {kind}.*; save it as a plain tensor"):
-        torch_tensors(tmp_path / "a.pt")
-
-
-def test_a_small_file_is_not_a_large_tensor(tmp_path):
-    torch.save({"a": torch.zeros(1).expand(10**9, 64)}, tmp_path / "a.pt")
-    assert (tmp_path / "a.pt").stat().st_size < 5000
-    with pytest.raises(UserError, match="a is a tensor that repeats its numbers"):
+def test_tensors_without_plain_numbers(tmp_path, tensor):
+    torch.save({"a": torch.ones(2), "model.x\x1b": tensor()}, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"model.x\\x1b is no plain tensor .*; save it as one"):
         torch_tensors(tmp_path / "a.pt")
 
 
@@ -241,14 +183,6 @@ def test_names_that_are_not_text(tmp_path, name):
         open_checkpoint(tmp_path / "a.pt")
 
 
-def test_names_of_strangers_are_escaped(tmp_path):
-    name = "model.\x1b]0;owned\x07"
-    torch.save({"encoder.weight": torch.ones(2), name: torch.eye(2).to_sparse()}, tmp_path / "a.pt")
-    with pytest.raises(UserError) as refusal:
-        torch_tensors(tmp_path / "a.pt")
-    assert "\\x1b]0;owned\\x07" in str(refusal.value) and "\x1b" not in str(refusal.value)
-
-
 def test_not_a_file_of_weights(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "folder.pt").mkdir()
@@ -256,12 +190,12 @@ def test_not_a_file_of_weights(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in (
-        *(
-            ("pipe", "not a file, but a pipe"),
-            ("folder", "not a file, but a folder"),
-            ("none", "does not exist"),
-        ),
-        *(("empty", "cannot be read"), ("text", "cannot be read"), ("list", "holds no state dict")),
+        ("pipe", "not a file, but a pipe"),
+        ("folder", "not a file, but a folder"),
+        ("none", "does not exist"),
+        ("empty", "cannot be read"),
+        ("text", "cannot be read"),
+        ("list", "holds no state dict"),
     ):
         with pytest.raises(UserError, match=message):
             torch_tensors(tmp_path / f"{name}.pt")
@@ -379,14 +313,107 @@ def test_random_damage_never_ends_otherwise_than_in_a_sentence(tmp_path, state):
             (tmp_path / "a.pt").write_bytes(_flipped(old, 1500, 1 + number % 3, generator))
         try:
             for stored in torch_tensors(tmp_path / "a.pt").values():
-                stored.read().clone()
+                stored.clone()
             outcomes["read"] += 1
         except UserError:
             outcomes["refused"] += 1
     assert outcomes["refused"] > 20, outcomes
 
 
-def test_the_content_of_any_file_is_loaded_once(tmp_path):
-    torch.save({"step": torch.tensor(7), "list": [torch.ones(1)]}, tmp_path / "a.pt")
-    content = load_torch_file(tmp_path / "a.pt")
-    assert content["step"].item() == 7 and content["list"][0].item() == 1
+# ------------------------------------------------------------------------------------------------
+# safetensors, and weights in several files
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "100KB"])
+def test_hub_folder(tmp_path, model, shard_size):
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "100KB"), (
+        "not the layout that this test is about"
+    )
+    assert_same(open_checkpoint(tmp_path), model.state_dict())
+
+
+def test_sharded_torch_files(tmp_path, model):
+    names = list(model.state_dict())
+    parts = {
+        "pytorch_model-00001-of-00002.bin": names[:9],
+        "pytorch_model-00002-of-00002.bin": names[9:],
+    }
+    for file, part in parts.items():
+        torch.save({name: model.state_dict()[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert_same(open_checkpoint(tmp_path), model.state_dict())
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.999])
+def test_truncated(tmp_path, model, kept):
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    with pytest.raises(UserError, match="cannot be read, it is truncated or not a file of weights"):
+        open_checkpoint(tmp_path)
+
+
+def test_damaged_header_never_ends_otherwise_than_in_a_sentence(tmp_path):
+    generator, path = random.Random(0), tmp_path / "model.safetensors"
+    save_file({"encoder.weight": torch.ones(4, 6), "b": torch.ones(3).half()}, path)
+    data, refused = path.read_bytes(), 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        damaged[generator.randrange(160)] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            read_file(path)
+        except UserError:
+            refused += 1
+    assert refused > 50
+
+
+def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    content = load_file(shards[0])
+    save_file(content | load_file(shards[1]), shards[1])
+    with pytest.raises(UserError, match=f"in several shards: .*{min(content)}"):
+        open_checkpoint(tmp_path)
+    dropped = sorted(load_file(shards[1]).keys() - content.keys())
+    save_file({"other": torch.zeros(1)}, shards[1])
+    with pytest.raises(UserError, match=f"lack tensors .*{dropped[0]}"):
+        open_checkpoint(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(UserError, match=f"files that are not beside it: '{shards[1].name}'"):
+        open_checkpoint(tmp_path)
+    os.mkfifo(shards[1])
+    with pytest.raises(UserError, match=f"files that are not beside it: '{shards[1].name}'"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"weight_map": {"a": 5}}, "names files that are not beside it: 5"),
+        ({"weight_map": {"a": None}}, "not beside it: None"),
+        ({"weight_map": {"a": ["x"]}}, "not beside it: \\['x'\\]"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "not beside it: '/etc/passwd'"),
+        ({"weight_map": {"a": "../run/x.safetensors"}}, "not beside it: '../run/x.safetensors'"),
+        ({"weight_map": {"a": ".."}}, "not beside it: '..'"),
+        ({"weight_map": {"a": "x\0y"}}, r"not beside it: 'x\\x00y'"),
+        ({"weight_map": {"a": "x\x1b[2J"}}, r"not beside it: 'x\\x1b\[2J"),
+        ({"weight_map": {"a": "x" * 300}}, "not beside it: 'x"),
+        ({"weight_map": {"a": "device"}}, "not beside it: 'device'"),
+        ({"weight_map": ["a"]}, "has no weight_map"),
+        ([1], "has no weight_map"),
+        ("{", "not valid JSON"),
+        (b"\xff", "not UTF-8"),
+    ],
+    ids=range(14),
+)
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_index_files(tmp_path, name, content, message):
+    (tmp_path / "device").symlink_to("/dev/zero")
+    data = content if isinstance(content, (str, bytes)) else json.dumps(content)
+    (tmp_path / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    with pytest.raises(UserError, match=message) as refusal:
+        open_checkpoint(tmp_path)
+    assert len(str(refusal.value)) < 1000 and str(refusal.value).isprintable()

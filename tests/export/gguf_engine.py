@@ -11,17 +11,6 @@ import unicodedata
 import gguf
 import numpy as np
 
-from ..common.errors import UserError, one_line
-
-
-def read_mark(path, key):
-    """The text under a key of a GGUF file; None if there is none, or the file is another one."""
-    try:
-        field = gguf.GGUFReader(path).get_field(key)
-    except Exception:  # as below
-        return None
-    return None if field is None else field.contents()
-
 
 class Engine:
     """A file, opened.
@@ -32,30 +21,18 @@ class Engine:
     """
 
     def __init__(self, path):
-        try:
-            reader = gguf.GGUFReader(path)
-            prefix = f"{reader.get_field('general.architecture').contents()}."
-            self.keys = {
-                name.removeprefix(prefix): field.contents() for name, field in reader.fields.items()
-            }
-        except (
-            Exception
-        ) as error:  # numpy's errors, ValueError, and what it finds in arbitrary bytes
-            raise UserError(
-                f"{path} is not a GGUF file that can be read ({one_line(error)})"
-            ) from error
-        if prefix != "neo-bert.":
-            raise UserError(
-                f"{path} holds a model of the architecture {prefix[:-1]!r}, not a NeoBERT"
-            )
+        reader = gguf.GGUFReader(path)
+        prefix = f"{reader.get_field('general.architecture').contents()}."
+        assert prefix == "neo-bert.", prefix
+        self.keys = {
+            name.removeprefix(prefix): field.contents() for name, field in reader.fields.items()
+        }
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.pooling = gguf.PoolingType(self.keys.get("pooling_type", 0))
         self._ids = {word: i for i, word in enumerate(self.keys["tokenizer.ggml.tokens"])}
 
     def _weight(self, name):
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise UserError(f"the file has no {name}, which llama.cpp reads")
+        tensor = self._tensors[name]
         return gguf.dequantize(tensor.data, tensor.tensor_type).reshape(
             tuple(reversed(tensor.shape.tolist()))
         )
@@ -142,11 +119,7 @@ class Engine:
         for x in states:
             x = x + self._attend(self._norm(x, attn_norm) @ qkv.T) @ out.T
             both = self._norm(x, ffn_norm) @ up.T
-            if both.shape[-1] != 2 * self.keys["feed_forward_length"]:
-                raise UserError(
-                    f"the file's feed_forward_length is not the {both.shape[-1] // 2} of its "
-                    "tensors: llama.cpp does not load it"
-                )
+            assert both.shape[-1] == 2 * self.keys["feed_forward_length"], "it does not load"
             gate, value = np.split(both, 2, axis=1)
             outputs.append(x + (gate / (1.0 + np.exp(-gate)) * value) @ down.T)
         return outputs
