@@ -24,8 +24,8 @@ _ENVIRONMENT = ("command", "commit", "date", "hardware", "threads", "python", "v
 _NOTE = (
     "Bits a character: the masked-LM loss in bits, summed over the masked tokens, by the "
     "characters of their text; fewer is better. It compares vocabularies, masked accuracy does "
-    "not. Below masked accuracy is what always saying the most frequent token would reach on the "
-    "same masked tokens. ± is the standard error over the batches of held-out text. What a "
+    "not. Below masked accuracy is what always saying the set's most frequent token would reach on "
+    "the same masked tokens. ± is the standard error over the batches of held-out text. What a "
     "vocabulary has no piece for ([UNK]) counts nowhere."
 )
 

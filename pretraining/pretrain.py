@@ -279,7 +279,7 @@ def execute(run):
 
     shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
-    tokens, batches = training_batches(run, tokenizer, masking)
+    _, batches = training_batches(run, tokenizer, masking)
     training.ignore_data_skip = training.ignore_data_skip or run.streams
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
@@ -299,9 +299,8 @@ def execute(run):
         train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
         metrics = trainer.evaluate()
         for name, batches in heldout.items():
-            # A streamed run has no training tokens at hand to count: the held-out ones give the
-            # baseline its best case.
-            frequent = unigram(batches.windows.texts if tokens is None else tokens, tokenizer)
+            # Of the held-out text itself: the baseline's best case, prepared or streamed.
+            frequent = unigram(batches.windows.texts, tokenizer)
             metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(batches, frequent)
         _finish(run, output, trainer, metrics, heldout_text, rows)
     return metrics
