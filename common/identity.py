@@ -61,9 +61,14 @@ def known_by(model):
 
 def files_digest(paths):
     """Twelve hex digits of the SHA-256 over the content of files, in the order of their names."""
+    return sha256(*sorted(paths))[:12]
+
+
+def sha256(*paths):
+    """SHA-256 over the content of files, 64 hex digits."""
     digest = hashlib.sha256()
-    for path in sorted(paths):
+    for path in paths:
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()

@@ -23,8 +23,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .errors import UserError, listed, shortened
-from .files import read_json, redacted, write_json
+from .files import read_json, write_json
 from .folders import check_folder, flush
+from .secrets import redacted
 
 
 RUN, RESULT, LOCK = "run.json", "result.json", ".lock"

@@ -11,9 +11,6 @@ from .files import read_text
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-# Values that a file may hold when each alias is written out: a few hundred bytes of aliases of
-# aliases are billions.
-MOST_VALUES = 100_000
 # What PyYAML raises for a file that is not valid, beside its own error, and for strange values.
 _FAULTS = (
     yaml.YAMLError,
@@ -60,9 +57,7 @@ def read_yaml(path):
     text = read_text(path)
     try:
         data = yaml.load(text, _Loader)
-        if _size(data, {}) > MOST_VALUES:
-            raise ValueError(f"with its aliases it has more than {MOST_VALUES:,} values")
-        return _resolved(data, data)
+        return _resolved(data, data, {})
     except _FAULTS as error:
         raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
 
@@ -78,25 +73,22 @@ def read_brackets(text):
         return text
 
 
-def _size(value, sizes):
-    """How many values `value` holds, those behind an alias each time; {id: size} of those that are
-    counted."""
-    if not isinstance(value, (dict, list)):
-        return 1
-    if id(value) not in sizes:
-        sizes[id(value)] = MOST_VALUES + 1  # what holds itself has no end
-        parts = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_size(part, sizes) for part in parts)
-    return sizes[id(value)]
-
-
-def _resolved(value, data, depth=8):
+def _resolved(value, data, known, depth=8):
     """`value` with every text that is one reference, `${section.name}`, replaced by what it names
-    in `data`."""
-    if isinstance(value, dict):
-        return {key: _resolved(inner, data, depth) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_resolved(inner, data, depth) for inner in value]
+    in `data`; what several aliases name is one object, as in the file.
+
+    Args:
+        known: {id of a part of `data`: what it became}.
+    """
+    if isinstance(value, (dict, list)):
+        if id(value) not in known:
+            known[id(value)] = value  # for what holds itself
+            if isinstance(value, dict):
+                made = {key: _resolved(part, data, known, depth) for key, part in value.items()}
+            else:
+                made = [_resolved(part, data, known, depth) for part in value]
+            known[id(value)] = made
+        return known[id(value)]
     reference = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
     if reference is None:
         return value
@@ -105,4 +97,4 @@ def _resolved(value, data, depth=8):
         target = target.get(key) if isinstance(target, dict) else None
     if not depth or isinstance(target, (dict, list)):
         return None
-    return _resolved(target, data, depth - 1)
+    return _resolved(target, data, known, depth - 1)

@@ -2,14 +2,13 @@
 understands."""
 
 import json
-import shutil
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from ..common.cards import front_matter
 from ..common.errors import printable
-from ..common.files import sha256
+from ..common.identity import sha256
 from ..common.loading import copy_code
 
 
@@ -19,11 +18,8 @@ def write_weights(folder, state, max_shard_size):
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     rows = []
     for file, names in sorted(split.filename_to_tensors.items()):
-        path, written = folder / file, folder / f".{file}"
-        save_file({name: state[name] for name in names}, written, {"format": "pt"})
-        # The library's file is for its owner alone, a copy has the rights that the umask gives.
-        shutil.copyfile(written, path)
-        written.unlink()
+        path = folder / file
+        save_file({name: state[name] for name in names}, path, {"format": "pt"})
         rows.append({"file": file, "bytes": path.stat().st_size, "sha256": sha256(path)})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

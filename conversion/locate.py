@@ -81,7 +81,7 @@ def _tag(folder):
     file = folder / "latest"
     if not file.is_file():
         return None
-    name = read_text(file, 4096).strip()
+    name = read_text(file).strip()
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise UserError(
             f"{file} should hold the name of a folder beside it, but holds {name[:80]!r}."

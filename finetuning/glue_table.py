@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas
 
 from ..common.errors import UserError
-from ..common.files import TEXT_LIMIT, read_json, write_json, write_text
+from ..common.files import read_json, write_json, write_text
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import environment, markdown_table
 from .glue_tasks import HUB_DATA, TASKS
@@ -27,8 +27,7 @@ _RESULT = {"name", "task", "settings", "score", "selected", "last", "best_of_all
 def finished_runs(output):
     """[(folder, result)] of all finished runs under `output`."""
     results = [
-        (path.parent, read_json(path, 16 * TEXT_LIMIT))
-        for path in sorted(Path(output).glob("*/*/*/result.json"))
+        (path.parent, read_json(path)) for path in sorted(Path(output).glob("*/*/*/result.json"))
     ]
     return [(folder, result) for folder, result in results if _RESULT <= result.keys()]
 
@@ -37,7 +36,7 @@ def check_table(output):
     """Raises UserError where `output` has a table that `write_tables` did not write."""
     paths = [Path(output) / name for name in ("table.json", "table.md")]
     if any(path.exists() for path in paths):
-        if not paths[0].is_file() or read_json(paths[0], 16 * TEXT_LIMIT).get("kind") != "glue":
+        if not paths[0].is_file() or read_json(paths[0]).get("kind") != "glue":
             raise UserError(
                 f"{output} has a table that is not of this command; choose another output"
             )

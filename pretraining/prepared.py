@@ -18,9 +18,10 @@ from datasets import Dataset, concatenate_datasets
 from tqdm import tqdm
 
 from ..common.errors import UserError, one_line
-from ..common.files import read_json, redacted, write_json
+from ..common.files import read_json, write_json
 from ..common.folders import new_folder
 from ..common.output import differences
+from ..common.secrets import redacted
 from .sources import load_rows, shares_of, source_key
 
 

@@ -19,12 +19,13 @@ from transformers import TrainingArguments
 
 from ..common.blocks import compile_blocks
 from ..common.errors import UserError
-from ..common.files import read_json, redacted
+from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import known_by
 from ..common.loading import set_attention
 from ..common.output import Output, run_settings
 from ..common.results import environment
+from ..common.secrets import redacted
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
 from . import adaptation_report
