@@ -12,14 +12,18 @@ from ..common.files import read_json
 from ..common.loading import check_there, load_tokenizer
 from ..common.model_fields import ALIASES, check_model_fields
 from ..configuration_neobert import NeoBERTConfig
-from ..conversion.temporary import hub_folder_of
+from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
 from ..training.checkpoints import newest_checkpoint
 from .prepared import tokenizer_fingerprint
+from .sources import content_hash
 from .transplant import find_rows, random_rows, replace_vocabulary
 
 
 logger = logging.get_logger(__name__)
+
+# The Hub folder of a raw checkpoint in the output of a run, until the run has finished.
+START = ".start-{}.tmp"
 
 # What weights are made for.
 _SHAPE = (
@@ -50,7 +54,7 @@ def choose_tokenizer(given, start, init_embeddings=None):
     """
     if start is None:
         return load_tokenizer(given or str(TOKENIZER), padding=False)
-    _config_of(start, start)
+    _config_of(start)
     if init_embeddings is not None:
         return load_tokenizer(given, padding=False)
     try:
@@ -97,8 +101,7 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
 
     Args:
         model_config: {field of NeoBERTConfig: value}, or None.
-        init_from: where its weights come from (see `weights_folder`), or None for a fresh
-            initialisation.
+        init_from: `weights_folder`, or None for a fresh initialisation.
         tokenizer: whose vocabulary it has.
         seed: of the initialisation.
         rows: `Rows` that replace the vocabulary of `init_from`, or None.
@@ -110,7 +113,7 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     check_model_fields(given, "model_config")
     given.setdefault("sparse_prediction", True)
     if init_from is not None:
-        return _load(weights_folder(init_from), init_from, given, tokenizer, seed, rows)
+        return _load(init_from, given, tokenizer, seed, rows)
     given.setdefault("vocab_size", len(tokenizer))
     given.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _checked_config(given)
@@ -119,8 +122,8 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     return NeoBERTForMaskedLM(config)
 
 
-def _load(source, name, given, tokenizer, seed, rows):
-    config = _config_of(source, name)
+def _load(name, given, tokenizer, seed, rows):
+    config = _config_of(name)
     if rows is not None:
         count = given.pop("vocab_size", len(tokenizer))
         pad = given.pop("pad_token_id", tokenizer.pad_token_id)
@@ -130,7 +133,7 @@ def _load(source, name, given, tokenizer, seed, rows):
         _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     try:
         model, info = NeoBERTForMaskedLM.from_pretrained(
-            source, config=config, dtype=torch.float32, output_loading_info=True
+            name, config=config, dtype=torch.float32, output_loading_info=True
         )
     # safetensors' own for a torn file, RuntimeError for other shapes, OSError for no file
     except Exception as error:
@@ -153,12 +156,12 @@ def _load(source, name, given, tokenizer, seed, rows):
     return model
 
 
-def _config_of(source, name):
+def _config_of(name):
     try:
         values = (
-            read_json(Path(source) / "config.json")
-            if Path(source).is_dir()
-            else NeoBERTConfig.get_config_dict(source)[0]
+            read_json(Path(name) / "config.json")
+            if Path(name).is_dir()
+            else NeoBERTConfig.get_config_dict(name)[0]
         )
         model_type = values["model_type"]
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -170,7 +173,7 @@ def _config_of(source, name):
             f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed"
         )
     try:
-        return NeoBERTConfig.from_pretrained(source)
+        return NeoBERTConfig.from_pretrained(name)
     except Exception as error:  # the library has no one kind for values that it cannot read
         raise UserError(
             f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
@@ -219,23 +222,28 @@ def _check_vocabulary(rows, tokenizer, where):
         )
 
 
-def weights_folder(init_from):
+def weights_folder(init_from, output):
     """Where the weights of `init_from` are: itself; of a run's output folder without a final model,
-    its newest complete checkpoint; of a raw checkpoint, its Hub folder (`hub_folder_of`)."""
+    its newest checkpoint; of a raw checkpoint, a Hub folder of it in `output` (see `START`)."""
     folder = Path(init_from)
     check_there(init_from)
     if not folder.exists() or (folder / "config.json").is_file():
         return init_from
     newest = newest_checkpoint(folder) if folder.is_dir() else None
-    if newest is None:
+    if newest is not None:
+        logger.warning(
+            "init_from %s has not finished; its weights are those of %s", init_from, newest[1].name
+        )
+        return str(newest[1])
+    below = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth))
+    files = sorted(path for path in below if path.is_file()) or [folder]
+    start = Path(output) / START.format(content_hash(files))
+    if not start.is_dir():
         try:
-            return hub_folder_of(init_from).name
+            write_start(init_from, start)
         except UserError as error:
             raise UserError(
                 f"init_from {init_from} has neither a model (config.json) nor a complete "
                 f"checkpoint: {error}"
             ) from error
-    logger.warning(
-        "init_from %s has not finished; its weights are those of %s", init_from, newest[1].name
-    )
-    return str(newest[1])
+    return str(start)

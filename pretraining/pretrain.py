@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,7 +32,7 @@ from ..training.options import number_options
 from . import adaptation_report
 from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
-from .model import choose_tokenizer, make_model, new_rows, weights_folder
+from .model import START, choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
     GROUPS,
     OPTIONS,
@@ -72,7 +73,10 @@ class Given:
     @functools.cached_property
     def start(self):
         """Folder or Hub name of the weights that it starts from, or None."""
-        return None if self.model.init_from is None else weights_folder(self.model.init_from)
+        if self.model.init_from is None:
+            return None
+        with self.training.main_process_first(desc="init_from"):
+            return weights_folder(self.model.init_from, self.output)
 
     @property
     def sets(self):
@@ -276,7 +280,9 @@ def execute(run):
             run=run.run,
         )
         start = {} if rows is None else adaptation_report.measure_start(run, trainer)
-        return {**start, **trainer.measure()}
+        metrics = {**start, **trainer.measure()}
+        _remove_start(run)
+        return metrics
 
     shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
@@ -345,6 +351,13 @@ def _finish(run, output, trainer, metrics, heldout_text, rows):
             )
     _write_raw(run, trainer.state.global_step)
     output.finish(**result)
+    _remove_start(run)
+
+
+def _remove_start(run):
+    """Removes the Hub folder of a raw checkpoint that the run began with."""
+    for folder in run.output.glob(START.format("*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_raw(run, step):

@@ -267,7 +267,7 @@ def source_key(sources):
     names = (source.name if source.kind == "hub" else Path(source.name).name for source in sources)
     return {
         "dataset": ", ".join(names),
-        "content": _content(paths) if paths else None,
+        "content": content_hash(paths) if paths else None,
         "urls": urls or None,
         "subset": [source.subset for source in sources if source.subset] or None,
         "revisions": [source.revision for source in sources if source.revision] or None,
@@ -276,16 +276,15 @@ def source_key(sources):
     }
 
 
-def _content(paths):
-    """Count, bytes and a hash of local files: names without folders, and of each file 16 blocks of
+def content_hash(paths):
+    """Twelve hex digits of local files: names without folders, sizes, and of each file 16 blocks of
     64 KiB from its start to its end, as they may be very large."""
-    digest, total, block = hashlib.sha1(), 0, 1 << 16
+    digest, block = hashlib.sha1(), 1 << 16
     for path in paths:
         size = path.stat().st_size
-        total += size
         digest.update(f"{path.name} {size} ".encode())
         with open(path, "rb") as file:
             for i in range(16):
                 file.seek(i * max(block, -(-(size - block) // 15)))
                 digest.update(file.read(block))
-    return f"files: {len(paths)}, bytes: {total}, hash: {digest.hexdigest()[:12]}"
+    return digest.hexdigest()[:12]

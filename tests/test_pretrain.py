@@ -355,7 +355,8 @@ def test_stage_2_starts_from_stage_1(corpus, tmp_path):
 
 
 def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
-    """It gives the numbers of the Hub folder with the same weights."""
+    """It gives the numbers of the Hub folder with the same weights; what it is read from is in the
+    output, also after a kill, until the run has finished."""
     short = {"max_steps": 2, "warmup_steps": 0, "save_steps": 2}
     run_of(arguments_of(corpus, tmp_path / "one", **short))
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path / "one")
@@ -369,6 +370,7 @@ def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
                 corpus, tmp_path / f"of-{name}", **short, init_from=start, model_config="{}"
             )
         )
+        assert not list((tmp_path / f"of-{name}").glob(".start-*"))
     weights = {name: load_file(tmp_path / f"of-{name}" / "model.safetensors") for name in starts}
     before = load_file(tmp_path / "one" / "model.safetensors")
     for name, tensor in weights["folder"].items():
