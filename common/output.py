@@ -135,7 +135,12 @@ class Output:
         with locked(self.folder):
             if self.state() == "new":
                 write_json(self.folder / RUN, {"neobert": self.command, "settings": self.settings})
-            yield self
+            try:
+                yield self
+            except BaseException:
+                if {path.name for path in self.folder.iterdir()} == {LOCK, RUN}:
+                    (self.folder / RUN).unlink()  # nothing was written
+                raise
 
     @property
     def scratch(self):

@@ -236,7 +236,7 @@ def weights_folder(init_from, output):
         )
         return str(newest[1])
     below = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth))
-    files = sorted(path for path in below if path.is_file()) or [folder]
+    files = [folder] if folder.is_file() else sorted(path for path in below if path.is_file())
     start = Path(output) / START.format(content_hash(files))
     if not start.is_dir():
         try:
