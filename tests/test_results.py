@@ -126,6 +126,13 @@ def test_panels_are_an_array_and_one_panel_is_axes():
     assert figure.get_suptitle() == "One"
 
 
+def test_one_panel_has_its_title_as_an_array_too():
+    for squeeze in (True, False):
+        _, axes = figures.subplots("Speed", "length", squeeze=squeeze)
+        (panel,) = [axes] if squeeze else axes.ravel()
+        assert (panel.get_title(), panel.get_xlabel()) == ("Speed", "length")
+
+
 def test_lines_differ_and_their_axis_has_the_measured_lengths():
     """The labels do not collide where lengths are near each other, in the narrowest panel that a
     result has."""
