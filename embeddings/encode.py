@@ -244,7 +244,7 @@ def described(output, summary):
     if cut.texts:
         lost = f"{cut.texts:,} texts cut by {cut.tokens:,} tokens"
     if missing:
-        state = f"parts of {listed(missing, 3)} are missing: of other shards, or give it again"
+        state = f"{listed(missing, 3)} lack parts, which other shards or this command make"
     rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
     return (
         f"{output}: {summary['texts']:,} texts{windows}; this run {summary['encoded_texts']:,} "

@@ -50,4 +50,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    from one_line import run  # an error is one line; a copy of this file calls main()
+
+    run(main)

@@ -354,6 +354,8 @@ def test_every_part_has_one_shard_and_shares_are_even(files):
         ]
         assert sorted(sum(owned, [])) == parts
         assert max(map(len, owned)) - min(map(len, owned)) <= max(3, 300 / files)
+        readers = [len({file for file, _ in own}) for own in owned]
+        assert sum(readers) == files * (1 if files >= 8 * count else count), "who reads a file"
 
 
 def test_shards_of_launchers(monkeypatch):

@@ -105,14 +105,14 @@ def test_the_reader_of_imports_sees_what_is_there():
     assert {place.parts[0].removesuffix(".py") for place in FILES} >= set(ROOMS) - {"export"}
     source = (
         "from .onnx import x\nfrom . import c\nfrom .. import name\ndef f():\n    import "
-        "neobert.common.rows\n    from ..common import files"
+        "neobert.common.data\n    from ..common import files"
     )
     found = set(map(str, imported(Path("export/a.py"), source)))
     assert found == {
         "export/onnx.py",
         "export/__init__.py",
         "__init__.py",
-        "common/rows.py",
+        "common/data.py",
         "common/files.py",
     }
     assert (

@@ -153,7 +153,7 @@ def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkey
 
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
     encoder = PackedEncoder(reference, tokens_per_batch=50, dtype="float32", device="cpu")
-    monkeypatch.setattr(encoder, "_packed_pooling", None)
+    monkeypatch.setattr(encoder, "packs", False)
     lengths = np.array([40, 10, 10, 25, 10, 40])
     batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]
     assert batches == [[10, 10, 10], [25], [40], [40]], (
@@ -211,9 +211,7 @@ def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, mon
         "_embed_packed",
         lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]),
     )
-    with pytest.raises(
-        NotFinite, match="not finite in float32; the model's weights are damaged"
-    ) as caught:
+    with pytest.raises(NotFinite, match="not finite in float32; .* weights are damaged") as caught:
         encoder.embed(
             [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
         )
