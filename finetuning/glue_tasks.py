@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.data import files, numbered_rows
 from ..common.errors import UserError, one_line, require
 
 
@@ -178,6 +177,8 @@ def rows_digest(splits):
 
 def _local_rows(source, task, split, columns):
     """(place, row) of one split of a local folder."""
+    from ..common.data import files, numbered_rows
+
     for file in files(f"{source}/{task.name}/{split}[.-]*"):
         for number, row in numbered_rows(file, columns, task.texts):
             yield f"{file.url}, row {number + 1:,}", row
