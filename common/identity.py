@@ -10,23 +10,22 @@ from .loading import check_model
 # What makes the numbers of a model: weights, configuration, tokenizer. A sentence encoder keeps
 # those of its other modules one folder down.
 _FILES = (
-    *("*.safetensors", "pytorch_model*.bin", "*/model.safetensors", "*/pytorch_model.bin"),
-    *(
-        "config.json",
-        "*/config.json",
-        "modules.json",
-        "sentence_bert_config.json",
-        "config_sentence_transformers.json",
-    ),
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "vocab.txt",
-        "vocab.json",
-        "merges.txt",
-        "*.model",
-    ),
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*/model.safetensors",
+    "*/pytorch_model.bin",
+    "config.json",
+    "*/config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
 )
 
 

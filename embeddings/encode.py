@@ -31,9 +31,21 @@ from .options import OPTIONS
 
 # Options that make the vectors, their columns and their parts.
 _SETTINGS = (
-    *("text_column", "keep", "prompt", "prompt_name", "max_length", "pooling", "tokenizer"),
-    *("attn_implementation", "long_texts", "window", "overlap", "normalize", "dtype"),
-    *("output_dtype", "rows"),
+    "text_column",
+    "keep",
+    "prompt",
+    "prompt_name",
+    "max_length",
+    "pooling",
+    "tokenizer",
+    "attn_implementation",
+    "long_texts",
+    "window",
+    "overlap",
+    "normalize",
+    "dtype",
+    "output_dtype",
+    "rows",
 )
 INPUT = "neobert_input"  # key in the metadata of an output file: its input files and their sizes
 

@@ -6,11 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common import data
 from ..common.errors import UserError, one_line, require
-
-
-_FORMATS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -148,20 +144,26 @@ def load_task(task, source):
     """Train and dev splits as lists of columns, every row checked.
 
     Args:
-        source: a local folder with `<task>/<split>.jsonl` (or .json, .csv, .tsv, .parquet, also
-            sharded as `<split>-00000-of-00001.parquet`), with nyu-mll/glue's columns; else the name
-            of such a data set on the Hub.
+        source: a local folder, or its URL, with `<task>/<split>.jsonl` (or .csv, .tsv, .parquet,
+            also sharded as `<split>-00000-of-00001.parquet`) in nyu-mll/glue's columns; else the
+            name of such a data set on the Hub.
     Returns:
         {split: {column: list}} with the text columns and "label".
     Raises:
-        UserError: no such folder or data set, a split without rows or in two formats, a row
-            without a text, a label out of range.
+        UserError: no such folder or data set, a split in two formats, a row without a text, a
+            label out of range.
     """
-    rows = _local_rows if Path(source).is_dir() else _hub_rows
-    return {
-        split: _columns(task, rows(source, task.name, split))
-        for split in ("train", *task.validation)
-    }
+    rows = _local_rows if Path(source).is_dir() or "://" in source else _hub_rows
+    splits = {}
+    for split in ("train", *task.validation):
+        columns = splits[split] = {name: [] for name in (*task.texts, "label")}
+        for place, row in rows(source, task, split, list(columns)):
+            for name in task.texts:
+                columns[name].append(row[name])
+            columns["label"].append(_label(task, place, row["label"]))
+        if not columns["label"]:
+            raise UserError(f"{source}/{task.name}/{split} has no rows")
+    return splits
 
 
 def rows_digest(splits):
@@ -173,54 +175,29 @@ def rows_digest(splits):
     return digest.hexdigest()[:12]
 
 
-def _local_rows(source, task, split):
+def _local_rows(source, task, split, columns):
     """(place, row) of one split of a local folder."""
-    files = [
-        path
-        for path in sorted((Path(source) / task).glob(f"{split}*"))
-        if path.name.partition(".")[0].split("-0")[0] == split
-        and data.file_format(path) in _FORMATS
-    ]
-    if len({(path.suffix, path.stem == split) for path in files}) != 1:
-        names = ", ".join(path.name for path in files) or "none"
-        raise UserError(
-            f"{source}/{task} must have one file {split}.jsonl, .csv, .tsv or .parquet, or shards "
-            f"of one, but has {names}"
-        )
-    for file in (file for path in files for file in data.files(path)):
-        for number, row in data.numbered_rows(file):
+    from ..common.data import files, numbered_rows
+
+    for file in files(f"{source}/{task.name}/{split}[.-]*"):
+        for number, row in numbered_rows(file, columns, task.texts):
             yield f"{file.url}, row {number + 1:,}", row
 
 
-def _hub_rows(name, task, split):
+def _hub_rows(name, task, split, columns):
     require("train", "datasets")
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(name, task, split=split)
+        data = load_dataset(name, task.name, split=split).select_columns(columns)
     # datasets raises its own, OSError, ValueError, ConnectionError, ... for one cause: no data
     except Exception as error:
         raise UserError(
-            f"{name!r} is not a local folder, and task {task} was not loaded from the Hub: "
+            f"{name!r} is not a local folder, and task {task.name} was not loaded from the Hub: "
             f"{one_line(error)}"
         ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{name}/{task}/{split}, row {number:,}", row
-
-
-def _columns(task, rows):
-    """{column: list} of rows that have the task's columns, texts and labels."""
-    columns = {name: [] for name in (*task.texts, "label")}
-    for place, row in rows:
-        for name in task.texts:
-            if not isinstance(row.get(name), str):
-                raise UserError(
-                    f"{place} has no text {name!r}; {task.name} needs the columns "
-                    f"{', '.join(columns)}"
-                )
-            columns[name].append(row[name])
-        columns["label"].append(_label(task, place, row.get("label")))
-    return columns
+    for number, row in enumerate(data, 1):
+        yield f"{name}/{task.name}/{split}, row {number:,}", row
 
 
 def _label(task, place, label):

@@ -27,16 +27,15 @@ START = ".start-{}.tmp"
 
 # What weights are made for.
 _SHAPE = (
-    *(
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_size",
-        "hidden_act",
-        "norm_type",
-    ),
-    *("position_embedding_type", "tie_word_embeddings"),
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "hidden_act",
+    "norm_type",
+    "position_embedding_type",
+    "tie_word_embeddings",
 )
 
 

@@ -12,22 +12,18 @@ from ..configuration_neobert import NeoBERTConfig
 
 
 _FIELDS = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-    ),
-    *(
-        "hidden_act",
-        "norm_type",
-        "norm_eps",
-        "position_embedding_type",
-        "pad_token_id",
-        "tie_word_embeddings",
-    ),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "hidden_act",
+    "norm_type",
+    "norm_eps",
+    "position_embedding_type",
+    "pad_token_id",
+    "tie_word_embeddings",
     "classifier_pooling",
 )
 

@@ -333,7 +333,7 @@ def test_a_recipe_of_the_package_is_found_where_there_is_none_of_that_name(tmp_p
         options.read(["recipes/nothing.yaml"])
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["report", "--version"]])
+@pytest.mark.parametrize("argv", [["--version"], ["encode", "--version"]])
 def test_version(argv, capsys):
     try:
         code = cli.main(argv)

@@ -8,10 +8,10 @@ import pytest
 from glue_runs import make_world, run  # noqa: F401
 
 from neobert.common import loading
-from neobert.common.trainer_options import training_arguments
 from neobert.finetuning import glue_model, glue_rows, glue_run, glue_tasks
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS
+from neobert.training.options import training_arguments
 
 
 # ------------------------------------------------------------------------------------------------

@@ -32,17 +32,18 @@ def test_numbers_references_and_anchors(tmp_path):
     assert read(tmp_path, "") is None and read(tmp_path, "- [1, 2]") == [[1, 2]]
 
 
-# Aliases of aliases: 10^9 values when written out.
-BOMB = "a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
-)
+def test_aliases_are_not_written_out(tmp_path):
+    """600 bytes of aliases of aliases are 10^9 values, and a part may hold itself."""
+    lines = ["a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    data = read(tmp_path, "\n".join(lines))
+    assert data["a8"][0] is data["a8"][9] is data["a7"]
+    read(tmp_path, "a: &a\n  b: *a")
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: &a\n  b: *a", "more than 100,000 values"),
-        (BOMB, "more than 100,000 values"),
         ("[" * 1000, "recursion"),
         ("a: !!int x", "invalid literal"),
         ("a: 2001-99-99", "month must be in"),
@@ -52,10 +53,9 @@ BOMB = "a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
         ("a: 1\n---\nb: 2", "single document"),
         ("a: [", "not valid YAML"),
         ("a: \x07", "special characters are not allowed"),
-        (b"\xff\xfea", "not UTF-8"),
-        (" " * 4_000_001, "more than 4,000,000 bytes"),
+        (b"\xff\xfea", "cannot be read .*decode"),
     ],
-    ids=range(13),
+    ids=range(10),
 )
 def test_refused_with_one_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as refusal:
@@ -67,7 +67,7 @@ def test_no_file_to_read(tmp_path):
     with pytest.raises(UserError, match="there is no file .*; give the path of a YAML file"):
         read_yaml(tmp_path / "a.yaml")
     os.mkfifo(tmp_path / "b.yaml")
-    with pytest.raises(UserError, match="b.yaml is not a file, but a pipe"):
+    with pytest.raises(UserError, match="b.yaml is not a file"):
         read_yaml(tmp_path / "b.yaml")
 
 
