@@ -16,7 +16,6 @@ pytest.importorskip("sentence_transformers")
 
 from sentence_transformers import SentenceTransformer
 
-from neobert.common.loading import CODE_FILES
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
@@ -28,11 +27,6 @@ DEFINITIONS = ROOT / "examples" / "definitions.tsv"
 @pytest.fixture(scope="module")
 def encoder():
     return SentenceTransformer(str(FOLDER), device="cpu")
-
-
-@pytest.mark.parametrize("name", CODE_FILES)
-def test_its_code_is_the_repositorys(name):
-    assert os.readlink(FOLDER / name) == f"../../{name}" and (FOLDER / name).samefile(ROOT / name)
 
 
 def test_every_engine_reads_as_many_tokens():
@@ -138,7 +132,8 @@ def test_its_card_says_what_was_measured_and_what_is_known():
     )
     scores = json.loads((ROOT / "results" / "distill" / "distill.json").read_text())["scores"]
     share = scores["student"]["WordNetRetrieval"] / scores["teacher"]["WordNetRetrieval"]
-    _, _, summary, *parts = (ROOT / "results" / "open_text.md").read_text().split("\n\n")
+    parts = (ROOT / "results" / "open_text.md").read_text().split("\n\n")
+    (summary,) = [part for part in parts if part.startswith("By MRR, ")]
     (table,) = [part for part in parts if part.startswith("| MRR |")]
     page = (ROOT / "results" / "distillation.md").read_text(encoding="utf-8")
     for text in (card, page):

@@ -7,9 +7,7 @@ a plain matrix product, so that a busy machine slows all alike. Results are writ
 an interrupt keeps what is done.
 """
 
-import csv
 import functools
-import io
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,7 @@ from tqdm import tqdm
 
 from ..common import figures
 from ..common.errors import one_line
-from ..common.folders import check_new, new_file
+from ..common.folders import check_new
 from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .models import build, draw_lengths, lengths_of_file, make_batch
@@ -31,19 +29,6 @@ NOTE = (
     "Medians over repeats; padding is not counted as tokens or as work. Share: floating-point "
     "operations that the real tokens need, over those that a plain matrix product did in the same "
     "time. Peak: memory beyond that before the forward, reserved on CUDA and resident on the CPU."
-)
-COLUMNS = (
-    "set",
-    "model",
-    "implementation",
-    "batch",
-    "longest",
-    "fill",
-    "tokens_per_second",
-    "quartiles",
-    "share_of_gemm",
-    "peak_memory_mib",
-    "error",
 )
 # In the order of the legends.
 NAMES = {
@@ -230,7 +215,7 @@ def ratio_table(rows, implementation="sdpa"):
 
 
 def write_results(folder, arguments, made, rows):
-    """Writes throughput.json, throughput.md and throughput.csv; returns the page.
+    """Writes throughput.json and throughput.md.
 
     Args:
         made: the environment, as `results.environment` returns it.
@@ -240,14 +225,7 @@ def write_results(folder, arguments, made, rows):
         f"{ratio_table(rows)}"
     )
     data = {"options": asdict(arguments), "rows": rows, "ratios": ratios(rows)}
-    page = write_result(Path(folder) / "throughput", "Throughput", made, data, text)
-    with new_file(Path(folder) / "throughput.csv") as binary:
-        file = io.TextIOWrapper(binary, encoding="utf-8", newline="", write_through=True)
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        file.detach()
-    return page
+    write_result(Path(folder) / "throughput", "Throughput", made, data, text)
 
 
 def draw(folder, rows, made):

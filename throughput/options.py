@@ -126,9 +126,7 @@ def check_set(name, texts=None):
 class ThroughputArguments(Arguments):
     """Options of `neobert throughput`."""
 
-    output: str = option(
-        help="a new folder for throughput.json, throughput.csv, throughput.md and the plots"
-    )
+    output: str = option(help="a new folder for throughput.json, throughput.md and the plots")
     preset: str | None = option(
         None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS)
     )
