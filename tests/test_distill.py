@@ -247,7 +247,7 @@ def test_vectors_that_float16_cannot_hold_are_refused(tmp_path):
     [
         (100, 1, "no texts of 100 are held out, and 3 .*, or --held-out-percent 10"),
         (30, 1, "no texts of 30 are held out, and 3 .*, or --held-out-percent 20"),
-        (20, 10, "2 texts of 20 are held out, and 3 .*, or --held-out-percent 30"),
+        (13, 10, "2 texts of 13 are held out, and 3 .*, or --held-out-percent 47"),
     ],
 )
 def test_too_few_texts_to_measure_with(tmp_path, count, percent, sentence):
@@ -458,7 +458,7 @@ def test_a_dtype_that_a_student_cannot_be_loaded_in_is_told(teacher, tmp_path, c
     encoder = SentenceTransformer(teacher, device="cpu")
     student = build_student(arguments_for(teacher), encoder, 32)
     with torch.no_grad():
-        student[0].auto_model.transformer_encoder[0].ffn.w3.weight.mul_(1e6)
+        student[0].auto_model.transformer_encoder[0].ffn.w3.weight.mul_(1e8)
     save_student(student, tmp_path, "float32", "float32")
     precisions = precision_check(tmp_path, {"held_out": (TEXTS[:9], encoder.encode(TEXTS[:9]))})
     assert "the student's vectors are not finite in float16\n" in capsys.readouterr().err
@@ -572,7 +572,7 @@ def test_a_finished_run_is_left_alone(tmp_path, teacher, files, capsys):
     assert command(["distill", path]) == 0
     assert "finished already with these settings" in capsys.readouterr().out
     assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
-    assert "other settings (trainer " in capsys.readouterr().err
+    assert "other settings (learning_rate 0.001, now 1e-05)" in capsys.readouterr().err
     assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
 
 
@@ -660,5 +660,5 @@ def test_one_of_the_two_folders_in_the_other_is_refused(
 def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):
     path = recipe(tmp_path, teacher, files, trainer={"learning_rate": 1e30, "max_grad_norm": 0})
     assert command(["distill", path]) == 2
-    assert "training diverged" in capsys.readouterr().err
+    assert "the run has diverged" in capsys.readouterr().err
     assert not (tmp_path / "student" / "modules.json").exists()
