@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from neobert import __main__ as cli
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
+from neobert.common.held_out import is_held_out
 from neobert.common.loading import load_tokenizer
-from neobert.common.local_text import is_held_out
 from neobert.export.gguf_file import _bert_normalizer
 from neobert.pretraining import vocabulary
 from neobert.pretraining.vocabulary import SPECIAL, filled, learn, measure, most_useful, usable
@@ -161,7 +161,7 @@ def test_a_row_that_alone_would_be_held_out_is_learnt_from(tmp_path):
     text = next(
         text
         for text in (f"Die Datei Nummer {i} " * 9 for i in itertools.count())
-        if is_held_out(f"tokenizer {text.strip()}")
+        if is_held_out(f"tokenizer {text.strip()}", vocabulary.HELD_OUT_PERCENT)
     )
     (tmp_path / "one.txt").write_text(text + "\n")
     assert run(tmp_path / "one.txt", "--output", tmp_path / "out", "--vocab-size", 192) == 0
