@@ -109,7 +109,7 @@ def test_every_file_and_option_in_the_text_exists(page):
     ):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
     shared = (
-        [ROOT / "common" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
+        [ROOT / "training" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
     )
     known = (
         options_in(
