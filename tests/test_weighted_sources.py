@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 pytest.importorskip("accelerate")
 
 from neobert.__main__ import main
+from neobert.common.errors import UserError
 from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
 from neobert.pretraining.masking import TokenMasking
@@ -82,6 +83,17 @@ def test_shares_are_rounded_and_each_source_has_an_order_of_its_own():
     alike = WeightedOrder(np.arange(1400), [500, 1000, 1400], [0.1, 0.1, 0.8], (1, 0)).order(0)
     first, second = alike[alike < 500], alike[(alike >= 500) & (alike < 1000)]
     assert len(first) == len(second) == 100 and {*first} != {*(second - 500)}
+
+
+@pytest.mark.parametrize("weight", [1e-320, 1e-9, 0.02])
+def test_a_share_of_less_than_one_text_is_refused(tokenizer, weight):
+    """1e-320 was an OverflowError, and 1e-9 a pass of a hundred thousand million texts."""
+    tokens = [tokenise_texts(["a cold green sea"] * count, tokenizer) for count in (30, 10)]
+    sources = [{"name": "a.txt", "weight": 1}, {"name": "b.txt", "weight": weight}]
+    with pytest.raises(UserError, match="b.txt is a share of .*, less than one of all 40 texts"):
+        TokenisedTexts.joined(tokens, shares_of(parse_sources(sources)))
+    sources[1]["weight"] = 0.03
+    assert TokenisedTexts.joined(tokens, shares_of(parse_sources(sources))).parts[1].texts == 10
 
 
 def test_shares_of_many_small_sources_add_up():
