@@ -46,6 +46,14 @@ def make_model(model_class, seed=0, **fields):
     return model.eval()
 
 
+def packing_arguments(lengths, longest=None):
+    """What tells of texts of these lengths in a row (1, T)."""
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest = longest or max(lengths)
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    return dict(zip(names, (bounds, bounds, longest, longest)))
+
+
 def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
     """input_ids and attention_mask (B, L) of texts of these lengths, 0 at padding."""
     generator = torch.Generator().manual_seed(seed)

@@ -27,6 +27,7 @@ from .reference import (
     assert_same,
     install_flash,
     make_model,
+    packing_arguments,
     random_batch,
     reference_states,
 )
@@ -42,15 +43,7 @@ def texts_of(lengths, seed=1):
 
 def packed_batch(texts):
     """input_ids (1, T) and the four packing arguments."""
-    lengths = [len(text) for text in texts]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    kwargs = {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
-    return {"input_ids": torch.cat(texts)[None], **kwargs}
+    return {"input_ids": torch.cat(texts)[None], **packing_arguments([*map(len, texts)])}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -362,6 +355,7 @@ def test_flash_contract(flash, dtype, unpad_inputs):
     flash.calls.clear()
     model.eval()(ids[:1])
     assert flash.calls[0]["q"].shape == (1, 12, 4, 16), "Without padding the dense kernel runs."
+    assert attention_neobert._mask_convention("flash_attention_3") == "flash"
     assert flash.calls[0]["causal"] is False and flash.calls[0]["softmax_scale"] == 0.25
 
 
@@ -393,18 +387,6 @@ def test_a_hub_kernel_is_packed_like_flash(flash):
     assert calls[0][0] is None and calls[0][1]["max_length_q"] == 12
     for row, n in enumerate(LENGTHS):
         assert_same(out[row, :n], reference_states(model, ids[row, :n])[0][-1], 1e-5, f"text {row}")
-
-
-@torch.no_grad()
-def test_attentions_under_flash_fall_back(flash):
-    model = build(NeoBERTModel, "flash_attention_2")
-    ids, mask = random_batch([9, 5])
-    out = model(ids, attention_mask=mask, output_attentions=True)
-    assert not flash.calls and len(out.attentions) == 3
-    for row, n in enumerate((9, 5)):
-        states, attentions = reference_states(model, ids[row, :n])
-        assert_same(out.last_hidden_state[row, :n], states[-1], 1e-5, "hidden state")
-        assert_same(out.attentions[0][row, :, :n, :n], attentions[0], 1e-5, "weights")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -498,20 +480,6 @@ def test_hidden_states_and_weights_of_a_packed_batch(flash):
             assert_same(weights[:, 9:, 9:], alone[1][1][layer], 1e-5, f"weights of layer {layer}")
 
 
-@pytest.mark.parametrize("use_reentrant", (True, False))
-def test_gradient_checkpointing_of_a_packed_batch(use_reentrant):
-    packed = packed_batch(texts_of([9, 3, 7]))
-    gradients = []
-    for checkpointing in (False, True):
-        model = make_model(NeoBERTForMaskedLM).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model(**packed, labels=packed["input_ids"]).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[1].items():
-        assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
-
-
 # ------------------------------------------------------------------------------------------------
 # which kernel runs
 
@@ -563,61 +531,28 @@ def test_switching_the_implementation_of_a_loaded_model(flash):
 REPADDED = "re-padded q, k, v; not torch.nn.attention.varlen, since "
 
 
-@pytest.mark.parametrize(
-    "dtype,fields,torch_has_it,capability,words",
+VARLEN = "torch.nn.attention.varlen (flash kernels of torch itself)"
+NARROW, WIDE = {"num_attention_heads": 16}, {"hidden_size": 528, "num_attention_heads": 2}
+# dtype, fields, whether torch has the kernel, capability of the GPU, words.
+KERNELS_OF_CUDA = (
+    (torch.bfloat16, {}, True, (9, 0), VARLEN),
+    (torch.float16, {}, True, (8, 0), VARLEN),
     (
-        (
-            torch.bfloat16,
-            {},
-            True,
-            (9, 0),
-            "torch.nn.attention.varlen (flash kernels of torch itself)",
-        ),
-        (
-            torch.float16,
-            {},
-            True,
-            (8, 0),
-            "torch.nn.attention.varlen (flash kernels of torch itself)",
-        ),
-        (
-            torch.float32,
-            {},
-            True,
-            (9, 0),
-            f"{REPADDED}the kernel takes float16 and bfloat16, not float32",
-        ),
-        (
-            torch.bfloat16,
-            {"attention_dropout": 0.1},
-            True,
-            (9, 0),
-            f"{REPADDED}the kernel has no dropout",
-        ),
-        (torch.bfloat16, {}, False, (9, 0), "has no torch.nn.attention.varlen (2.10 or newer has)"),
-        (
-            torch.float16,
-            {},
-            True,
-            (7, 5),
-            f"{REPADDED}the kernel needs compute capability 8.0, and this GPU has 7.5",
-        ),
-        (
-            torch.bfloat16,
-            {"num_attention_heads": 16},
-            True,
-            (9, 0),
-            f"{REPADDED}the kernel takes a head_dim that is a multiple of 8",
-        ),
-        (
-            torch.bfloat16,
-            {"hidden_size": 528, "num_attention_heads": 2},
-            True,
-            (9, 0),
-            "at most 256, not 264",
-        ),
+        torch.float32,
+        {},
+        True,
+        (9, 0),
+        f"{REPADDED}the kernel takes float16 and bfloat16, not float",
     ),
+    (torch.bfloat16, {"attention_dropout": 0.1}, True, (9, 0), f"{REPADDED}the kernel has no drop"),
+    (torch.bfloat16, {}, False, (9, 0), "has no torch.nn.attention.varlen (2.10 or newer has)"),
+    (torch.float16, {}, True, (7, 5), f"{REPADDED}the kernel needs compute capability 8.0, and"),
+    (torch.bfloat16, NARROW, True, (9, 0), f"{REPADDED}the kernel takes a head_dim that is a mult"),
+    (torch.bfloat16, WIDE, True, (9, 0), "at most 256, not 264"),
 )
+
+
+@pytest.mark.parametrize("dtype,fields,torch_has_it,capability,words", KERNELS_OF_CUDA)
 def test_the_sentence_on_cuda(dtype, fields, torch_has_it, capability, words, monkeypatch):
     """With a stand-in for the device: which kernel, and what keeps it from torch's own."""
     model = make_model(NeoBERTModel, **fields).to(dtype).train()
@@ -677,9 +612,7 @@ def test_sdpa_makes_no_square_tensor(layout):
     with LargestTensor() as seen:
         build_model(attn_implementation="sdpa")(**batch).last_hidden_state.sum().backward()
     widest = 2 * length * max(3 * 64, 2 * 64)
-    assert seen.largest <= widest < length * length, (
-        f"A tensor of {seen.largest} elements was made; activations have {widest}."
-    )
+    assert seen.largest <= widest < length * length
     with LargestTensor() as seen, torch.no_grad():
         build_model(attn_implementation="eager")(**batch)
     assert seen.largest >= 4 * 500 * 500, (
@@ -689,26 +622,6 @@ def test_sdpa_makes_no_square_tensor(layout):
 
 # -------------------------------------------------------------------------------------------
 # layouts, on any device
-
-
-@torch.no_grad()
-def test_the_layouts_of_cuda_agree_with_text_by_text():
-    """Re-padding and torch's variable-length kernel (here a plain stand-in of its signature)
-    against one call per text."""
-    block = make_model(NeoBERTModel).transformer_encoder[0]
-    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
-    packing = modeling_neobert.Packing(bounds, 7)
-    q, k, v = torch.randn(3, 1, 4, 12, 16).unbind(0)
-    sdpa = modeling_neobert.ALL_ATTENTION_FUNCTIONS["sdpa"]
-    expected = torch.cat(
-        [
-            FlashReference.attend(*(x[0, :, a:b].transpose(0, 1) for x in (q, k, v)), 0.25)
-            for a, b in ((0, 4), (4, 5), (5, 12))
-        ]
-    )
-    kwargs = {"dropout": 0.0, "scaling": 0.25, **packing.kwargs({})}
-    repadded, _ = attention_neobert._repadded(sdpa, packing.padding(12), block, q, k, v, **kwargs)
-    assert_same(repadded[0], expected, 1e-5, "re-padded attention")
 
 
 @torch.no_grad()
@@ -775,16 +688,7 @@ def test_packed_on_cuda(dtype):
     plain = error(attn_implementation="eager", unpad_inputs=False)
     packed = error(attn_implementation="sdpa")
     floor = 1e-5 * expected.abs().max().item()
-    assert packed <= max(2 * plain, floor), (
-        f"Packed sdpa is off by {packed}, the plain implementation by {plain}."
-    )
-
-
-@pytest.mark.parametrize("name", ("flash_attention_2", "flash_attention_3"))
-def test_flash_names_are_packed(name):
-    assert attention_neobert._mask_convention(name) == "flash", (
-        f"{name} should get packed batches or a 2-D mask."
-    )
+    assert packed <= max(2 * plain, floor)
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flash_attention_2", "my_attention"))
@@ -806,9 +710,7 @@ def test_autocast(implementation, flash):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
-        assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected, (
-            f"{loss.item()} in place of {expected}"
-        )
+        assert loss.dtype == torch.float32 and abs(loss.item() - expected) < 0.05 * expected
         assert all(
             p.grad is not None and p.grad.dtype == torch.float32 and torch.isfinite(p.grad).all()
             for p in model.parameters()

@@ -86,22 +86,8 @@ def train_and_save(model, folder, batch):
         return model.eval()(**batch).logits
 
 
-METHODS = [
-    "LoRA",
-    "LoRA on all linear layers",
-    "LoRA without a task",
-    "DoRA",
-    "rsLoRA",
-    "AdaLoRA",
-    "VeRA",
-    "LoHa",
-    "LoKr",
-    "OFT",
-    "BOFT",
-    "IA3",
-    "prompt tuning",
-    "p-tuning",
-]
+METHODS = "LoRA,LoRA on all linear layers,LoRA without a task,DoRA,rsLoRA,AdaLoRA,VeRA,LoHa,LoKr"
+METHODS = f"{METHODS},OFT,BOFT,IA3,prompt tuning,p-tuning".split(",")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -499,9 +485,7 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
     # as torch's own hooks, which leave a model packed
     seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)
     trainer.train()
-    assert seen == [44, 44], (
-        f"the noise was added to a packed batch: {seen} tokens in place of 4 x 11"
-    )
+    assert seen == [44, 44]
 
 
 @pytest.mark.slow

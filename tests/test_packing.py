@@ -70,19 +70,9 @@ def assert_close(given, expected, bound, what):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("implementation", ("eager", "sdpa", "flex_attention"))
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
 def test_layouts_agree_on_outputs_and_gradients(implementation, batch):
     ids, mask = BATCHES[batch]()
-    if implementation == "flex_attention":  # torch's flex_attention has no backward pass on the CPU
-        model = make_model(NeoBERTModel, attn_implementation=implementation)
-        expected = make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False)
-        with torch.no_grad():
-            packed, expected = (
-                m(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-                for m in (model, expected)
-            )
-        assert_close(packed, expected, 1e-5, "outputs")
-        return
     packed, grads = outputs_and_gradients(
         make_model(NeoBERTModel, attn_implementation=implementation), ids, mask
     )
@@ -119,24 +109,8 @@ def test_low_precision_within_the_error_of_the_plain_implementation(implementati
     plain, plain_grads = errors(False, "eager")
     packed, packed_grads = errors(True, implementation)
     assert plain > 0, "bfloat16 is exact here, so this test would be vacuous"
-    assert packed <= 2 * plain, (
-        f"outputs: {packed:.2e} against {plain:.2e} of the plain implementation"
-    )
-    assert packed_grads <= 3 * plain_grads, (
-        f"gradients: {packed_grads:.2e} against {plain_grads:.2e} of the plain implementation"
-    )
-
-
-@torch.no_grad()
-def test_empty_batch_rows_are_zero():
-    ids, mask = scattered_batch()
-    hidden = make_model(NeoBERTModel)(ids, attention_mask=mask).last_hidden_state
-    assert torch.isfinite(hidden).all(), "a row of padding alone gives no NaN"
-    assert (hidden[~mask.bool()] == 0).all(), "padding positions are zero"
-    empty = make_model(NeoBERTModel)(ids, attention_mask=torch.zeros_like(mask)).last_hidden_state
-    assert empty.shape == hidden.shape and torch.isfinite(empty).all(), (
-        "nor does a batch of padding alone"
-    )
+    assert packed <= 2 * plain
+    assert packed_grads <= 3 * plain_grads
 
 
 @pytest.mark.parametrize("inputs", ("input_ids", "inputs_embeds"))
@@ -184,9 +158,7 @@ def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
             loss.backward()
         seen.append(count.seen)
     assert seen[0] > 0, "nothing was counted, so this test would be vacuous"
-    assert seen[1] <= seen[0] + 10, (
-        f"12 texts of 78 tokens make {seen[1]} tensors of the whole batch, 3 texts {seen[0]}"
-    )
+    assert seen[1] <= seen[0] + 10
 
 
 @pytest.mark.parametrize("mask", ("packed", "padded", "none"))
@@ -431,9 +403,7 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
         )
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    assert graphs == 1 and not counters["graph_break"], (
-        f"{graphs} graphs for all blocks and batches"
-    )
+    assert graphs == 1 and not counters["graph_break"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -466,43 +436,6 @@ def test_repadded_equals_text_by_text_with_gradients(lengths):
         assert_close(ours, theirs, 1e-5, "gradients")
 
 
-def test_the_contract_of_torchs_variable_length_kernel(monkeypatch):
-    """(T, H, K) tensors, int32 offsets on both sides, whole-number longest lengths and the softmax
-    scale by name."""
-    calls = []
-
-    def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
-        calls.append((query.shape, cu_seq_q, cu_seq_k, max_q, max_k, scale))
-        bounds = cu_seq_q.tolist()
-        parts = []
-        for start, stop in zip(bounds, bounds[1:]):
-            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
-            parts.append(((q @ k.transpose(1, 2) * scale).softmax(-1) @ v).transpose(0, 1))
-        return torch.cat(parts)
-
-    monkeypatch.setattr(attention_neobert, "varlen_attn", varlen)
-    lengths = [5, 1, 4]
-    bounds = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
-    packing = modeling.Packing(bounds, 5)
-    q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
-    module = nn.Module()
-    module.is_causal = False
-    output, weights = attention_neobert._varlen(q, k, v, scaling=0.3, **packing.kwargs({}))
-    expected, _ = attention_neobert._sequence_by_sequence(
-        modeling.eager_attention_forward, packing, module, q, k, v, scaling=0.3
-    )
-    ((shape, cu_q, cu_k, max_q, max_k, scale),) = calls
-    assert shape == (10, 2, 8) and (max_q, max_k) == (5, 5) and scale == 0.3, (
-        "packed tokens first, the longest text, the model's scale"
-    )
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == [
-        0,
-        *torch.tensor(lengths).cumsum(0),
-    ], "int32 offsets"
-    assert weights is None
-    assert_close(output, expected, 1e-5, "outputs")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -527,12 +460,8 @@ def test_gradients_of_the_kernel_on_cuda():
             (grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()
         ).sqrt()
         errors.append(((outputs.float() - exact).abs().max(), total))
-    assert "varlen" in model.attention_backend(), (
-        f"the kernel did not run: {model.attention_backend()}"
-    )
-    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1], (
-        f"errors {errors[1]} against {errors[0]}"
-    )
+    assert "varlen" in model.attention_backend()
+    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1]
 
 
 @pytest.mark.slow

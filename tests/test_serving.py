@@ -29,6 +29,7 @@ from .reference import (
     FlashReference,
     assert_same,
     make_model,
+    packing_arguments,
     random_batch,
     reference_states,
 )
@@ -115,9 +116,7 @@ def test_the_call_of_vllm(vllm, compiled):
         expected = model(ids, position_ids=positions).last_hidden_state
         assert actual.shape == expected.shape
         assert_same(actual, expected, 1e-5, f"texts of {lengths}")
-    assert not compiled or graphs["stats"]["unique_graphs"] == 1, (
-        f"{graphs['stats']['unique_graphs']} graphs were made"
-    )
+    assert not compiled or graphs["stats"]["unique_graphs"] == 1
     ids, _ = packed_ids([12])
     assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all(), (
         "the profile run has positions of zero"
@@ -467,14 +466,7 @@ def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
     """A padded batch: one, for the lengths of its rows. Packed with numbers as longest lengths:
     none. None a layer, and none for labels."""
     ids, mask = random_batch([9, 3, 7])
-    bounds = torch.tensor([0, 9, 12, 19], dtype=torch.int32)
-    packed = {
-        "input_ids": ids[mask.bool()][None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": 9,
-        "max_length_k": 9,
-    }
+    packed = {"input_ids": ids[mask.bool()][None], **packing_arguments([9, 3, 7])}
     padded = {"input_ids": ids, "attention_mask": mask}
     if model_class is NeoBERTForSequenceClassification:
         packed["labels"] = padded["labels"] = torch.tensor([0, 2, 1])
@@ -567,13 +559,7 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     ids, _ = random_batch([600])
-    bounds = torch.tensor([0, 250, 600], dtype=torch.int32)
-    packed = {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": 350,
-        "max_length_k": 350,
-    }
+    packed = packing_arguments([250, 350])
     assert_same(
         compiled(ids, **packed)[0].float(), expected(ids, **packed)[0].float(), 0.1, "compiled"
     )

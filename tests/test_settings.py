@@ -34,49 +34,18 @@ def test_the_defaults_are_the_published_model():
     defaults = config.to_dict()
     for name, value in written.items():
         if name not in ("architectures", "transformers_version", "dtype", "torch_dtype"):
-            assert defaults.get(name) == value, (
-                f"the default of {name} is {defaults.get(name)!r}, config.json says {value!r}"
-            )
-    published = {
-        **{
-            "hidden_size": 768,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "vocab_size": 30522,
-        },
-        **{
-            "max_position_embeddings": 4096,
-            "norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "classifier_dropout": 0.1,
-            "hidden_dropout": 0.0,
-        },
-        **{
-            "attention_dropout": 0.0,
-            "embedding_init_range": 0.02,
-            "decoder_init_range": 0.02,
-            "classifier_init_range": 0.02,
-        },
-        **{
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-            "hidden_act": "swiglu",
-            "norm_type": "rms",
-            "classifier_pooling": "cls",
-        },
-        **{
-            "unpad_inputs": True,
-            "sparse_prediction": False,
-            "position_embedding_type": "rope",
-            "ffn_inner_size": 2048,
-            "head_dim": 64,
-        },
-    }
+            assert defaults.get(name) == value
+    published = {"hidden_size": 768, "num_hidden_layers": 28, "num_attention_heads": 12}
+    published |= {"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 4096}
+    published |= {"ffn_inner_size": 2048, "head_dim": 64}
+    published |= {"norm_eps": 1e-5, "rope_theta": 10000.0, "classifier_dropout": 0.1}
+    published |= dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)
+    published |= {f"{part}_init_range": 0.02 for part in ("embedding", "decoder", "classifier")}
+    published |= {"tie_word_embeddings": False, "unpad_inputs": True, "sparse_prediction": False}
+    published |= {"pad_token_id": 0, "hidden_act": "swiglu", "norm_type": "rms"}
+    published |= {"classifier_pooling": "cls", "position_embedding_type": "rope"}
     for name, value in published.items():
-        assert getattr(config, name) == value, (
-            f"{name} is {getattr(config, name)!r} in place of {value!r}"
-        )
+        assert getattr(config, name) == value
 
 
 @pytest.mark.parametrize(
@@ -267,9 +236,7 @@ def test_both_dropouts_of_a_pooled_head(model_class):
     shares = zeroed(model.dropout)
     ids = random_batch([8] * 40)[0]
     model(ids if model_class is NeoBERTForSequenceClassification else ids.view(20, 2, 8))
-    assert len(shares) == 2 and all(abs(share - 0.4) < 0.05 for share in shares), (
-        f"before dense and before the classifier: {shares}"
-    )
+    assert len(shares) == 2 and all(abs(share - 0.4) < 0.05 for share in shares)
 
 
 def test_the_dropout_of_a_token_head():

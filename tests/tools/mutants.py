@@ -10,6 +10,7 @@ a copy of the checkout in a temporary folder, where its tests run until one has 
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -24,12 +25,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers  # noqa: F401 (imported once for every fork)
 from tqdm import tqdm
 
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "tests" / "mutants"
+# Imported once for every fork, where they are there.
+LIBRARIES = ("transformers", "datasets", "accelerate", "sentence_transformers", "scipy.stats")
 PYTEST = ("-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no", "--maxfail=1")
 
 # `tests` are node ids below tests/, `changes` pairs of texts.
@@ -121,6 +123,9 @@ def main():
     parser.add_argument("--only", default="", help="mutants whose name contains this")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     mutants = [m for m in read_mutants(arguments.files) if arguments.only in m.name]
     results = load_results_helpers()
     rows, survivors = [], []
