@@ -77,10 +77,7 @@ def _sharded(index):
         raise UserError(f"{index} names files that are not beside it: {listed(sorted(absent), 5)}.")
     tensors = {}
     for name in sorted(set(files)):
-        part = _tensors(index.parent / name)
-        if doubled := sorted(tensors.keys() & part.keys()):
-            raise UserError(f"{index.parent} holds tensors in several shards: {listed(doubled)}.")
-        tensors |= part
+        tensors |= _tensors(index.parent / name)
     if absent := sorted(weight_map.keys() - tensors.keys()):
         raise UserError(f"the shards of {index} lack tensors that it names: {listed(absent)}.")
     return tensors
@@ -177,7 +174,11 @@ def plain_tensors(mapping, path):
     Raises:
         UserError: a tensor that is not plain numbers, as many as the file holds.
     """
-    tensors = {k: value.detach() for k, value in mapping.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value.detach()
+        for name, value in mapping.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
     for name, tensor in tensors.items():
         if not _is_plain(tensor):
             raise UserError(

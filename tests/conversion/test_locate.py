@@ -104,9 +104,7 @@ def test_doubled_tensors(tmp_path, model):
     torch.save(
         {**model.state_dict(), "module.decoder.bias": torch.zeros(200)}, tmp_path / "state_dict.pt"
     )
-    with pytest.raises(
-        UserError, match="twice under different names: decoder.bias, module.decoder.bias"
-    ):
+    with pytest.raises(UserError, match="holds decoder.bias twice under different names"):
         open_checkpoint(tmp_path)
 
 

@@ -3,9 +3,7 @@ rows, and no code that its files name runs or comes along.
 """
 
 import json
-import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from conversion_helpers import convert, save
@@ -289,23 +287,6 @@ def test_damaged_files(small, write, name, content, message):
     with pytest.raises(UserError, match=message) as refusal:
         write(small)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
-
-
-def test_a_pipe(small, write):
-    (small / "vocab.txt").unlink()
-    os.mkfifo(small / "vocab.txt")
-    with pytest.raises(UserError, match="vocab.txt is not a file, but a pipe"):
-        write(small)
-
-
-def test_no_fast_form(small, write, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "_load",
-        lambda folder: SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 23}),
-    )
-    with pytest.raises(UserError, match="has no fast form"):
-        write(small)
 
 
 def test_the_proof_catches_another_tokenizer(tokenizer_dir, write, monkeypatch):
