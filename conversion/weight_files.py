@@ -77,7 +77,10 @@ def _sharded(index):
         raise UserError(f"{index} names files that are not beside it: {listed(sorted(absent), 5)}.")
     tensors = {}
     for name in sorted(set(files)):
-        tensors |= _tensors(index.parent / name)
+        part = _tensors(index.parent / name)
+        if doubled := sorted(tensors.keys() & part.keys()):
+            raise UserError(f"{index.parent} holds tensors in several shards: {listed(doubled)}.")
+        tensors |= part
     if absent := sorted(weight_map.keys() - tensors.keys()):
         raise UserError(f"the shards of {index} lack tensors that it names: {listed(absent)}.")
     return tensors

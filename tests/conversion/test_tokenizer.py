@@ -274,13 +274,12 @@ def test_settings_of_any_type(small, write, settings, is_read):
         ("tokenizer.json", "", "cannot be loaded"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[" * 10**5, "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", b"\xff", "not UTF-8"),
-        ("tokenizer_config.json", " " * 4_000_001, "more than 4,000,000 bytes"),
+        ("tokenizer_config.json", b"\xff", "cannot be read"),
         ("special_tokens_map.json", "{]", "cannot be loaded"),
         ("tokenizer_config.json", "[]", "cannot be loaded"),
         ("tokenizer_config.json", "5", "cannot be loaded"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_damaged_files(small, write, name, content, message):
     (small / name).write_bytes(content if isinstance(content, bytes) else content.encode())

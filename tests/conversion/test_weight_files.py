@@ -183,9 +183,9 @@ def test_not_a_file_of_weights(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in (
-        ("pipe", "not a file, but a pipe"),
-        ("folder", "not a file, but a folder"),
-        ("none", "does not exist"),
+        ("pipe", "is not a file"),
+        ("folder", "is not a file"),
+        ("none", "no file "),
         ("empty", "cannot be read"),
         ("text", "cannot be read"),
         ("list", "holds no state dict"),
@@ -398,7 +398,7 @@ def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
         ({"weight_map": ["a"]}, "has no weight_map"),
         ([1], "has no weight_map"),
         ("{", "not valid JSON"),
-        (b"\xff", "not UTF-8"),
+        (b"\xff", "cannot be read"),
     ],
     ids=range(14),
 )
