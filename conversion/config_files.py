@@ -65,6 +65,14 @@ def read_config(path, strict=True):
         if isinstance(section, dict):
             values = {name: section[name] for name in names & section.keys()}
             fields |= {name: value for name, value in values.items() if value is not None}
+    # YAML's aliases may hold each other: what is nested is endless when it is written out.
+    for name, value in fields.items():
+        parts = value.values() if isinstance(value, dict) else value
+        is_nested = isinstance(value, (dict, list)) and any(
+            isinstance(part, (dict, list)) for part in parts
+        )
+        if is_nested:
+            raise UserError(f"{path}: {name} should be a value, or a list or mapping of values.")
     if strict and not fields:
         raise UserError(
             f"{path} has no field of a NeoBERT configuration (hidden_size, num_attention_heads, "

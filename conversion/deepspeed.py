@@ -133,10 +133,6 @@ def _shards(folder, files):
             "ranks: keep all files of one run, and no others."
         )
     shards = list(shards.values())
-    if any(set(shard) != set(shards[0]) for shard in shards):
-        raise UserError(
-            f"{folder} mixes ZeRO shards of different kinds; keep the files of one run."
-        )
     _check_same(folder, [_progress(shard) for shard in shards], "ZeRO shards")
     return shards
 
@@ -154,19 +150,21 @@ def _plain(value):
 def _progress(shard):
     """{what: value} of an optimizer shard that is the same on all ranks of one step, and differs
     between steps or stages."""
-    progress = {
+    return {
         "zero_stage": _plain(shard.get("zero_stage")),
         "partition_count": shard.get("partition_count"),
+        "step": _steps(shard),
     }
-    optimizer = shard.get("base_optimizer_state", shard.get("optimizer_state_dict"))
-    if isinstance(optimizer, dict):
-        entries = [*optimizer.get("state", {}).items(), *enumerate(optimizer["param_groups"])]
-    else:
-        entries = enumerate(optimizer or ())
-    for number, entry in entries:
-        if isinstance(entry, dict) and "step" in entry:
-            progress[f"step of parameter group {number}"] = _plain(entry["step"])
-    return progress
+
+
+def _steps(state):
+    """All numbers under the key "step" in a state of lists and dictionaries."""
+    if isinstance(state, dict) and "step" in state:
+        return [_plain(state["step"])]
+    parts = state.values() if isinstance(state, dict) else state
+    if not isinstance(state, (dict, list, tuple)):
+        return []
+    return [step for part in parts for step in _steps(part)]
 
 
 def _counters(model):
@@ -178,13 +176,11 @@ def _check_same(folder, counters, what):
     """Raises UserError for the first thing that two of the dictionaries, one a rank, say
     differently."""
     for rank, other in enumerate(counters):
-        for name in sorted(counters[0].keys() & other.keys()):
-            first, second = counters[0][name], other[name]
-            if first != second:
+        for name, first in counters[0].items():
+            if first != other[name]:
                 raise UserError(
                     f"{folder} mixes {what} that do not belong together: {name} is {first!r:.60} "
-                    f"on rank 0 and {second!r:.60} "
-                    f"on rank {rank}; keep the files of one step."
+                    f"on rank 0 and {other[name]!r:.60} on rank {rank}; keep the files of one step."
                 )
 
 

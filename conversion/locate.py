@@ -150,15 +150,13 @@ def _run_folders(path, start):
     """The step's folder and those above it that belong to the same run, innermost first; at least
     up to `start`."""
     folder = path if path.is_dir() else path.parent
-    folders = [folder]
-    top = start if start.is_dir() else start.parent
-    while folder != folder.parent:
-        inside = folder != top and top in folder.parents
-        belongs = _STEP.fullmatch(folder.name) or folder.name in (*_RUN_FOLDERS, *_ENGINE_FOLDERS)
+    top, folders = start if start.is_dir() else start.parent, []
+    for place in (folder, *folder.parents):
+        folders.append(place)
+        inside = place != top and top in place.parents
+        belongs = _STEP.fullmatch(place.name) or place.name in (*_RUN_FOLDERS, *_ENGINE_FOLDERS)
         if not inside and not belongs:
             break
-        folder = folder.parent
-        folders.append(folder)
     return folders
 
 
@@ -180,7 +178,7 @@ def canonical_names(tensors, path):
     Raises:
         UserError: two tensors that come to the same name.
     """
-    origins, renamed = {}, {}
+    renamed = {}
     cleaned = {name: _WRAPPERS.sub("", name) for name in tensors}
     names = set(cleaned.values())
     inner = tuple(f"model.{prefix}" for prefix in ("model.", *HEAD_PREFIXES))
@@ -191,19 +189,14 @@ def canonical_names(tensors, path):
             cleaned = {name: short.removeprefix(prefix) for name, short in cleaned.items()}
             names = set(cleaned.values())
     bare = not any(name.startswith("model.") for name in names)
-    doubled = []
     for name, short in cleaned.items():
         if _COMPUTED.search(short):
             continue
         if bare and not short.startswith(HEAD_PREFIXES):
             short = f"model.{short}"
-        if short in origins:
-            doubled += [origins[short], name]
-        origins[short], renamed[short] = name, tensors[name]
-    if doubled:
-        raise UserError(
-            f"{path} holds tensors twice under different names: {listed(dict.fromkeys(doubled))}."
-        )
+        if short in renamed:
+            raise UserError(f"{path} holds {short} twice under different names.")
+        renamed[short] = tensors[name]
     return renamed
 
 
@@ -225,7 +218,5 @@ def open_checkpoint(path, step=None):
     tensors, kind, notes = reader(source)
     if not tensors:
         raise UserError(f"{place} holds no tensors.")
-    if unnamed := [name for name in tensors if not isinstance(name, str)]:
-        raise UserError(f"{place} holds a tensor whose name is not text: {unnamed[0]!r:.100}.")
     folders = _run_folders(Path(os.path.abspath(place)), Path(os.path.abspath(path)))
     return Checkpoint(place, kind, canonical_names(tensors, place), folders, notes)

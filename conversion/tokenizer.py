@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFa
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed, one_line
-from ..common.files import check_file, read_json
+from ..common.files import read_json
 from ..common.loading import prefix_space
 
 
@@ -23,17 +23,10 @@ _FILES = (
     "added_tokens.json",
 )
 # What its tokenizer_config.json says beside its class and special tokens. No code, and no file.
-_SETTINGS = (
-    *(
-        "add_prefix_space",
-        "clean_up_tokenization_spaces",
-        "do_lower_case",
-        "model_input_names",
-        "padding_side",
-        "strip_accents",
-    ),
-    *("tokenize_chinese_chars", "truncation_side"),
-)
+_SETTINGS = """
+    add_prefix_space clean_up_tokenization_spaces do_lower_case model_input_names padding_side
+    strip_accents tokenize_chinese_chars truncation_side
+""".split()
 # An embedding may have the tokenizer's size rounded up to a multiple of one of these (padded for
 # GPU efficiency).
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
@@ -85,9 +78,6 @@ def check_rows(size, rows, folder):
 
 def _load(folder):
     """The tokenizer of a folder, whose tokenizer_config.json may lack its class or be absent."""
-    for name in (*_FILES, "tokenizer_config.json", "special_tokens_map.json"):
-        if (folder / name).exists():
-            check_file(folder / name)
     settings = folder / "tokenizer_config.json"
     settings = read_json(settings) if settings.exists() else {}
     named = isinstance(settings, dict) and isinstance(settings.get("tokenizer_class"), str)
@@ -154,17 +144,12 @@ def write_tokenizer(source, target, rows, max_length):
         rows: of the model's embedding.
         max_length: tokens of its longest text.
     Raises:
-        UserError: not loadable; without a fast form; not of this model.
+        UserError: not loadable; without a fast form (tokenizer.json); not of this model.
     """
     try:
         tokenizer = _load(source)
         size = max(tokenizer.get_vocab().values()) + 1
         check_rows(size, rows, source)
-        if not tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer in {source} has no fast form (tokenizer.json), which the Hub "
-                "folder needs; give another with --tokenizer DIR."
-            )
         _write(tokenizer, target, max_length)
         same = _load(target)(_TEXTS)["input_ids"] == tokenizer(_TEXTS)["input_ids"]
     except UserError:

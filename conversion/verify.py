@@ -2,7 +2,6 @@
 are compared with those of the source."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,11 +82,9 @@ def _reload(folder, auto_class, inputs, outputs, scratch):
     )
     if process.returncode:
         lines = process.stderr.decode(errors="replace").strip().splitlines()
-        reason = f"its process ended with {process.returncode}"
-        if process.returncode < 0:
-            reason = f"its process ended with {signal.Signals(-process.returncode).name}"
-        elif lines:
-            reason = one_line(lines[-1], 400)
+        is_told = lines and process.returncode > 0
+        reason = lines[-1] if is_told else f"its process ended with {process.returncode}"
+        reason = one_line(reason, 400)
         raise UserError(f"the converted folder does not load, so it was not kept: {reason}")
 
 

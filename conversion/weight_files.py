@@ -177,7 +177,11 @@ def plain_tensors(mapping, path):
     Raises:
         UserError: a tensor that is not plain numbers, as many as the file holds.
     """
-    tensors = {k: value.detach() for k, value in mapping.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value.detach()
+        for name, value in mapping.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor)
+    }
     for name, tensor in tensors.items():
         if not _is_plain(tensor):
             raise UserError(

@@ -216,18 +216,28 @@ def unchanged(state):
         ),
         (put("model.x.\x1b[2J", 2), {}, [], r"unexpected tensors: model.x.\\x1b\[2J\."),
         (put("x" * 100_000, 2), {}, [], r"unexpected tensors: x{197}\.\.\."),
-        (put(f"module.{WO}", 64, 64), {}, [], r"twice under different names: .*1\.wo\.weight, mod"),
+        (put(f"module.{WO}", 64, 64), {}, [], r"1\.wo\.weight twice under different"),
         (put(WO, 32, 64), {}, [], r"wrong shape .*wo\.weight is \(32, 64\) instead of \(64, 64\)"),
         (put(WO, 64, 64, dtype=torch.int8), {}, [], r"dtype that is not converted: .*torch.int8"),
         (put(WO, 64, 64, dtype=torch.float8_e4m3fn), {}, [], "dtype that is not converted"),
-        (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"NaN or infinite: {WO}\."),
-        (put("decoder.bias", place=7, value=-float("inf")), {}, [], "infinite: decoder.bias"),
-        (put(WO, place=0, value=-1e5), {}, ["--dtype", "float16"], "the range of float16: .*wo"),
+        (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"{WO} holds numbers that are NaN"),
+        (
+            put("decoder.bias", place=7, value=-float("inf")),
+            {},
+            [],
+            "decoder.bias holds numbers that are NaN or infinite",
+        ),
+        (
+            put(WO, place=0, value=-1e5),
+            {},
+            ["--dtype", "float16"],
+            "wo.weight holds numbers beyond the range of float16",
+        ),
         (drop("model.encoder.weight"), {}, [], "no token embedding"),
         (drop("transformer_encoder"), {}, [], "no transformer layers"),
         (drop("ffn"), {}, [], "no feed-forward of a NeoBERT"),
         (put("model.encoder.weight", 200), {}, [], "model.encoder.weight should be a matrix"),
-        (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "so rows of 16"),
+        (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "wrong shape"),
         (put("model.transformer_encoder.999999999.wo.weight", 2), {}, [], "unexpected tensors"),
         (
             unchanged,
@@ -241,11 +251,10 @@ def unchanged(state):
             [],
             "unexpected tensors: model.transformer_encoder.2",
         ),
-        (unchanged, {"num_hidden_layers": 10**9}, [], "num_hidden_layers must be at most 1,000"),
+        (unchanged, {"num_hidden_layers": 10**9}, [], "num_hidden_layers"),
         (unchanged, {"num_attention_heads": 5}, [], "must be a multiple of num_attention_heads"),
         (unchanged, {"vocab_size": 10**18}, [], "no model can be made|wrong shape"),
         (unchanged, {"vocab_size": 10**40}, [], "no model can be made of this configuration"),
-        (unchanged, {"max_position_embeddings": 10**18}, [], "is beyond any text"),
         (unchanged, {"vocab_size": "many"}, [], "vocab_size must be a positive whole number"),
         (unchanged, {"rope_scaling": "yarn"}, [], "must be a dictionary"),
         (unchanged, {"hidden_act": ["gelu"]}, [], "must be one of|does not describe a NeoBERT"),
@@ -253,7 +262,7 @@ def unchanged(state):
         (drop("decoder.weight"), {"tie_word_embeddings": False}, [], "missing tensors: decoder.w"),
         (unchanged, {}, ["--head", "sequence-classification"], "missing tensors: dense.weight"),
     ],
-    ids=range(30),
+    ids=range(29),
 )
 def test_refused(tmp_path, model, tiny_config, change, fields, options, message):
     state = dict(model.state_dict())
@@ -276,9 +285,8 @@ def test_refused(tmp_path, model, tiny_config, change, fields, options, message)
         ({"id2label": {"0": "x", "1": "y", "3": "z"}}, "should map the numbers from 0 on to names"),
         ({"id2label": ["x", "y", "z"]}, "should map the numbers from 0 on to names"),
         ({"id2label": 3}, "should map the numbers from 0 on to names"),
-        ({"problem_type": "guess"}, "problem_type should be one of"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_labels_that_cannot_be(tiny_config, fields, message):
     config = NeoBERTConfig(**tiny_config, num_labels=3)

@@ -60,13 +60,10 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for 
         ("a.json", '{"model_type": "bert", "hidden_size": 2}', "configuration of a bert model"),
         ("a.json", '{"model_type": ["a"], "hidden_size": 2}', "of a model of another kind"),
         ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),
-        ("a.json", '{"vocab_size": NaN}', "NaN is not a finite number"),
-        ("a.json", '{"norm_eps": 1e999}', "1e999 is not a finite number"),
         ("a.json", '{"vocab_size": ' + "9" * 5000 + "}", "cannot be read"),
         ("a.json", "[" * 10**5, "cannot be read"),
-        ("a.json", " " * 5_000_000, "more than 4,000,000 bytes"),
-        ("a.yaml", "a: &a [*a]", "more than 100,000 values"),
-        ("a.yaml", f"{BOMB}id2label: *a30", "more than 100,000 values"),
+        ("a.yaml", "id2label: &a [*a]", "id2label should be a value|is not valid YAML"),
+        ("a.yaml", f"{BOMB}id2label: *a30", "id2label should be a value"),
         ("a.yaml", 'vocab_size: !!int ""', "is not valid YAML"),
         ("a.yaml", "vocab_size: " + "9" * 5000, "is not valid YAML"),
     ],
@@ -80,9 +77,7 @@ def test_bad_configurations(tmp_path, name, text, message):
 def test_config_given_by_a_pipe_or_device(tmp_path):
     os.mkfifo(tmp_path / "a.json")
     for path in (tmp_path / "a.json", "/dev/zero", tmp_path, tmp_path / "none.yaml"):
-        with pytest.raises(
-            UserError, match="cannot be read: .*(not a file|does not exist|there is no)"
-        ):
+        with pytest.raises(UserError, match="cannot be read: .*(not a file|no file)"):
             read_config(path)
 
 

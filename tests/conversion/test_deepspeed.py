@@ -180,7 +180,7 @@ SHARD, OTHER_SHARD, MODEL = "*pp_rank_0_*optim*", "*rank_1*optim*", "*model_stat
             "123",
             OTHER_SHARD,
             _later,
-            r"step of parameter group 0 is 1\.0 on rank 0 and 2\.0 on rank",
+            r"step is \[1\.0.* on rank 0 and \[2\.0",
         ),
         ("123", OTHER_SHARD, _optimizer(zero_stage=4), "zero_stage is [123] on rank 0 and 4 on"),
         ("1", OTHER_SHARD, _optimizer(partition_count=[2, 3]), "partition_count is .* on rank 0"),
@@ -202,7 +202,7 @@ SHARD, OTHER_SHARD, MODEL = "*pp_rank_0_*optim*", "*rank_1*optim*", "*model_stat
         ("1", MODEL, lambda data: data.pop("module"), "cannot be read"),
         ("1", SHARD, _optimizer(param_alignment_paddings=[[0, 0]] * 2), "cannot be read"),
         ("1", SHARD, _optimizer(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
-        ("1", SHARD, _optimizer(base_optimizer_state=3), "cannot be read"),
+        ("1", SHARD, _optimizer(base_optimizer_state=3), "step is .. on rank 0"),
         ("1", SHARD, lambda data: data.pop("optimizer_state_dict"), "cannot be read"),
     ],
     ids=range(18),
@@ -299,6 +299,6 @@ def test_files_that_are_pipes_or_folders(run):
     for make in (os.mkfifo, os.mkdir):
         path.unlink()
         make(path)
-        with pytest.raises(UserError, match="is not a file, but a"):
+        with pytest.raises(UserError, match="is not a file"):
             open_checkpoint(run)
         path.rmdir() if path.is_dir() else None

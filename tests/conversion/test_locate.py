@@ -104,14 +104,12 @@ def test_doubled_tensors(tmp_path, model):
     torch.save(
         {**model.state_dict(), "module.decoder.bias": torch.zeros(200)}, tmp_path / "state_dict.pt"
     )
-    with pytest.raises(
-        UserError, match="twice under different names: decoder.bias, module.decoder.bias"
-    ):
+    with pytest.raises(UserError, match="holds decoder.bias twice under different names"):
         open_checkpoint(tmp_path)
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="no file "):
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match="holds no checkpoint"):
         open_checkpoint(tmp_path)
@@ -165,10 +163,9 @@ def test_a_step_in_the_folder_of_a_step(run):
             for name in (b"..", b".", b"9/../..", b"/etc", b"")
         ),
         (b"a\0b", "the name of a folder beside it"),
-        (b"9" * 5000, "more than 4,096 bytes"),
-        (b"\xff", "not UTF-8"),
+        (b"\xff", "cannot be read"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_a_pointer_elsewhere_is_not_followed(run, content, message):
     torch.save({"encoder.weight": torch.full((1,), -1.0)}, run / "state_dict.pt")
@@ -189,13 +186,13 @@ def test_steps_that_are_not_numbers(run, tmp_path, step):
 def test_pipes_are_not_waited_for(tmp_path, name):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match="holds no checkpoint|not a file, but a pipe"):
+    with pytest.raises(UserError, match="holds no checkpoint|is not a file"):
         open_checkpoint(tmp_path / name.partition("/")[0])
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/dev/stdin", "/nowhere/at/all"])
 def test_checkpoints_that_are_no_files(path):
-    with pytest.raises(UserError, match="not a file, but|does not exist"):
+    with pytest.raises(UserError, match="is not a file|no file "):
         open_checkpoint(path)
 
 

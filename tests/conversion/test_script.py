@@ -49,7 +49,7 @@ def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, truncated, caps
         (["a"], 2, "PROG: give OUTPUT; --help lists the options\n"),
         (["a", "b", "--heed", "x"], 2, "PROG: unknown argument '--heed'; did you mean --head?\n"),
         (["a", "b", "c"], 2, "PROG: "),
-        (["/nowhere", "b"], 2, "PROG: /nowhere does not exist\n"),
+        (["/nowhere", "b"], 2, "PROG: no file /nowhere\n"),
     ],
     ids=["nothing", "half", "typo", "too many", "absent"],
 )

