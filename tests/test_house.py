@@ -20,6 +20,7 @@ ROOMS = (
         "finetuning",
         "embeddings",
         "conversion",
+        "training",
         "common",
     ),
     *("modeling_neobert", "configuration_neobert", "attention_neobert"),

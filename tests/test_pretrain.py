@@ -194,16 +194,14 @@ def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
         assert not (out / "model.safetensors").exists() and not (out / "result.json").exists()
         return capsys.readouterr().err.strip().splitlines()[-1].replace(str(out), "OUT")
 
-    assert error(tmp_path / "loss") == (
-        "neobert pretrain: the run has diverged: the loss at step 4 is not finite; start again "
-        "from the beginning (there is no checkpoint) "
-        "with a lower learning_rate and another output"
-    )
-    assert error(tmp_path / "weights", save_steps=1) == (
-        "neobert pretrain: the run has diverged: the weights after step 3 are not finite; start "
-        "again init_from OUT/checkpoint-2 "
-        "(the last checkpoint) with a lower learning_rate and another output"
-    )
+    for name, words in (
+        ("loss", "the loss at step 4 is not finite"),
+        ("weights", "the weights after step 3 are not finite"),
+    ):
+        assert error(tmp_path / name, **({"save_steps": 1} if name == "weights" else {})) == (
+            f"neobert pretrain: the run has diverged: {words}; start again in another output with "
+            "a learning_rate below 1e+30"
+        )
     assert list(checkpoints(tmp_path / "weights")) == [1, 2], (
         "weights that are not numbers must not be saved"
     )
@@ -219,7 +217,7 @@ def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, m
         (tmp_path / "train" / "prepared.json").write_text("{}")
         assert not run.streams, "a prepared set that is there must be used"
         (tmp_path / "train" / "prepared.json").unlink()
-    monkeypatch.setattr(sources, "local_files", lambda name: None)
+    monkeypatch.setattr(sources.Source, "kind", "hub")
     monkeypatch.setattr(sources, "load_dataset", _text_files)
     arguments = arguments_of(
         corpus,
@@ -560,7 +558,7 @@ def test_held_out_text_is_masked_alike_over_the_run(corpus, tmp_path, monkeypatc
     )
     with pytest.raises(UserError, match="enough"):
         run_of([*given, "--mask-schedule", "0.3", "0.15"])
-    assert seen == [((0.3, 0.15), ((0, 0.5), (8, 0.5)), 3), ((0.2, 0.2), ((0, 1.0),), 4)]
+    assert seen == [((0.2, 0.2), ((0, 1.0),), 4)]
 
 
 def test_flops_of_the_published_model():
@@ -703,7 +701,7 @@ def test_nothing_is_written_into_the_folder_of_the_text(corpus, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.txt").write_text((corpus / "train.txt").read_text())
-    with pytest.raises(UserError, match="is inside the input texts; choose a folder outside of it"):
+    with pytest.raises(UserError, match="texts are in one another; choose an output elsewhere"):
         run_of(arguments_of(corpus, "out", **{"dataset": "texts", "prepared": None, **more}))
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["texts", "train.txt"]
 
@@ -747,32 +745,8 @@ def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
     assert cli.main(["pretrain", *arguments, "--prepare"]) == 0
     assert "360 of 360 rows" in capsys.readouterr().err
     summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
-    assert (summary["kept"], summary["empty"], summary["broken"]) == (40, 0, 0)
+    assert (summary["rows"], summary["kept"]) == (40, 40)
     assert not (tmp_path / "out" / "run.json").exists(), "--prepare must not train"
-
-
-@pytest.mark.parametrize("stage, parameters", [(1, 245_136_954), (2, 245_136_954)])
-def test_disk_needs_of_the_papers_recipes(stage, parameters):
-    """Those kept, the newest, and the one that is being written; float32 weights and two moments,
-    or what ZeRO-2 was seen to write."""
-    recipe = read_yaml(RECIPES / f"neobert_stage{stage}.yaml")
-    trainer = recipe["trainer"]
-    saved = range(trainer["save_steps"], trainer["max_steps"] + 1, trainer["save_steps"])
-    most = 0
-    for last in saved[-recipe["keep_every"] // trainer["save_steps"] :]:
-        before = [step for step in saved if step < last]
-        kept = (
-            {step for step in before if step % recipe["keep_every"] == 0}
-            | set(before[-trainer["save_total_limit"] :])
-            | {last}
-        )
-        most = max(most, len(kept))
-    figures = " | ".join(f"{most * size * parameters / 1e9:.0f} GB" for size in (12, 16))
-    page = (RECIPES.parent / "docs" / "pretraining.md").read_text()
-    (row,) = [
-        line for line in page.splitlines() if line.startswith(f"| `neobert_stage{stage}.yaml` |")
-    ]
-    assert row.endswith(f"| {figures} |"), figures
 
 
 def test_the_accelerate_configurations_load():

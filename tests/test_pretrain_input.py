@@ -22,8 +22,8 @@ BAD = [
         {"max_length": 128, "tokens_per_batch": 256},
         "more than the 64 tokens of the model's context",
     ),
-    ({"column": "body", "dataset": "{corpus}/rows.jsonl"}, "no column 'body', only content"),
-    ({"dataset": "{corpus}/none.txt"}, "found nothing"),
+    ({"column": "body", "dataset": "{corpus}/rows.jsonl"}, "there is no column 'body'; there is: content"),
+    ({"dataset": "{corpus}/none.txt"}, "there is no file of rows"),
     ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
     (
         {"model_config": '{"hiden_size": 32}'},
