@@ -45,7 +45,10 @@ def subplots(title, xlabel=None, ylabel=None, rows=1, columns=1, size=None, **op
     axes = figure.subplots(rows, columns, **options)
     for panel in figure.axes:
         panel.set(xlabel=xlabel or "", ylabel=ylabel or "")
-    figure.suptitle(title, fontsize=10 if len(figure.axes) == 1 else 11)
+    if len(figure.axes) == 1:
+        figure.axes[0].set_title(title)
+    else:
+        figure.suptitle(title)
     return figure, axes
 
 

@@ -123,7 +123,7 @@ def test_panels_are_an_array_and_one_panel_is_axes():
     assert [panel.get_xlabel() for panel in panels] == ["steps", "steps"]
     figure, axes = figures.subplots("One", "steps", "loss")
     assert figure.axes == [axes] and axes.get_ylabel() == "loss"
-    assert figure.get_suptitle() == "One"
+    assert axes.get_title() == "One" and not figure.get_suptitle()
 
 
 def test_one_panel_has_its_title_as_an_array_too():
