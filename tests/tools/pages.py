@@ -105,7 +105,7 @@ def run(example, folder):
             subprocess.run([sys.executable, *convert], cwd=folder, check=True, capture_output=True)
         source = source.replace(PUBLISHED, str(bundled))
     if example.language == "bash":
-        command = ["bash", "-e", "-o", "pipefail", "-c", _INSTALL.sub("", source)]
+        command = ["bash", "-e", "-c", _INSTALL.sub("", source)]
     else:
         command = [sys.executable, "-c", source]
     paths = f"{folder / 'bin'}:{os.environ['PATH']}"
