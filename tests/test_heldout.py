@@ -159,7 +159,6 @@ def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, set
 
 BAD = [
     ("{domain: DIR/empty.txt}", "DIR/empty.txt"),
-    ("{domain: DIR/heldout.txt, domain: DIR/other.txt}", "'domain' is there twice"),
     ("{domain: DIR/train.txt}", "is trained on too"),
     ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is trained on too"),
     ("{'a b': DIR/other.txt}", "'a b' is no name of a set"),
@@ -186,13 +185,6 @@ def test_held_out_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
     sets = parse_heldout({"a": str(tmp_path / "other.txt")})
     with pytest.raises(UserError, match="trained on too"):
         check_held_out(sets, parse_sources(str(tmp_path / "train.txt"), None, "train", "text"))
-
-
-def test_a_name_that_is_there_twice_in_a_recipe(corpus, tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("heldout:\n  domain: a.jsonl\n  domain: b.jsonl\n")
-    assert main(["pretrain", str(recipe), *arguments_of(corpus, tmp_path / "out")]) == 2
-    assert "'domain' is there twice" in capsys.readouterr().err
 
 
 def test_measuring_needs_text(corpus, tmp_path):
