@@ -219,7 +219,7 @@ def cut_texts(options, tokenizer, lengths):
         short += not reached
         units += [(digest, length, ids[: length - special]) for length in reached]
     print(
-        f"{options.text}: {len(chosen) - short:,} texts; {skipped:,} rows are broken or empty, "
+        f"{options.text}: {len(chosen) - short:,} texts; {skipped:,} rows are empty, "
         f"{short:,} texts shorter than {lengths[0]} tokens, the shortest length",
         file=sys.stderr,
     )
@@ -271,7 +271,8 @@ def write_page(path, rows):
     for i, ((name, yarn), line) in enumerate(table.groupby(["name", "yarn"])):
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
         x, y = list(line["length"]), list(line["pseudo_perplexity"])
-        figures.line(axes, x, y, label, i, list(zip(line["low"], line["high"])))
+        spread = list(zip(line["low"], line["high"]))
+        figures.line(axes, x, y, spread, label=label, series=i)
     figures.length_axis(axes, table["length"])
     axes.set_yscale("log")
     axes.legend()

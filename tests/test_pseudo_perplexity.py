@@ -374,23 +374,6 @@ def test_yarn_from_another_length(folder, tmp_path):
     assert set(values) == {"2 from 12", "2"} and len(set(values.values())) == 2, values
 
 
-def test_a_txt_is_one_text_a_line_in_every_command(folder, tmp_path):
-    """299 of these lines were one text here, and 299 texts to the other commands."""
-    from neobert.common.data import rows as read_rows
-    from neobert.embeddings.distill_data import TextSource
-    from neobert.pretraining.sources import load_rows, parse_sources
-
-    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
-    for name, end in (("unix", "\n"), ("windows", "\r\n"), ("blank lines", "\n\n")):
-        path = tmp_path / f"{name}.txt"
-        path.write_bytes(end.join(texts).encode())
-        rows = run(folder, tmp_path / name, text=path, lengths=16, positions=2)
-        assert len({row["text"] for row in rows}) == 6, f"{name}: the file has six texts."
-        assert [row["text"] for _, row in read_rows(path)] == texts
-        assert [row["text"] for row in load_rows(parse_sources(str(path)))] == texts
-        assert list(TextSource.from_entry(str(path)).read()) == [(text,) for text in texts]
-
-
 def test_usual_lengths_end_at_the_context(folder, tmp_path):
     """48 positions, with YaRN by 1.2 then 58."""
     (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
@@ -432,19 +415,15 @@ def test_positions_that_start_behind_the_padding(folder, tmp_path):
 def test_texts_below_the_shortest_length_are_counted(folder, tmp_path, capsys):
     """Six texts of 22 to 72 tokens."""
     assert len(run(folder, tmp_path, lengths="40", positions=2)) == 4
-    assert "4 texts; 0 rows are broken or empty, 2 texts shorter than 40" in capsys.readouterr().err
+    assert "4 texts; 0 rows are empty, 2 texts shorter than 40" in capsys.readouterr().err
     assert len(run(folder, tmp_path / "own", lengths="40", positions=2, bucketing="own")) == 6
 
 
-def test_broken_rows_are_counted_not_fatal(folder, tmp_path, capsys):
-    lines = [b'{"text": "caf\xe9"}', b"{broken", b'{"text": null}', b'{"text": "a\\ud800b"}']
-    lines += [b"[1]", b"", (folder / "texts.jsonl").read_bytes().strip()]
-    (tmp_path / "texts.jsonl").write_bytes(b"\n".join(lines))
+def test_empty_rows_are_counted_not_fatal(folder, tmp_path, capsys):
     out, text = tmp_path / "out", tmp_path / "texts.jsonl"
+    text.write_text('{"text": " "}\n' * 2 + (folder / "texts.jsonl").read_text())
     assert len(run(folder, out, text=text, lengths=16, positions=2)) == 6
-    assert "6 texts; 5 rows are broken or empty" in capsys.readouterr().err, (
-        "a blank line is not a row"
-    )
+    assert "6 texts; 2 rows are empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -457,13 +436,13 @@ def test_broken_rows_are_counted_not_fatal(folder, tmp_path, capsys):
         ({"lengths": "16,0"}, "lengths must be at least 1, but 0 was given"),
         ({"lengths": 512}, "no text of .* reaches 512 tokens"),
         ({"yarn": "0.5"}, "yarn takes off or factors above 1, but .*'0.5'.* was given"),
-        ({"column": "body"}, "no column 'body', only text; name it with --column"),
-        ({"text": __file__}, "expected files of one format among .jsonl, .*, found .py"),
-        ({"text": "no/such/folder"}, "dataset no/such/folder: .* found nothing"),
-        ({"text": "missing.txt"}, "dataset missing.txt: .* found nothing"),
-        ({"text": "tests/missing"}, "dataset tests/missing: .* found nothing"),
+        ({"column": "body"}, "there is no column 'body'; there is: text"),
+        ({"text": __file__}, "holds no file of rows"),
+        ({"text": "no/such/folder"}, "there is no file of rows no/such/folder"),
+        ({"text": "missing.txt"}, "there is no file of rows missing.txt"),
+        ({"text": "tests/missing"}, "dataset tests/missing cannot be read"),
         ({"yarn": "2", "yarn_from": 0}, "yarn_from must be at least 1"),
-        ({"text": "no_such_data"}, "dataset no_such_data cannot be read from the Hub"),
+        ({"text": "no_such_data"}, "dataset no_such_data cannot be read"),
         (
             {"model": "no_such_model"},
             "there is no no_such_model; give a folder, or a name on the Hub as ORGANISATION/MODEL",
@@ -481,9 +460,7 @@ def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
 def test_output_must_be_a_folder(folder, tmp_path):
     (tmp_path / "out").write_text("mine")
     for output in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(
-            UserError, match="output must be a folder or a new name, but .*out is a file"
-        ):
+        with pytest.raises(UserError, match="output .*out is a file"):
             module.main(arguments(folder, output))
 
 
