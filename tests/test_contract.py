@@ -19,6 +19,7 @@ pytest.importorskip("sentence_transformers")
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.pretraining.raw_checkpoint import raw_from_model
 
 
 SIZES = {
@@ -48,7 +49,9 @@ def inputs(tmp_path_factory, tokenizer_dir):
         rows = [{"sentence": texts[i], "label": i % 2, "idx": i} for i in range(count)]
         write_jsonl(folder / "glue" / "sst2" / f"{split}.jsonl", rows)
     torch.manual_seed(0)
-    NeoBERTForMaskedLM(NeoBERTConfig(**SIZES)).save_pretrained(folder / "model")
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**SIZES))
+    model.save_pretrained(folder / "model")
+    raw_from_model(folder / "model", folder / "checkpoint", 1, torch.float32)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder / "model")
     return folder
 
@@ -87,6 +90,37 @@ def glue(inputs, output):
     ]
 
 
+def encode(inputs, output):
+    return [
+        *("encode", inputs / "texts.txt", output, "--model", inputs / "model"),
+        *("--dtype", "float32", "--rows", "16"),
+    ]
+
+
+def convert(inputs, output):
+    return ["convert", inputs / "checkpoint", output, "--dtype", "float32"]
+
+
+def export_onnx(inputs, output):
+    return ["export", "onnx", inputs / "model", output, "--precisions", "fp32"]
+
+
+def export_gguf(inputs, output):
+    return ["export", "gguf", inputs / "model", output.with_suffix(".gguf")]
+
+
+def tokenizer(inputs, output):
+    return [
+        *("tokenizer", inputs / "texts.txt", "--output", output, "--vocab-size", "192"),
+    ]
+
+
+# What makes its output at once: what is there is refused.
+once = pytest.mark.parametrize(
+    "make", [convert, export_onnx, export_gguf, tokenizer], ids=lambda make: make.__name__
+)
+
+
 RUNS = {  # a setting in place of another, and one of the weights that it makes
     pretrain: ("--seed", "model.safetensors"),
     contrastive: ("--seed", "model.safetensors"),
@@ -100,7 +134,8 @@ every_run = pytest.mark.parametrize("make", [*RUNS, glue], ids=lambda make: make
 @pytest.fixture
 def run(tmp_path):
     """`command` in a folder of its own."""
-    return lambda argv, **more: command(argv, tmp_path / "out", tmp_path / "log", **more)
+    (tmp_path / "logs").mkdir()
+    return lambda argv, **more: command(argv, tmp_path, tmp_path / "logs" / "log", **more)
 
 
 @pytest.fixture(scope="session")
@@ -222,6 +257,62 @@ def test_killed_at_any_moment(make, inputs, run, finished, tmp_path):
     pick = random.Random(make.__name__)
     kills = [{"kill_after": pick.uniform(0.2, 6)} for _ in range(3)]
     interrupted(make, inputs, run, finished, tmp_path, kills=kills)
+
+
+def everything(place):
+    """{name: bytes} of an output that is a folder or a file; None where nothing is there."""
+    if not place.exists():
+        return None
+    return contents(place) if place.is_dir() else {"": place.read_bytes()}
+
+
+@once
+def test_what_is_there_is_not_replaced(make, inputs, run, tmp_path):
+    """A folder with a file in it, the file that would be made, an empty name."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for output in ("out", "file"):
+        before = everything(tmp_path / output)
+        code, printed, _ = run(make(inputs, tmp_path / output), no_model=True)
+        assert code == 2 and "there already" in printed or "is a file" in printed, printed
+        assert everything(tmp_path / output) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+@once
+def test_killed_at_any_write_it_is_complete_or_not_there(make, inputs, run, tmp_path, part):
+    code, printed, writes = run(make(inputs, tmp_path / "out"))
+    assert code == 0, printed
+    whole = everything(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "whole")
+    pick = random.Random(f"{make.__name__} {part}")
+    kill_at = pick.randint(1 + part * writes // 3, (part + 1) * writes // 3)
+    code, printed, _ = run(make(inputs, tmp_path / "out"), kill_at=kill_at)
+    assert code == 9, printed
+    if everything(tmp_path / "out") is None:
+        code, printed, _ = run(make(inputs, tmp_path / "out"), strange=True)
+        assert code == 0, printed
+    made = everything(tmp_path / "out")
+    weights = [name for name in whole if name.endswith(("", "safetensors", "onnx", "r.json"))]
+    assert sorted(made) == sorted(whole)
+    assert all(made[name] == whole[name] for name in weights if not name.endswith("export.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(3))
+def test_encode_killed_at_any_write(inputs, run, finished, tmp_path, part):
+    writes = finished(encode)[1]
+    pick = random.Random(f"encode {part}")
+    for _ in range(2):
+        run(encode(inputs, tmp_path / "out"), kill_at=pick.randint(1, writes))
+    shutil.copytree(inputs, tmp_path / "again", copy_function=shutil.copyfile)
+    code, printed, _ = run(encode(tmp_path / "again", tmp_path / "out"), strange=True)
+    assert code == 0, printed
+    assert contents(tmp_path / "out") == contents(finished(encode)[0])
+    code, printed, _ = run([*encode(inputs, tmp_path / "out"), "--max-length", "9"], no_model=True)
+    assert code == 2 and "max length null, but 9" in printed, printed
 
 
 # ------------------------------------------------------------------------------------------------

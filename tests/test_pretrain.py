@@ -26,7 +26,6 @@ from neobert import modeling_neobert
 from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
-from neobert.common.yaml_files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.convert_checkpoint import main as convert
 from neobert.modeling_neobert import NeoBERTForMaskedLM
