@@ -70,7 +70,8 @@ def _config(source, files):
 def _write_common(folder, source):
     """Code of the model, tokenizer, and the files of sentence-transformers."""
     copy_code(folder)
-    shutil.copytree(source.tokenizer_folder, folder, dirs_exist_ok=True)
+    for path in Path(source.tokenizer_folder).iterdir():  # copytree sets rights, which may fail
+        shutil.copyfile(path, folder / path.name)
     pooling, width = source.pooling, source.config.hidden_size
     if pooling is None:
         return
