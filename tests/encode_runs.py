@@ -1,11 +1,7 @@
 """Runs of `neobert encode` with a tiny encoder, for its tests."""
 
 import json
-import os
 import random
-import signal
-import sys
-import traceback
 
 import numpy as np
 import pytest
@@ -75,32 +71,6 @@ def embed(source, output, model, encoder=None, **settings):
         source=str(source), output=str(output), model=str(model), **settings
     )
     return encode(arguments, progress_bar=False, encoder=encoder)
-
-
-def killed_at(count, folder, work):
-    """Runs `work()` in a process of its own that is killed at its `count`-th step on the disk below
-    `folder`: a file that is opened, made, renamed, linked or removed. Returns 9 of a killed one, 0
-    where it ended before."""
-    steps = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
-    pid, seen = os.fork(), 0
-
-    def step(event, arguments):
-        nonlocal seen
-        if event in steps and str(arguments[0]).startswith(str(folder)):
-            seen += 1
-            if seen == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1
-    try:
-        sys.addaudithook(step)
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 def bits(folder, pattern="**/*"):

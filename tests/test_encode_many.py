@@ -3,12 +3,11 @@ and given again, shared out and killed at random, on a disk, in memory and on an
 output has the bits of one undisturbed process."""
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("pyarrow")
 
 import fsspec
+from contract_runs import command
 from encode_runs import (
     bits,
     embed,
-    killed_at,
     make_corpus,  # noqa: F401
     make_model_folder,  # noqa: F401
     texts_of_many_lengths,
@@ -35,7 +34,7 @@ from neobert.embeddings.packed_encoder import PackedEncoder
 
 @pytest.fixture(name="encoder", scope="module")
 def make_encoder(model_folder):
-    torch.set_num_threads(1)  # a fork of this process has no other threads
+    torch.set_num_threads(1)
     return PackedEncoder(str(model_folder), dtype="float32", device="cpu")
 
 
@@ -49,66 +48,47 @@ def make_folder(tmp_path):
     return folder
 
 
+def command_line(folder, output, model_folder, *more):
+    return ["encode", folder, output, "--model", model_folder, "--dtype", "float32", *more]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["out", "out.parquet"])
-def test_killed_at_every_step_and_given_again(folder, model_folder, encoder, tmp_path, output):
-    """Each process is killed one step further than the one before it, which has done a part of its
-    work."""
-    alone = tmp_path / "alone"
-    alone.mkdir()
+def test_killed_at_many_steps_and_given_again(folder, model_folder, encoder, tmp_path, output):
+    """Each process is killed some steps further than the one before it, which has done a part of
+    its work."""
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for place in (alone, killed):
+        place.mkdir()
     embed(folder, alone / output, model_folder, encoder, rows=8)
-    expected, out = bits(alone), tmp_path / "killed"
-    out.mkdir()
-
-    def work():
-        embed(folder, out / output, model_folder, encoder, rows=8)
-
-    steps = 0
-    while code := killed_at(steps := steps + 1, out, work):
-        assert code == 9 and steps < 200
-        if output == "out" and (out / "out").is_dir():
-            shown = bits(out / "out", "[!._]*")
-            assert shown.items() <= bits(alone / "out").items(), f"step {steps}: half a part"
-    assert steps > 15 and bits(out) == expected
-    for step in range(1, 80, 9):  # each from the beginning
-
-        def anew(place=tmp_path / f"at-{step}" / output):
-            embed(folder, place, model_folder, encoder, rows=8)
-
-        killed_at(step, tmp_path / f"at-{step}", anew)
-        anew()
-        assert bits(tmp_path / f"at-{step}") == expected
+    argv = command_line(folder, killed / output, model_folder, "--rows", "8")
+    step, code = 1, 9
+    while code == 9:
+        code, printed, _ = command(argv, killed, tmp_path / "log", kill_at=step)
+        if output == "out" and (killed / "out").is_dir():
+            shown = bits(killed / "out", "[!._]*")
+            assert shown.items() <= bits(alone / "out").items(), f"step {step}: half a part"
+        step += 7
+    assert code == 0 and step > 15, printed
+    assert bits(killed) == bits(alone)
 
 
+@pytest.mark.slow
 def test_eight_shards_at_once_with_random_kills(folder, model_folder, encoder, tmp_path):
     embed(folder, tmp_path / "alone", model_folder, encoder, rows=2)
     out, generator = tmp_path / "out", random.Random(0)
-    running, kills = {}, 0
-    for shard in [*range(8)] * 4:
-        if shard in running:
-            _, status = os.waitpid(running.pop(shard), 0)
-            kills += status == signal.SIGKILL
-        pid = os.fork()
-        if not pid:
-            last = kills > 20
-            step = 10**9 if last else generator.randrange(1, 60)
-            code = 1
-            try:
-                code = killed_at(step, out, _share(folder, out, model_folder, encoder, shard))
-            finally:
-                os.kill(os.getpid(), signal.SIGKILL) if code == 9 else os._exit(code)
-        generator.random()
-        running[shard] = pid
-    for pid in running.values():
-        os.waitpid(pid, 0)
-    assert kills > 8
+
+    def work(number, step):
+        argv = command_line(folder, out, model_folder, "--rows", "2", "--shard", f"{number % 8}/8")
+        return command(argv, out, tmp_path / f"log-{number}", kill_at=step)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        codes = pool.map(work, range(16), [generator.randrange(1, 14) for _ in range(16)])
+    assert list(codes).count(9) > 4
     for shard in range(8):
         summary = embed(folder, out, model_folder, encoder, rows=2, shard=f"{shard}/8")
     assert summary["missing"] == [] and summary["texts"] == 70
     assert bits(out) == bits(tmp_path / "alone")
-
-
-def _share(folder, out, model_folder, encoder, shard):
-    return lambda: embed(folder, out, model_folder, encoder, rows=2, shard=f"{shard}/8")
 
 
 def test_a_shard_says_what_is_missing_and_two_make_the_same_bytes(
