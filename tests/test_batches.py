@@ -14,6 +14,7 @@ from neobert.pretraining.batches import (
     SpecialTokens,
     Windows,
     batch_counts,
+    generator_for,
 )
 from neobert.pretraining.masking import TokenMasking
 from neobert.pretraining.prepared import TokenisedTexts
@@ -205,3 +206,8 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
 def test_impossible_batches_are_named(settings, words):
     with pytest.raises(UserError, match=words):
         BatchSpec(**{"tokens": 4096, "length": 1024, **settings})
+
+
+def test_every_batch_has_draws_of_its_own():
+    draws = {tuple(torch.rand(4, generator=generator_for(3, i)).tolist()) for i in (0, 1, 0, 7)}
+    assert len(draws) == 3

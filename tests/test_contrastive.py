@@ -211,6 +211,14 @@ def test_a_sentence_encoder_keeps_its_own_length(model_folder, pairs, tmp_path):
     assert length(model_folder) == 64, "a bare encoder of 64 positions"
 
 
+def test_negatives_are_searched_too(tmp_path):
+    rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"negative": None, **row}) + "\n" for row in rows))
+    relevant, texts = retrieval.read_questions(str(path))
+    assert relevant == {"a": {"p", "q"}} and sorted(texts) == ["n", "p", "q"]
+
+
 def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
     """Against the definition: every question is searched among all texts of the held-out file,
     without those that were trained on."""

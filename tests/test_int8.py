@@ -9,7 +9,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from encode_runs import embed
 from torch import nn
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
@@ -408,21 +407,3 @@ def test_a_text_has_the_same_bits_in_every_batch(small_folder, dtype, threads):
         shortest = len(tokens) if batch % 50 == 0 else 40  # long texts take long
         chosen = generator.choice(shortest, generator.integers(1, 9))
         assert np.array_equal(encoder.embed([tokens[i] for i in chosen]), alone[chosen])
-
-
-def test_every_process_writes_the_same_bits(small_folder, tmp_path):
-    """`neobert encode` in this process and in two, with other batches."""
-    import pyarrow.parquet
-
-    corpus = tmp_path / "texts.txt"
-    corpus.write_text("\n".join(TEXTS[:60]), encoding="utf-8")
-    vectors = []
-    for name, more in (
-        ("one", {}),
-        ("two", {"processes": 2, "shard_rows": 16, "tokens_per_batch": 200}),
-    ):
-        embed(corpus, tmp_path / f"{name}.parquet", small_folder, dtype="int8", **more)
-        table = pyarrow.parquet.read_table(tmp_path / f"{name}.parquet")
-        vectors.append(np.stack(table["embedding"].to_numpy()))
-    encoder = PackedEncoder(small_folder, dtype="int8")
-    assert np.array_equal(*vectors) and np.array_equal(vectors[0], encoder.encode(TEXTS[:60]))
