@@ -14,9 +14,11 @@ from neobert import (
     NeoBERTForSequenceClassification,
     NeoBERTModel,
 )
+from neobert.training.lora import default_targets
 
 from .reference import (
     FIELDS,
+    LEARNED,
     assert_same,
     install_flash,
     make_model,
@@ -424,3 +426,8 @@ def test_configuration_of_a_task_travels(tmp_path):
         and again.num_labels == 2
         and again.problem_type == "single_label_classification"
     )
+
+
+def test_adapters_are_on_every_linear_layer_of_a_block():
+    assert default_targets(NeoBERTConfig(**FIELDS)) == ["qkv", "wo", "w12", "w3"]
+    assert default_targets(NeoBERTConfig(**FIELDS, **LEARNED)) == ["qkv", "wo", "ffn.0", "ffn.2"]

@@ -90,6 +90,9 @@ def test_the_most_useful_pieces_save_most():
     # haus: 13 times 3 pieces fewer; haut: 2 times 3; ##haus: 3 times 3; tau: once 2.
     assert most_useful(words, known, candidates, 9) == ["haus", "##haus", "haut", "tau"]
     assert most_useful(words, known, candidates, 2) == ["haus", "##haus"]
+    # ab is used more often, abcd saves more.
+    letters = ["a", "##b", "##c", "##d"]
+    assert most_useful({"ab": 3, "abcd": 2}, letters, ["ab", "abcd"], 2) == ["abcd", "ab"]
 
 
 def test_a_vocabulary_is_filled_to_a_multiple_of_64():

@@ -348,3 +348,10 @@ def test_float64_becomes_float32(tmp_path, model, tiny_config, without_proof):
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {value.dtype for value in written.values()} == {torch.float32}
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in written.items())
+
+
+def test_row_0_of_learned_positions_is_padding():
+    shapes = {"encoder": (200, 64), "positional_embedding": (129, 64)}
+    shapes |= {"transformer_encoder.0.ffn.0": (96, 64)}
+    tensors = {f"model.{name}.weight": torch.empty(shape) for name, shape in shapes.items()}
+    assert derived_fields(tensors)["max_position_embeddings"] == 128
