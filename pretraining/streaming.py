@@ -85,26 +85,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         stream on its own."""
         least = self.spec.mixture[number][0]
         windows = _Windows(self.tokenizer, self.special, self.spec, least)
-        features = Features({"input_ids": List(Value("int32"))})
-        tokenised = [
-            _share(rows, reader, readers).map(
-                windows,
-                batched=True,
-                batch_size=ROWS_AT_ONCE,
-                remove_columns=["text"],
-                features=features,
-            )
-            for rows in self.rows
-        ]
         shares = list(self.shares.values()) or [1.0]
-        return Texts(tokenised, shares, (self.spec.seed, number, reader), least)
-
-
-def _share(rows, reader, readers):
-    """The files, or else the rows, of one reader."""
-    if rows.num_shards >= readers:
-        return rows.shard(readers, reader)
-    return rows.filter(lambda row, i: i % readers == reader, with_indices=True)
+        return Texts(self.rows, shares, windows, (self.spec.seed, number), reader, readers)
 
 
 class _Windows:
@@ -145,45 +127,77 @@ def texts_of_batch(part, spec):
 
 class Texts:
     """Endless texts of one reader. The next one is of a source that is drawn with its share as
-    probability; draw k is a function of the seed and k.
+    probability; draw k is a function of the seed and k. The files of a source come in another order
+    in every pass.
 
     Args:
-        rows: list of `datasets.IterableDataset` with the column "input_ids", one a source.
+        rows: list of `datasets.IterableDataset` with the column "text", one a source.
         shares: of each, that sum to 1.
-        seed: tuple of integers.
-        least: tokens of a text, for a message.
+        windows: `_Windows`.
+        seed: tuple of integers, the same for all readers.
+        reader, readers: this reader's number among all.
     Attributes:
         passes: over each source, that are complete.
     """
 
-    def __init__(self, rows, shares, seed, least=0):
-        self.rows, self.seed, self.least = rows, seed, least
+    def __init__(self, rows, shares, windows, seed, reader, readers):
+        self.sources, self.windows, self.seed = rows, windows, seed
+        self.reader, self.readers = reader, readers
         self.bounds = np.cumsum(shares)[:-1]
         self.drawn, self.pending = 0, None
-        self.passes, self.iterators = [0] * len(rows), [None] * len(rows)
-        self.places = [None] * len(rows)  # where those begin that were not read yet
+        self.passes, self.files = [0] * len(rows), [0] * len(rows)  # files of the pass
+        self.open, self.iterators = [None] * len(rows), [None] * len(rows)
+        self.places = [None] * len(rows)  # where an open file goes on, until its first row
 
     def next(self):
         """The next text, special tokens included."""
         if self.pending is not None:
             text, self.pending = self.pending, None
             return text
-        draw = np.random.default_rng([*self.seed, self.drawn]).random()
+        draw = np.random.default_rng([*self.seed, self.reader, self.drawn]).random()
         self.drawn += 1
         source = int(np.searchsorted(self.bounds, draw, side="right"))
-        for _ in range(3):  # the rest of this pass, and a complete one
+        first_pass = self.passes[source]
+        while self.passes[source] < first_pass + 3:  # the rest of this pass, and complete ones
             if self.iterators[source] is None:
-                self.rows[source].set_epoch(self.passes[source])
-                # Of more than one row at once the state would be that behind them.
-                self.iterators[source] = self.rows[source].iter(batch_size=1)
+                self._open(source)
             for row in self.iterators[source]:
+                self.places[source] = None
                 return np.array(row["input_ids"][0], dtype=np.int64)
-            self.passes[source] += 1
-            self.iterators[source] = self.places[source] = None
+            self.open[source] = self.iterators[source] = self.places[source] = None
+            self.files[source] += 1
+            if self.files[source] == len(self._order(source)):
+                self.passes[source], self.files[source] = self.passes[source] + 1, 0
         raise UserError(
-            f"a reader of the stream has no text of at least {max(self.least, 1)} tokens; give "
-            "less processes and workers, or prepare the set"
+            f"a reader of the stream has no text of at least {max(self.windows.least, 1)} tokens; "
+            "give fewer processes and workers, or prepare the set"
         )
+
+    def _order(self, source):
+        """This reader's files in the order of this pass: where there are enough, each is of one
+        reader; else of all, who share its rows."""
+        count = self.sources[source].num_shards
+        order = np.random.default_rng([*self.seed, source, self.passes[source]]).permutation(count)
+        return order[self.reader :: self.readers] if count >= self.readers else order
+
+    def _open(self, source, place=None):
+        """Begins a file, or goes on in it."""
+        rows, number = self.sources[source], int(self._order(source)[self.files[source]])
+        file = rows.shard(rows.num_shards, number)
+        if rows.num_shards < self.readers:
+            file = file.filter(lambda row, i: i % self.readers == self.reader, with_indices=True)
+        self.open[source] = file.map(
+            self.windows,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            remove_columns=["text"],
+            features=Features({"input_ids": List(Value("int32"))}),
+        )
+        if place is not None:
+            self.open[source].load_state_dict(place)
+            self.places[source] = place
+        # Of more than one row at once the state would be that behind them.
+        self.iterators[source] = self.open[source].iter(batch_size=1)
 
     def put_back(self, text):
         """Gives a text, or the rest of one, back: `next` returns it first."""
@@ -195,18 +209,19 @@ class Texts:
             "drawn": self.drawn,
             "pending": None if self.pending is None else self.pending.tolist(),
             "passes": list(self.passes),
-            "rows": [
-                rows.state_dict() if iterator is not None else place
-                for rows, iterator, place in zip(self.rows, self.iterators, self.places)
+            "files": list(self.files),
+            # Until its first row `datasets` says that a file begins at its start.
+            "places": [
+                rows.state_dict() if rows is not None and place is None else place
+                for rows, place in zip(self.open, self.places)
             ],
         }
 
     def load_state(self, state):
         """Goes on from a `state`."""
-        self.drawn, self.passes = state["drawn"], list(state["passes"])
+        self.drawn, self.passes, self.files = state["drawn"], state["passes"], state["files"]
         if state["pending"] is not None:
             self.pending = np.array(state["pending"], dtype=np.int64)
-        self.places = list(state["rows"])
-        for rows, place in zip(self.rows, self.places):
+        for source, place in enumerate(state["places"]):
             if place is not None:
-                rows.load_state_dict(place)
+                self._open(source, place)

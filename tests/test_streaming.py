@@ -152,8 +152,18 @@ def test_every_row_is_tokenised_by_one_reader_alone(
             texts.next()
         shares.append(seen[:first])
     assert Counter(itertools.chain(*shares)) == Counter(rows_of(str(tmp_path)))
-    most = -(-files // readers) * 32 if files >= readers else -(-files * 32 // readers)
+    most = -(-files // readers) * 32 if files >= readers else -(-files * 32 // readers) + files
     assert max(map(len, shares)) <= most
+
+
+def test_another_pass_has_another_order_of_files(tmp_path, tokenizer):
+    for number in range(6):
+        (tmp_path / f"part{number}.jsonl").write_text(json.dumps({"text": WORDS[number]}) + "\n")
+    texts = _stream(tmp_path, tokenizer)._texts(0, 0, 1)
+    words = [tokenizer.decode(texts.next()[1:-1]) for _ in range(18)]
+    passes = [words[start : start + 6] for start in (0, 6, 12)]
+    assert all(sorted(each) == sorted(WORDS[:6]) for each in passes)
+    assert len(set(map(tuple, passes))) > 1
 
 
 def test_a_stream_without_long_texts_says_so(tmp_path, tokenizer):
