@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +34,7 @@ from .heldout import metric_name, unigram, unigram_accuracy
 from .masking import TokenMasking
 from .model import START, choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
-    GROUPS,
     OPTIONS,
-    TRAINER,
     BatchArguments,
     DataArguments,
     ModelArguments,
@@ -121,24 +119,8 @@ class Given:
 
 def read_run(argv):
     """The `Given` of a command line; UserError for bad input."""
-    *groups, given = OPTIONS["pretrain"].read(argv)
-    return make_run(*groups, given)
-
-
-def make_run(model, data, batch, run, given):
-    """A `Given` from its options and Trainer's `given` ones."""
-    return Given(model, data, batch, run, make_training_arguments(run, batch, given))
-
-
-def run_of(recipe):
-    """The `Given` of a recipe as a dict: {option: value}, and under "trainer" Trainer's options."""
-    names = [{field.name for field in fields(group)} for group in GROUPS]
-    groups = [
-        group(**{name: recipe[name] for name in known & recipe.keys()})
-        for group, known in zip(GROUPS, names)
-    ]
-    assert not recipe.keys() - {"trainer"}.union(*names), "a recipe has options that are not known"
-    return make_run(*groups, {**TRAINER, **recipe.get("trainer", {})})
+    model, data, batch, run, options = OPTIONS["pretrain"].read(argv)
+    return Given(model, data, batch, run, make_training_arguments(run, batch, options))
 
 
 # ------------------------------------------------------------------------------------------------

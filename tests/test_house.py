@@ -159,7 +159,7 @@ BUDGETS = {
     "throughput": 427,
     "export": 852,
     "convert_checkpoint": 16,
-    "pretraining": 2077,
+    "pretraining": 2082,
     "finetuning": 540,
     "embeddings": 2049,
     "conversion": 955,
