@@ -51,7 +51,10 @@ def heading(text):
 def convert(output):
     """The bundled checkpoint to a folder that is ready for the Hub."""
     heading("1. python convert_checkpoint.py examples/checkpoint")
-    options = ["--dtype", "float32", "--sentence-transformers", "--force"]
+    if (output / "config.json").exists():
+        print(f"{output} is there from an earlier run; rm -r {output} converts anew")
+        return
+    options = ["--dtype", "float32", "--sentence-transformers"]
     script, checkpoint = ROOT / "convert_checkpoint.py", ROOT / "examples" / "checkpoint"
     subprocess.run(
         [sys.executable, str(script), str(checkpoint), str(output), *options], check=True
