@@ -159,7 +159,7 @@ def main():
     )
     print(text)
     if arguments.output:
-        results.write_text(arguments.output, text + "\n")
+        arguments.output.write_text(text + "\n", encoding="utf-8")
     return 1 if survivors else 0
 
 
