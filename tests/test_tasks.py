@@ -43,6 +43,14 @@ SMALL = {
     "serve over HTTP": ([[]], "serves"),
     "ONNX Runtime, browsers, OpenVINO": ([[]], "OUTPUT/onnx/model.onnx"),
     "convert a training checkpoint": ([[]], "OUTPUT/model.safetensors"),
+    "GLUE's tasks, on the Hub's data or mine": (
+        ["--seeds=1 --num-train-epochs=1 --max-length=16 --batch-size=8".split()],
+        "runs/glue/table.md",
+    ),
+    "quality by length of text": (
+        ["--texts=2 --lengths=16 --positions=4".split()],
+        "results/pseudo_perplexity/pseudo_perplexity.csv",
+    ),
     "measure speed on my machine": (
         ["--layers=1 --max-batch=2 --repeats=1 --warmup=1 --threads=1".split()],
         "runs/speed/throughput.md",
@@ -136,6 +144,8 @@ def clone(bundled, tmp_path):
         ("domain/train", "domain/heldout", "general/train", "general/heldout")
     ):
         rows[f"data/{name}"] = rows["texts"][150 * i : 150 * (i + 1)]
+    reviews = [{"sentence": text, "label": i % 2} for i, text in enumerate(texts[:40])]
+    rows |= {f"my_folder/sst2/{split}": reviews for split in ("train", "validation")}
     for name, table_ in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
