@@ -82,7 +82,7 @@ test-browser:
 	if ! command -v node; then echo "skipped: $(NO_NODE)"; \
 	else $(MAKE) browser && node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
-# All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers and pytest is enough.
+# All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers, msgspec and pytest is enough.
 gpu:
 	bash benchmarks/gpu.sh
 

@@ -5,7 +5,7 @@
 #   OUT=/some/folder bash benchmarks/gpu.sh
 #   bash benchmarks/gpu.sh --rehearse     # the same on the CPU, tiny, with stand-ins for what only CUDA has
 #
-# Installs nothing and needs no network: Python with torch, transformers and pytest is enough. Finished steps are kept in $OUT (results/gpu
+# Installs nothing and needs no network: Python with torch, transformers, msgspec and pytest is enough. Finished steps are kept in $OUT (results/gpu
 # otherwise); called again it goes on where it stopped. A copy without git tells its commit by NEOBERT_COMMIT=abc1234.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -180,9 +180,11 @@ def _settings(arguments, training, sources):
     for name in ("pairs", "instructions"):
         del settings[name]  # they are in the data sets
     settings["datasets"] = [
-        asdict(source) | ({"path": files_digest([source.path])} if source.is_local else {})
-        for source in sources
+        asdict(source) | ({"path": None} if source.is_local else {}) for source in sources
     ]
+    settings["files"] = {
+        source.name: files_digest([source.path]) for source in sources if source.is_local
+    }
     settings["model"] = known_by(arguments.model)
     settings["tokenizer"] = arguments.tokenizer and known_by(arguments.tokenizer)
     settings["processes"] = training.world_size

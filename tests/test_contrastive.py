@@ -113,7 +113,7 @@ def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
         file.write(json.dumps({"anchor": "one more", "positive": "pair"}) + "\n")
     for changes, message in (
         (["--adam_epsilon", "0.1"], "adam_epsilon 1e-08, now 0.1"),
-        (["--instruction", "Find."], "instruction "),
+        (["--instruction", "Find."], "instruction"),
         ([], r"files "),
     ):
         with pytest.raises(UserError, match=rf"other settings \(.*{message}"):

@@ -271,9 +271,6 @@ def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers
             )
     run_of(arguments_of(corpus, tmp_path / "stopped", **arguments))
     assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
-    assert log_of(tmp_path / "whole")[-1]["rows_skipped_empty"] == 0, (
-        "skipped rows must be in the log"
-    )
 
 
 @pytest.mark.slow
@@ -293,8 +290,8 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monk
         patch.setattr(trainer_module.PretrainingTrainer, "training_step", signalled)
         assert cli.main(["pretrain", *arguments_of(corpus, out, **arguments)]) == 143
     assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        "neobert pretrain: stopped by SIGTERM after step 3 of 12, which is saved; the same command "
-        "goes on"
+        "neobert pretrain: stopped by SIGTERM after step 3 of 12; the same command goes on from "
+        "the last checkpoint"
     )
     assert (
         list(checkpoints(out)) == [3]
