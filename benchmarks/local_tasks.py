@@ -244,7 +244,8 @@ def main(argv=None):
     """`neobert mteb` with these tasks beside MTEB's own; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     mteb_evaluation.LOCAL_TASKS.update(LOCAL_TASKS)
-    return mteb_evaluation.main(argv if "--tasks" in argv else [*argv, "--tasks", "local"])
+    named = any(argument.partition("=")[0] == "--tasks" for argument in argv)
+    return mteb_evaluation.main(argv if named else [*argv, "--tasks", "local"])
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_what_a_file_imports_is_there(place):
 # something else.
 BUDGETS = {
     "__main__": 63,
-    "benchmarks": 1862,
+    "benchmarks": 1863,
     "throughput": 427,
     "export": 852,
     "convert_checkpoint": 16,
