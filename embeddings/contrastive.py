@@ -179,16 +179,14 @@ def _settings(arguments, training, sources):
     settings = number_options(training.to_dict()) | run_settings(arguments)
     for name in ("pairs", "instructions"):
         del settings[name]  # they are in the data sets
-    settings["datasets"] = [
-        asdict(source) | ({"path": None} if source.is_local else {}) for source in sources
-    ]
-    settings["files"] = {
-        source.name: files_digest([source.path]) for source in sources if source.is_local
+    local = [source for source in sources if source.is_local]
+    return settings | {
+        "datasets": [asdict(s) | ({"path": None} if s in local else {}) for s in sources],
+        "files": {source.name: files_digest([source.path]) for source in local},
+        "model": known_by(arguments.model),
+        "tokenizer": arguments.tokenizer and known_by(arguments.tokenizer),
+        "processes": training.world_size,
     }
-    settings["model"] = known_by(arguments.model)
-    settings["tokenizer"] = arguments.tokenizer and known_by(arguments.tokenizer)
-    settings["processes"] = training.world_size
-    return settings
 
 
 def train(arguments, training):

@@ -161,7 +161,7 @@ BUDGETS = {
     "convert_checkpoint": 16,
     "pretraining": 2082,
     "finetuning": 540,
-    "embeddings": 2049,
+    "embeddings": 2046,
     "conversion": 955,
     "training": 264,
     "common": 1424,
