@@ -11,7 +11,8 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-# Goes to src/transformers/models/neobert/ of the library (docs/native.md).
+# ruff: noqa: E501
+# Lines are of the library's length. Goes to src/transformers/models/neobert/ of the library (docs/native.md).
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ class NeoBertConfig(PreTrainedConfig):
         Bound of the uniform initialisation of linear layers outside of task heads.
     classifier_init_range (`float`, *optional*, defaults to 0.02):
         Standard deviation of the normal initialisation of the task heads.
-    """  # noqa: E501
+    """
 
     model_type = "neobert"
     attribute_map = {
@@ -478,7 +479,10 @@ class NeoBertForQuestionAnswering(NeoBertPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        logits = self.qa_outputs(outputs.last_hidden_state)
+        if attention_mask is not None and attention_mask.dim() == 2:  # no answer is padding
+            logits = logits.masked_fill(attention_mask[..., None] == 0, -8192.0)
+        start_logits, end_logits = logits.unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(

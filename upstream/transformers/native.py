@@ -6,6 +6,7 @@ work and the library takes its classes for its own.
 
 import importlib.util
 import sys
+import types
 from pathlib import Path
 
 from conversion_neobert import NEOBERT_CONVERSION
@@ -32,6 +33,9 @@ def load():
     spec = importlib.util.spec_from_file_location(NAME, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
+    package = types.ModuleType(NAME.rpartition(".")[0])
+    package.modular_neobert = module
+    sys.modules[package.__name__] = package
     spec.loader.exec_module(module)
     conversion_mapping.register_checkpoint_conversion_mapping("neobert", NEOBERT_CONVERSION)
     # A mapping of the library, not a user's: it is not for other classes of this model_type.

@@ -1,4 +1,4 @@
-"""The native class against this repository's model: outputs, gradients, files, old configurations."""
+"""The native class against this repository's model: outputs, gradients, files, old configs."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,9 @@ HEADS = [name.removeprefix("NeoBert") for name in native.HEADS.values()]
 NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 50, "vocab_size": 99}
 PUBLISHED = {"vocab_size": 30522}  # 768 wide, 12 heads
 SHAPES = {
+    "narrow": {**NARROW, "num_hidden_layers": 3},
+    "published": {**PUBLISHED, "num_hidden_layers": 2},
+}
     "narrow": {**NARROW, "num_hidden_layers": 3},
     "published": {**PUBLISHED, "num_hidden_layers": 2},
 }

@@ -2,13 +2,15 @@
 
 import unittest
 
-from transformers import NeoBertConfig
 from transformers.models.neobert import modular_neobert
 from transformers.testing_utils import require_torch
 
 from ...test_configuration_common import ConfigTester
 from ...test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 from ...test_pipeline_mixin import PipelineTesterMixin
+
+
+NeoBertConfig = modular_neobert.NeoBertConfig
 
 
 class NeoBertModelTester:
