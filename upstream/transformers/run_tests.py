@@ -20,10 +20,7 @@ import upstream_tests  # noqa: E402
 
 # Both replace what the archive lacks: tests/pipelines, and the place of the class in the library.
 PIPELINES = "class PipelineTesterMixin:\n    pass\n"
-CONFTEST = "import native
-
-native.load()
-"
+CONFTEST = "import native\n\nnative.load()\n"
 
 
 def main():

@@ -20,9 +20,6 @@ SHAPES = {
     "narrow": {**NARROW, "num_hidden_layers": 3},
     "published": {**PUBLISHED, "num_hidden_layers": 2},
 }
-    "narrow": {**NARROW, "num_hidden_layers": 3},
-    "published": {**PUBLISHED, "num_hidden_layers": 2},
-}
 
 
 @pytest.fixture(autouse=True)
