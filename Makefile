@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-clients bench bench-int8 gpu test-gpu test-engines test-serving browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -42,6 +42,10 @@ LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.
 test-upstream: $(VENV)/.test $(OLDEST)/.ready
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
+
+# NeoBERT as a class of transformers itself (docs/native.md), against this repository's model and with the library's tests.
+test-native: $(VENV)/.test
+	$(BIN)/python upstream/transformers/run_tests.py
 
 # Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
 # environment of their own: tests/test_clients_folder.py starts a process there for each.
