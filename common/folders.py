@@ -14,6 +14,9 @@ from filelock import FileLock, Timeout
 from .errors import UserError
 
 
+LOCK = ".lock"
+
+
 def check_place(output, name="the output"):
     """Raises UserError when nothing can be made at `output`, the value of the argument `name`."""
     if not str(output):
@@ -67,16 +70,20 @@ def new_folder(output):
     check_new(output)
     place = Path(os.path.realpath(output))
     work = place.with_name(f".{place.name}.tmp")
-    with _parents(place), _locked(work, output):
-        folder = work / "new"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        yield folder
-        for path in folder.rglob("*"):
-            if path.is_file():
-                flush(path)
-        check_new(output)
-        os.rename(folder, place)
+    busy = f"another process is making {output}; wait until it has ended"
+    with _parents(place), locked(work, busy):
+        try:
+            folder = work / "new"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    flush(path)
+            check_new(output)
+            os.rename(folder, place)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -123,16 +130,20 @@ def _parents(path):
 
 
 @contextlib.contextmanager
-def _locked(work, output):
-    """The folder `work`, which this process alone has; it is removed at the end."""
-    work.mkdir(exist_ok=True)
-    lock = FileLock(work / "lock", timeout=0)
+def locked(folder, busy=None):
+    """Within it no other process has `folder`, which is made if it is not there. The lock ends with
+    its process, also after a kill -9; its file stays.
+
+    Args:
+        busy: the sentence about a folder that another process has.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
     try:
-        lock.acquire()
+        lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
     except Timeout:
-        raise UserError(f"another process is making {output}; wait until it has ended") from None
-    try:
+        usual = (
+            f"{folder} is in use by another run; wait until it has ended, or choose another output"
+        )
+        raise UserError(busy or usual) from None
+    with lock:
         yield
-    finally:
-        lock.release()
-        shutil.rmtree(work, ignore_errors=True)

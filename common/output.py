@@ -20,42 +20,24 @@ import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from .errors import UserError, listed, shortened
 from .files import read_json, write_json
-from .folders import check_folder, flush
+from .folders import LOCK, check_folder, flush, locked
 from .secrets import redacted
 
 
-RUN, RESULT, LOCK = "run.json", "result.json", ".lock"
+RUN, RESULT = "run.json", "result.json"
 _FINAL = ".final.tmp"
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Within it no other process has `folder`, which is made if it is not there. The lock ends with
-    its process, also after a kill -9; its file stays."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"{folder} is in use by another run; wait until it has ended, or choose another output"
-        ) from None
-    with lock:
-        yield
 
 
 def run_settings(*options):
     """{name: value} of the options that a run is known by: all fields of these dataclasses but
     those with `free=True`."""
-    return {
-        field.name: asdict(group)[field.name]
-        for group in options
-        for field in fields(group)
-        if field.init and not field.metadata.get("free")
-    }
+    values = {}
+    for group in options:
+        known = {f.name for f in fields(group) if f.init and not f.metadata.get("free")}
+        values |= {name: value for name, value in asdict(group).items() if name in known}
+    return values
 
 
 def differences(previous, settings):

@@ -181,7 +181,7 @@ def _settings(arguments, training, sources):
         del settings[name]  # they are in the data sets
     local = [source for source in sources if source.is_local]
     return settings | {
-        "datasets": [asdict(s) | ({"path": None} if s in local else {}) for s in sources],
+        "datasets": [asdict(s) | ({"path": None} if s.is_local else {}) for s in sources],
         "files": {source.name: files_digest([source.path]) for source in local},
         "model": known_by(arguments.model),
         "tokenizer": arguments.tokenizer and known_by(arguments.tokenizer),

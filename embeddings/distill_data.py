@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from ..common import held_out
 from ..common.arguments import Arguments, option, typed
 from ..common.data import file_format, rows
 from ..common.errors import UserError
@@ -60,19 +61,14 @@ class TextSource(Arguments):
         columns += [self.pair] if self.pair else []
         for row in rows(self.path, columns, columns):
             texts = tuple(filter(None, (row[column].strip() for column in columns)))
-            if texts and _fraction(f"share {texts[0]}") < self.share:
+            if texts and held_out.fraction(f"share {texts[0]}") < self.share:
                 yield texts
-
-
-def _fraction(text):
-    """A number from 0 to 1 that is a fixed function of the text."""
-    return int.from_bytes(hashlib.sha1(text.encode("utf-8", "replace")).digest()[:8], "big") / 2**64
 
 
 def is_held_out(text, percent):
     """Whether a text is kept for measuring: a fixed function of its words, so that copies of it
     stay on the same side."""
-    return _fraction(" ".join(text.lower().split())) < percent / 100
+    return held_out.is_held_out(" ".join(text.lower().split()), percent)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A prepared set is a folder: `texts.arrow` (column input_ids, without special tok
 It appears complete, or not at all.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -129,12 +130,8 @@ def prepare(sources, out, tokenizer):
     number = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
     schema = pyarrow.schema({"input_ids": pyarrow.list_(number)})
     lengths, rows = [], 0
-    # The tokenizer's own threads: nothing forks while they work.
-    parallel, os.environ["TOKENIZERS_PARALLELISM"] = (
-        os.environ.get("TOKENIZERS_PARALLELISM"),
-        "true",
-    )
     with (
+        _tokenizer_threads(),
         new_folder(out) as folder,
         tqdm(desc=f"tokenising {key['dataset']}", unit=" rows") as bar,
         pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
@@ -156,11 +153,18 @@ def prepare(sources, out, tokenizer):
         tokens = int(joined.sum(dtype=np.int64))
         summary = {**key, "rows": rows, "kept": len(joined), "tokens": tokens}
         write_json(folder / "prepared.json", summary)
-    if parallel is None:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-    else:
-        os.environ["TOKENIZERS_PARALLELISM"] = parallel
     return summary
+
+
+@contextlib.contextmanager
+def _tokenizer_threads():
+    """Within it a tokenizer uses all cores; nothing may fork."""
+    previous = os.environ.get("TOKENIZERS_PARALLELISM", "false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = previous
 
 
 def load_prepared(folder, tokenizer):

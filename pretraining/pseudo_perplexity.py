@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from ..common import figures
 from ..common.errors import UserError
 from ..common.files import write_text
-from ..common.folders import check_folder
+from ..common.folders import check_folder, locked
 from ..common.identity import model_digest
 from ..common.loading import (
     check_model,
@@ -41,7 +41,6 @@ from ..common.loading import (
     position_limit,
     text_limit,
 )
-from ..common.output import locked
 from ..common.results import check_result_files, environment, markdown_table, write_result
 from .options import LENGTHS, OPTIONS
 from .sources import load_rows, parse_sources

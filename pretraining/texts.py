@@ -82,10 +82,8 @@ def training_batches(run, tokenizer, masking):
 def make_stream(run, tokenizer, masking):
     """`StreamedBatches` of this process."""
     training, shares = run.training, shares_of(run.data.sources)
-    if shares:
-        rows = [load_rows([source]) for source in run.data.sources]
-    else:
-        rows = [load_rows(run.data.sources)]
+    parts = [[source] for source in run.data.sources] if shares else [run.data.sources]
+    rows = [load_rows(part) for part in parts]
     return StreamedBatches(
         rows,
         shares,

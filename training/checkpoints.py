@@ -98,13 +98,10 @@ def checkpoints(folder):
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def read_state(checkpoint):
-    """Trainer's state of a checkpoint, after a look at its other files.
-
-    Raises:
-        OSError, ValueError: it was not written to its end, or cannot be read.
-    """
-    state = json.loads((checkpoint / _STATE).read_text())
+def check_checkpoint(checkpoint):
+    """Raises OSError or ValueError for a checkpoint that was not written to its end, or cannot be
+    read."""
+    json.loads((checkpoint / _STATE).read_text())
     for path in checkpoint.rglob("*.safetensors"):
         try:
             safe_open(path, "pt")  # its header tells the size of the file
@@ -115,7 +112,6 @@ def read_state(checkpoint):
             raise ValueError(f"{path.name} is cut off")
     if not any(checkpoint.glob("optimizer*")) and not any(checkpoint.glob("global_step*")):
         raise ValueError("it has no state of the optimizer")
-    return state
 
 
 def newest_checkpoint(folder):
@@ -125,7 +121,7 @@ def newest_checkpoint(folder):
     newest = None
     for step, path in reversed(checkpoints(folder).items()):
         try:
-            read_state(path)
+            check_checkpoint(path)
             newest = step, path
             break
         except (OSError, ValueError) as error:
