@@ -203,7 +203,7 @@ def tokenise_texts(texts, tokenizer):
 
 def describe(summary):
     """One line on what was read, what was skipped among it."""
-    skipped = f"{summary['rows'] - summary['kept']:,} empty rows skipped"
     return (
-        f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; {skipped}"
+        f"{summary['kept']:,} of {summary['rows']:,} rows, {summary['tokens']:,} tokens; "
+        f"{summary['rows'] - summary['kept']:,} empty rows skipped"
     )
