@@ -36,16 +36,14 @@ class SplitHeads(ConversionOps):
         return SplitHeads(self.parts, inverse=not self.inverse)
 
 
-# The lookbehinds count when weights are saved, where these names are what is searched for.
 NEOBERT_CONVERSION = [
-    WeightRenaming(r"(?<!_)encoder\.weight", "embed_tokens.weight"),
+    WeightRenaming(r"encoder\.weight", "embed_tokens.weight"),
     WeightRenaming(r"transformer_encoder\.", r"layers\."),
     WeightRenaming(r"layer_norm\.weight", r"(?<![a-z_])norm\.weight"),
     WeightRenaming(r"\.attention_norm\.", r"\.input_layernorm\."),
     WeightRenaming(r"\.ffn_norm\.", r"\.post_attention_layernorm\."),
     WeightRenaming(r"\.wo\.", r"\.self_attn\.o_proj\."),
     WeightRenaming(r"\.ffn\.w3\.", r"\.mlp\.down_proj\."),
-    WeightRenaming(r"^dense\.", r"^head\.dense\."),
     WeightConverter(
         "qkv.weight",
         ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -62,3 +60,8 @@ NEOBERT_CONVERSION = [
         operations=[Chunk(dim=0)],
     ),
 ]
+
+MAPPINGS = {
+    "neobert": NEOBERT_CONVERSION,
+    "NeoBertForTokenClassification": [WeightRenaming(r"^classifier\.", r"^score\.")],
+}

@@ -4,17 +4,18 @@ The library's own form: the module has a name inside of `transformers`, so that 
 work and the library takes its classes for its own.
 """
 
-import importlib.util
+import importlib
 import sys
 import types
 from pathlib import Path
 
-from conversion_neobert import NEOBERT_CONVERSION
 from transformers import conversion_mapping
-from transformers.models.auto import auto_factory, configuration_auto, modeling_auto
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from conversion_neobert import MAPPINGS
 
 
-NAME = "transformers.models.neobert.modular_neobert"
+PACKAGE = "transformers.models.neobert"
 HEADS = {
     "MODEL": "NeoBertModel",
     "MODEL_FOR_MASKED_LM": "NeoBertForMaskedLM",
@@ -27,23 +28,21 @@ HEADS = {
 
 def load():
     """The module of the native classes, registered as the library registers its own."""
-    if NAME in sys.modules:
-        return sys.modules[NAME]
-    file = Path(__file__).with_name("modular_neobert.py")
-    spec = importlib.util.spec_from_file_location(NAME, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = module
-    package = types.ModuleType(NAME.rpartition(".")[0])
-    package.modular_neobert = module
-    sys.modules[package.__name__] = package
-    spec.loader.exec_module(module)
-    conversion_mapping.register_checkpoint_conversion_mapping("neobert", NEOBERT_CONVERSION)
-    # A mapping of the library, not a user's: it is not for other classes of this model_type.
-    conversion_mapping.USER_REGISTERED_MAPPINGS.discard("neobert")
+    name = f"{PACKAGE}.modular_neobert"
+    if name in sys.modules:
+        return sys.modules[name]
+    package = sys.modules[PACKAGE] = types.ModuleType(PACKAGE)
+    package.__path__ = [str(Path(__file__).parent)]
+    module = importlib.import_module(name)
+    for key, mapping in MAPPINGS.items():
+        conversion_mapping.register_checkpoint_conversion_mapping(key, mapping)
+        # A mapping of the library, not a user's: it is not for other classes of this model_type.
+        conversion_mapping.USER_REGISTERED_MAPPINGS.discard(key)
+    for public in module.__all__:
+        setattr(sys.modules["transformers"], public, getattr(module, public))
     configuration_auto.CONFIG_MAPPING.register("neobert", module.NeoBertConfig, exist_ok=True)
-    for mapping, name in HEADS.items():
-        getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")["neobert"] = name
+    for mapping, head in HEADS.items():
+        getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")["neobert"] = head
         auto_map = getattr(modeling_auto, f"{mapping}_MAPPING")
-        assert isinstance(auto_map, auto_factory._LazyAutoMapping)
-        auto_map.register(module.NeoBertConfig, getattr(module, name))
+        auto_map.register(module.NeoBertConfig, getattr(module, head), exist_ok=True)
     return module

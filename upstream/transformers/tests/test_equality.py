@@ -1,25 +1,27 @@
-"""The native class against this repository's model: outputs, gradients, files, old configs."""
+"""The native class against this repository's model and the golden outputs of the authors' code:
+outputs, losses, gradients, pipelines, files, old configurations."""
 
 import json
 from pathlib import Path
 
-import native
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, pipeline
+from transformers.core_model_loading import revert_weight_conversion
 
+import native
 import neobert
+from neobert.convert_checkpoint import main as convert
 
 
 NATIVE = native.load()
-GOLDEN = Path(neobert.__file__).parent / "tests" / "golden" / "neobert_tiny"
+ROOT = Path(neobert.__file__).parent
+GOLDEN = ROOT / "tests" / "golden" / "neobert_tiny"
 HEADS = [name.removeprefix("NeoBert") for name in native.HEADS.values()]
-NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 50, "vocab_size": 99}
-PUBLISHED = {"vocab_size": 30522}  # 768 wide, 12 heads
-SHAPES = {
-    "narrow": {**NARROW, "num_hidden_layers": 3},
-    "published": {**PUBLISHED, "num_hidden_layers": 2},
-}
+NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 50, "num_hidden_layers": 3}
+SHAPES = {"narrow": {**NARROW, "vocab_size": 99}, "published width": {"num_hidden_layers": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +29,32 @@ def one_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The bundled checkpoint, as `neobert convert` makes it."""
+    folder = tmp_path_factory.mktemp("converted") / "model"
+    assert not convert([str(ROOT / "examples" / "checkpoint"), str(folder), "--dtype", "float32"])
+    return folder
+
+
 def build(head, folder, **fields):
-    """This repository's model, with norms and biases that are not the initial ones, saved to
-    `folder`, and the native one that reads it."""
+    """This repository's model, with norms and biases that are not the initial ones, saved to `folder`."""
     config = neobert.NeoBERTConfig(num_labels=3, classifier_dropout=0.0, **fields)
     ours = getattr(neobert, f"NeoBERT{head}")(config).eval()
     with torch.no_grad():
         for weight in ours.parameters():
             weight.add_(0.02 * torch.randn_like(weight))
     ours.save_pretrained(folder)
+    return ours
+
+
+def read(head, folder):
+    """The native model of a folder that must lack nothing."""
     theirs, info = getattr(NATIVE, f"NeoBert{head}").from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])
-    return ours, theirs.eval()
+    return theirs.eval()
 
 
 def batch(head, vocabulary, padding_side="right"):
@@ -69,28 +83,33 @@ def real(output, mask):
     return output[mask.bool()] if output.shape[:2] == mask.shape else output
 
 
+def assert_equal(outputs, mask):
+    """Two models' outputs at real tokens, to 1e-5."""
+    names = {"last_hidden_state", "logits", "start_logits", "end_logits", "loss"} & outputs[0].keys()
+    for name in names:
+        first, second = (real(output[name], mask) for output in outputs)
+        assert torch.allclose(first, second, atol=1e-5, rtol=0), (name, (first - second).abs().max())
+
+
+def compare(ours, theirs, head="Model", padding_side="right"):
+    inputs = batch(head, ours.config.vocab_size, padding_side)
+    outputs = [model(**inputs) for model in (ours, theirs)]
+    assert_equal(outputs, inputs["attention_mask"])
+    return inputs, outputs
+
+
 @pytest.mark.parametrize("padding_side", ["right", "left"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("head", HEADS)
 def test_outputs_and_gradients_are_equal(head, shape, padding_side, tmp_path):
-    ours, theirs = build(head, tmp_path, **SHAPES[shape])
-    inputs = batch(head, ours.config.vocab_size, padding_side)
-    outputs = [model(**inputs) for model in (ours, theirs)]
-    names = [name for name in ("last_hidden_state", "logits", "loss") if name in outputs[0]]
-    if head == "ForQuestionAnswering":
-        names += ["start_logits", "end_logits"]
-    for name in names:
-        first, second = (real(output[name], inputs["attention_mask"]) for output in outputs)
-        assert torch.allclose(first, second, atol=1e-5, rtol=0), (first - second).abs().max()
-
+    ours, theirs = build(head, tmp_path, **SHAPES[shape]), read(head, tmp_path)
+    inputs, outputs = compare(ours, theirs, head, padding_side)
     for output in outputs:
         loss = output.get("loss")
         if loss is None:
             loss = real(output.last_hidden_state, inputs["attention_mask"]).square().mean()
         loss.backward()
     # The gradients of the native weights in the published names, by the library's own conversion.
-    from transformers.core_model_loading import revert_weight_conversion
-
     gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
     gradients = revert_weight_conversion(theirs, gradients)
     for name, weight in ours.named_parameters():
@@ -98,73 +117,131 @@ def test_outputs_and_gradients_are_equal(head, shape, padding_side, tmp_path):
         assert (weight.grad - gradients[name]).abs().max() <= bound, name
 
 
-@pytest.mark.parametrize("field", [{"classifier_pooling": "mean"}, {"rope_theta": 5000.0}])
-def test_settings_of_a_saved_folder_count(field, tmp_path):
-    ours, theirs = build("ForSequenceClassification", tmp_path, **SHAPES["narrow"], **field)
-    inputs = batch("ForSequenceClassification", 99)
-    assert torch.allclose(ours(**inputs).logits, theirs(**inputs).logits, atol=1e-5, rtol=0)
+@torch.no_grad()
+def test_the_published_shape(tmp_path):
+    ours = build("Model", tmp_path)
+    assert (ours.config.num_hidden_layers, ours.config.hidden_size) == (28, 768)
+    compare(ours, read("Model", tmp_path))
 
 
-def test_yarn(tmp_path):
-    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
-    ours, theirs = build("Model", tmp_path, **SHAPES["narrow"], rope_scaling=rope)
-    inputs = batch("Model", 99)
-    first, second = (model(**inputs).last_hidden_state for model in (ours, theirs))
-    mask = inputs["attention_mask"].bool()
-    assert torch.allclose(first[mask], second[mask], atol=1e-5, rtol=0)
+@torch.no_grad()
+def test_golden_outputs():
+    """The published folder layout gives the outputs of the authors' code (tests/golden)."""
+    expected = load_file(GOLDEN / "expected.safetensors")
+    mask = expected["attention_mask"]
+    logits = read("ForMaskedLM", GOLDEN)(expected["input_ids"], mask).logits
+    # The reference's own noise is about 1.5e-5.
+    assert torch.allclose(real(logits, mask), real(expected["logits"], mask), atol=5e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_the_bundled_checkpoint_and_back(checkpoint, tmp_path):
+    """Trained weights; the decoder is tied to the embedding."""
+    ours, theirs = neobert.NeoBERTForMaskedLM.from_pretrained(checkpoint), read("ForMaskedLM", checkpoint)
+    compare(ours, theirs, "ForMaskedLM")
+    theirs.save_pretrained(tmp_path)
+    assert_same_weights(checkpoint, tmp_path)
+
+
+@torch.no_grad()
+def test_the_bundled_encoder():
+    folder = ROOT / "examples" / "sentence-encoder"
+    ours = neobert.NeoBERTModel.from_pretrained(folder, dtype=torch.float32).eval()
+    compare(ours, read("Model", folder))
+
+
+def assert_same_weights(*folders):
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_files_are_the_same_bit_for_bit_there_and_back(head, tmp_path):
-    _, theirs = build(head, tmp_path / "ours", **SHAPES["narrow"])
-    theirs.save_pretrained(tmp_path / "theirs")
-    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("ours", "theirs"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    ours = build(head, tmp_path / "ours", **SHAPES["narrow"])
+    read(head, tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    assert_same_weights(tmp_path / "ours", tmp_path / "theirs")
     # What the library wrote, this repository reads.
-    again = getattr(neobert, f"NeoBERT{head}").from_pretrained(tmp_path / "theirs")
-    assert all(torch.equal(again.state_dict()[name], before[name]) for name in before)
+    again = type(ours).from_pretrained(tmp_path / "theirs").state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in ours.state_dict().items())
 
 
-def test_a_backbone_reads_a_masked_lm(tmp_path):
-    ours, _ = build("ForMaskedLM", tmp_path, **SHAPES["narrow"])
-    theirs = NATIVE.NeoBertModel.from_pretrained(tmp_path).eval()
-    inputs = batch("Model", 99)
-    first, second = (model(**inputs).last_hidden_state for model in (ours.model, theirs))
-    mask = inputs["attention_mask"].bool()
-    assert torch.allclose(first[mask], second[mask], atol=1e-5, rtol=0)
+@pytest.mark.parametrize(
+    "saved, loaded",
+    [("ForMaskedLM", "Model"), ("ForMaskedLM", "ForTokenClassification"), ("Model", "ForSequenceClassification")],
+)
+def test_the_backbone_of_another_head(saved, loaded, tmp_path):
+    ours = build(saved, tmp_path, **SHAPES["narrow"])
+    theirs = getattr(NATIVE, f"NeoBert{loaded}").from_pretrained(tmp_path).eval()
+    compare(ours.base_model, theirs.base_model)
 
 
-def test_the_published_config(tmp_path):
-    fields = json.loads((GOLDEN / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = NATIVE.NeoBertConfig.from_pretrained(tmp_path)
-    assert config.max_position_embeddings == fields["max_length"]
-    assert not {"kwargs", "max_length", "trust_remote_code"} & config.to_dict().keys()
-    ours = neobert.NeoBERTConfig.from_pretrained(GOLDEN)
-    assert (config.swiglu_size, config.head_dim) == (ours.ffn_inner_size, ours.head_dim)
-    for name in ("vocab_size", "norm_eps", "num_hidden_layers", "intermediate_size"):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"classifier_pooling": "mean"},
+        {"rope_theta": 5000.0},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 5000.0},
+    ],
+    ids=["mean pooling", "RoPE base", "YaRN", "linear"],
+)
+def test_old_configurations(fields, tmp_path):
+    """As the authors' code and transformers 4 write them."""
+    head = "ForSequenceClassification"
+    ours = build(head, tmp_path, **SHAPES["narrow"], **fields, max_length=256)
+    names = (*NARROW, "vocab_size", "num_labels", "id2label", "label2id", "classifier_dropout")
+    old = {name: value for name, value in ours.config.to_dict().items() if name in names}
+    old |= {"model_type": "neobert", "hidden_act": "SwiGLU", "max_length": 256, "rope": True, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    theirs = read(head, tmp_path)
+    compare(ours, theirs, head)
+    theirs.config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["max_position_embeddings"] == 256 and "max_length" not in saved
+
+
+def test_the_published_configuration():
+    config, ours = (kind.from_pretrained(GOLDEN) for kind in (NATIVE.NeoBertConfig, neobert.NeoBERTConfig))
+    for name in ("vocab_size", "norm_eps", "num_hidden_layers", "max_position_embeddings", "pad_token_id"):
         assert getattr(config, name) == getattr(ours, name)
 
 
 def test_an_ablation_is_refused():
-    with pytest.raises(ValueError, match="RoPE and RMS norms"):
-        NATIVE.NeoBertConfig(rope=False)
+    with pytest.raises(StrictDataclassFieldValidationError, match="hidden_act"):
+        NATIVE.NeoBertConfig(hidden_act="gelu")
 
 
-def test_the_bundled_encoder():
-    """Real weights, trained: the folder as it is."""
-    folder = Path(neobert.__file__).parent / "examples" / "sentence-encoder"
-    ours = neobert.NeoBERTModel.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs = NATIVE.NeoBertModel.from_pretrained(folder, dtype=torch.float32).eval()
-    inputs = batch("Model", ours.config.vocab_size)
-    first, second = (model(**inputs).last_hidden_state for model in (ours, theirs))
-    mask = inputs["attention_mask"].bool()
-    assert torch.allclose(first[mask], second[mask], atol=1e-5, rtol=0)
+def leaves(result):
+    """What a pipeline returned, as a flat list."""
+    if isinstance(result, dict):
+        result = list(result.values())
+    return [leaf for part in result for leaf in leaves(part)] if isinstance(result, list) else [result]
+
+
+@pytest.mark.parametrize(
+    "task, head, more",
+    [
+        ("fill-mask", "ForMaskedLM", {}),
+        ("feature-extraction", "Model", {}),
+        ("text-classification", "ForSequenceClassification", {"top_k": None}),
+        ("token-classification", "ForTokenClassification", {}),
+        ("zero-shot-classification", "ForSequenceClassification", {"candidate_labels": ["art", "law"]}),
+    ],
+)
+def test_pipelines(task, head, more, tmp_path):
+    ours = build(head, tmp_path, **NARROW)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tokenizer")
+    results = [
+        leaves(pipeline(task, model=model, tokenizer=tokenizer)("a [MASK] of paintings", **more))
+        for model in (ours, read(head, tmp_path))
+    ]
+    for first, second in zip(*results, strict=True):
+        assert first == (pytest.approx(second, abs=1e-5) if isinstance(second, float) else second)
 
 
 def test_both_load_in_one_process(tmp_path):
     """The conversion is for the library's classes; this repository's read their own names."""
-    ours, _ = build("ForMaskedLM", tmp_path, **SHAPES["narrow"])
+    ours = build("ForMaskedLM", tmp_path, **SHAPES["narrow"])
     again = neobert.NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters()))

@@ -2,15 +2,20 @@
 
 import unittest
 
-from transformers.models.neobert import modular_neobert
+from transformers import (
+    NeoBertConfig,
+    NeoBertForMaskedLM,
+    NeoBertForMultipleChoice,
+    NeoBertForQuestionAnswering,
+    NeoBertForSequenceClassification,
+    NeoBertForTokenClassification,
+    NeoBertModel,
+)
 from transformers.testing_utils import require_torch
 
 from ...test_configuration_common import ConfigTester
 from ...test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
 from ...test_pipeline_mixin import PipelineTesterMixin
-
-
-NeoBertConfig = modular_neobert.NeoBertConfig
 
 
 class NeoBertModelTester:
@@ -39,24 +44,25 @@ class NeoBertModelTester:
 
 @require_torch
 class NeoBertModelTest(ModelTesterMixin, PipelineTesterMixin, unittest.TestCase):
-    all_model_classes = tuple(
-        getattr(modular_neobert, f"NeoBert{name}")
-        for name in (
-            "Model",
-            "ForMaskedLM",
-            "ForSequenceClassification",
-            "ForTokenClassification",
-            "ForQuestionAnswering",
-            "ForMultipleChoice",
-        )
+    all_model_classes = (
+        NeoBertModel,
+        NeoBertForMaskedLM,
+        NeoBertForSequenceClassification,
+        NeoBertForTokenClassification,
+        NeoBertForQuestionAnswering,
+        NeoBertForMultipleChoice,
     )
-    pipeline_model_mapping = {}
+    pipeline_model_mapping = {
+        "feature-extraction": NeoBertModel,
+        "fill-mask": NeoBertForMaskedLM,
+        "text-classification": NeoBertForSequenceClassification,
+        "token-classification": NeoBertForTokenClassification,
+        "zero-shot": NeoBertForSequenceClassification,
+    }
 
     def setUp(self):
         self.model_tester = NeoBertModelTester(self)
-        self.config_tester = ConfigTester(
-            self, config_class=NeoBertConfig, hidden_size=32, num_attention_heads=4
-        )
+        self.config_tester = ConfigTester(self, config_class=NeoBertConfig, hidden_size=32, num_attention_heads=4)
 
     def test_config(self):
         self.config_tester.run_common_tests()

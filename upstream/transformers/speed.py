@@ -1,0 +1,62 @@
+"""Speed of the native class beside this repository's model on padded batches; in turns within one run.
+
+PYTHONPATH=upstream/transformers python upstream/transformers/speed.py --output results/native
+"""
+
+import argparse
+
+import torch
+
+import native
+import neobert
+from neobert.common.results import environment, markdown_table, write_result
+from neobert.throughput.models import draw_lengths
+from neobert.throughput.timing import CLOCKS, between, in_turns, quartiles, ratio
+
+
+TEXTS = {"short": 32, "128": 8}  # sets of `neobert throughput`: lognormal lengths, and no padding
+
+
+def padded(name):
+    lengths = torch.tensor(draw_lengths(name, TEXTS[name]))
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    return {"input_ids": torch.randint(1000, 30000, mask.shape) * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="results/native", help="path of the result without its ending")
+    parser.add_argument("--layers", type=int, default=4, help="of the published width")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ours = neobert.NeoBERTModel(neobert.NeoBERTConfig(num_hidden_layers=options.layers)).eval()
+    library = native.load()
+    theirs = library.NeoBertModel(library.NeoBertConfig(num_hidden_layers=options.layers)).eval()
+    rows, data = [], []
+    for name in TEXTS:
+        batch = padded(name)
+        calls = {"native": lambda: theirs(**batch), "ours": lambda: ours(**batch)}  # noqa: B023
+        in_turns(calls, 1)
+        timings = in_turns(calls, options.repeats, clock=CLOCKS["processor"])
+        seconds = {key: timing.seconds for key, timing in timings.items()}
+        times, mask = ratio(seconds["native"], seconds["ours"]), batch["attention_mask"]
+        row = {"set": name, "shape": list(mask.shape), "real": mask.float().mean().item(), "seconds": seconds, **times}
+        data.append(row)
+        spread = [between(quartiles(seconds[key]), ".2f") for key in ("native", "ours")]
+        shape = f"{mask.shape[0]} x {mask.shape[1]}, {row['real']:.0%} real"
+        rows.append([name, shape, *spread, f"{times['ratio']:.2f} ({between(times['quartiles'], '.2f')})"])
+    header = ["texts", "batch", "native, CPU s", "this repository, CPU s", "times as long"]
+    text = (
+        f"Inference, {options.layers} layers of the published width with random weights. Processor seconds of one "
+        f"pass, quartiles over {options.repeats}; the last column is the median of neighbouring passes.\n\n"
+        + markdown_table(header, rows)
+    )
+    made = environment(dtype="float32", attention="sdpa", capability=torch.backends.cpu.get_cpu_capability())
+    print(write_result(options.output, "The native class of transformers", made, {"rows": data}, text))
+
+
+if __name__ == "__main__":
+    main()
