@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 import neobert
+from neobert import modeling_neobert
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,15 @@ def tiny_config():
         "intermediate_size": 96,
         "max_position_embeddings": 128,
     }
+
+
+@pytest.fixture
+def warnings(caplog):
+    """Function of words: the messages with them that the model has logged. Each is given once a
+    process, so the memory of that is cleared."""
+    modeling_neobert.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING", logger=modeling_neobert.logger.name):
+        yield lambda words: [message for message in caplog.messages if words in message]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import sys
 
 
-LIBRARIES = ["sentence_transformers", "transformers", "datasets", "peft", "accelerate", "neobert"]
+LIBRARIES = ["sentence_transformers", "transformers", "datasets", "peft", "accelerate"]
 _WRITES = ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree")
 
 

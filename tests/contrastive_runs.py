@@ -57,25 +57,8 @@ def make_pairs(tmp_path):
 
 
 def arguments_for(model_folder, output, *more):
-    argv = [
-        "--model",
-        str(model_folder),
-        "--output",
-        str(output),
-        "--max_length",
-        "32",
-        "--per_device_train_batch_size",
-        "8",
+    return [
+        *("--model", str(model_folder), "--output", str(output), "--max_length", "32"),
+        *("--per_device_train_batch_size", "8", "--use_cpu", "true", "--logging_steps", "1"),
+        *("--save_steps", "4", "--max_steps", "8", *more),
     ]
-    argv += [
-        "--use_cpu",
-        "true",
-        "--logging_steps",
-        "1",
-        "--save_steps",
-        "4",
-        "--max_steps",
-        "8",
-        *more,
-    ]
-    return argv

@@ -39,21 +39,6 @@ def run_script(*arguments, **kwargs):
     )
 
 
-def package_environment(**changes):
-    """Environment in which a new interpreter finds the package: the folder of a link or of an
-    installed `neobert`."""
-    import neobert
-
-    folder = Path(neobert.__file__).parent
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [str(folder.parent)] if folder.name == "neobert" else sys.path
-        ),
-        **changes,
-    }
-
-
 def digests(folder):
     """{relative path: content, or the target of a link} of everything below a folder."""
     return {
@@ -68,26 +53,12 @@ def write_distributed(folder, engine):
     """Checkpoints of two processes in `folder`, by the engine itself: "deepspeed" (ZeRO 1 to 3) or
     "fsdp"."""
     writer = Path(__file__).with_name("write_distributed_checkpoints.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(writer),
-        str(folder),
-        engine,
-    ]
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*start, str(writer), str(folder), engine]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, (
-        f"writing the distributed checkpoints failed: {process.stderr[-3000:]}"
-    )
+    assert process.returncode == 0, process.stderr[-3000:]
     return folder
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 from neobert.pretraining import prepared
@@ -26,6 +27,12 @@ def make_texts(count, longest=20):
 
 def prepare(source, out, tokenizer, column="text", **more):
     return prepared.prepare(parse_sources(source, column=column), out, tokenizer, **more)
+
+
+def tokenise_texts(texts, tokenizer):
+    """`TokenisedTexts` in memory, of a list of texts."""
+    rows = prepared.token_ids(tokenizer, texts)
+    return prepared.TokenisedTexts.of(Dataset.from_dict({"input_ids": rows}))
 
 
 def rows_of(dataset, **more):

@@ -67,6 +67,16 @@ def random_batch(lengths, vocab_size=200, length=None, side="right", seed=1):
     return ids, mask
 
 
+def texts_of(ids, mask):
+    """What is left of each row, without its padding."""
+    return [row[real.bool()] for row, real in zip(ids, mask)]
+
+
+def packed_batch(texts):
+    """input_ids (1, T) and the four packing arguments."""
+    return {"input_ids": torch.cat(texts)[None], **packing_arguments([*map(len, texts)])}
+
+
 def rotary_angles(positions, head_dim, theta=10000.0):
     """(L, K / 2) angles in float64: position * theta^(-2i / K)."""
     pairs = torch.arange(head_dim // 2, dtype=torch.float64)
@@ -151,6 +161,11 @@ def reference_states(model, tokens, positions=None, angles=None):
     return states, attentions
 
 
+def last_states(model, *texts):
+    """(T, D): the last hidden states of texts, each computed alone, one behind the other."""
+    return torch.cat([reference_states(model, text)[0][-1] for text in texts])
+
+
 def count_rows(*modules):
     """Makes modules note the tokens that each of their calls sees, in the list that is returned.
 
@@ -207,91 +222,54 @@ def assert_same(actual, expected, tolerance=1e-5, what="output"):
 class FlashReference:
     """flash-attn's two functions in plain torch; keeps the arguments of every call."""
 
+    BOUNDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "deterministic")
+
     def __init__(self):
         self.calls = []
 
     @staticmethod
     def attend(q, k, v, scale):
-        return torch.einsum(
-            "hqk,khd->qhd", (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1), v
-        )
+        weights = (torch.einsum("qhd,khd->hqk", q, k) * scale).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
 
-    def varlen(
-        self,
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-        block_table=None,
-    ):
-        self.calls.append({name: value for name, value in locals().items() if name != "self"})
-        bounds = cu_seqlens_q.tolist()
-        return torch.cat(
-            [self.attend(q[a:b], k[a:b], v[a:b], softmax_scale) for a, b in zip(bounds, bounds[1:])]
-        )
+    def varlen(self, q, k, v, *bounds, softmax_scale=None, causal=False, dropout_p=0.0, **others):
+        options = {"softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p}
+        call = {**dict(zip(self.BOUNDS, bounds)), **others, **options}
+        self.calls.append({"q": q, "k": k, "v": v, **call})
+        texts = call["cu_seqlens_q"].diff().tolist()
+        parts = zip(*(x.split(texts) for x in (q, k, v)))
+        return torch.cat([self.attend(*part, softmax_scale) for part in parts])
 
-    def dense(
-        self,
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        return_attn_probs=False,
-    ):
-        self.calls.append(
-            {
-                "q": q,
-                "k": k,
-                "v": v,
-                "softmax_scale": softmax_scale,
-                "causal": causal,
-                "dropout_p": dropout_p,
-            }
-        )
+    def dense(self, q, k, v, softmax_scale=None, causal=False, dropout_p=0.0, **others):
+        options = {"softmax_scale": softmax_scale, "causal": causal, "dropout_p": dropout_p}
+        self.calls.append({"q": q, "k": k, "v": v, **options})
         return torch.stack([self.attend(*row, softmax_scale) for row in zip(q, k, v)])
+
+    def function(self, name, arguments):
+        """One of the two, with a signature such as transformers reads."""
+
+        def function(*args, **kwargs):
+            return getattr(self, name)(*args, **kwargs)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in ("q", "k", "v", *arguments)]
+        function.__signature__ = inspect.Signature(parameters)
+        return function
 
 
 def install_flash(monkeypatch):
     """Puts a `FlashReference` in the place of the flash-attn package, behind transformers' own
     flash_attention_2; returns it."""
     reference = FlashReference()
-
-    def dense(*args, **kwargs):
-        return reference.dense(*args, **kwargs)
-
-    def varlen(*args, **kwargs):
-        return reference.varlen(*args, **kwargs)
-
-    dense.__signature__ = inspect.signature(reference.dense)
-    varlen.__signature__ = inspect.signature(reference.varlen)
-    pad, unpad = flash_utils._pad_input, flash_utils._unpad_input
+    dense = reference.function("dense", reference.OPTIONS)
+    varlen = reference.function("varlen", reference.BOUNDS + reference.OPTIONS)
+    pads = flash_utils._pad_input, flash_utils._unpad_input
     process = flash_utils._lazy_define_process_function(varlen)
     # transformers 5 added a kernel for caches, then its arguments.
-    functions = (
-        (dense, varlen, None, pad, unpad)
-        if hasattr(flash_utils, "_flash_with_kvcache_fn")
-        else (dense, varlen, pad, unpad)
-    )
-    loaded = (
-        functions,
-        (process, dict) if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn") else process,
-    )
+    cache = (None,) if hasattr(flash_utils, "_flash_with_kvcache_fn") else ()
+    if hasattr(flash_utils, "_process_with_kvcache_kwargs_fn"):
+        process = (process, dict)
+    loaded = ((dense, varlen, *cache, *pads), process)
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: loaded)
     return reference

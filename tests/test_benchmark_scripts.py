@@ -5,13 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import memory, profile_forward, training
+from neobert.benchmarks import memory, profile_forward, rerank, server, training
 from neobert.benchmarks.measuring import in_a_process
 from neobert.benchmarks.memory import CONTRACT, Case
 from neobert.benchmarks.training import Steps, forward_operations
@@ -49,14 +48,6 @@ def test_a_process_of_its_own():
         in_a_process(os._exit, 9)
 
 
-@pytest.mark.parametrize("script", (memory, training, profile_forward))
-def test_bad_input_is_one_sentence(script):
-    with pytest.raises(
-        UserError, match="layers on the command line must be a whole number, but 'x' was given"
-    ):
-        script.main(["--layers", "x"])
-
-
 def test_a_script_ends_with_exit_code_2_for_bad_input():
     run = subprocess.run(
         [sys.executable, "-m", "neobert.benchmarks.memory", "--layer", "3"],
@@ -66,11 +57,43 @@ def test_a_script_ends_with_exit_code_2_for_bad_input():
     assert run.returncode == 2
     # Some libraries talk while they are imported.
     last = run.stderr.splitlines()[-1]
-    assert (
-        last
-        == "python -m neobert.benchmarks.memory: unknown argument '--layer'; did you mean --layers?"
-    )
+    assert last.endswith(".memory: unknown argument '--layer'; did you mean --layers?")
     assert "Traceback" not in run.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# rerankers, servers
+
+
+def test_rerankers_are_timed_on_equal_logits(tmp_path, monkeypatch):
+    texts = ["a b c d e f", "g"] * rerank.PASSAGES
+    given = {name: (["q", "r"], texts) for name in ("GCIDE", "one length")}
+    monkeypatch.setattr(rerank, "make_texts", lambda count: given)
+    shape = ["--layers", "1", "--hidden", "64", "--queries", "2", "--repeats", "1"]
+    assert rerank.main([*shape, "--output", str(tmp_path / "page")]) == 0
+    found = json.loads((tmp_path / "page.json").read_text())
+    assert found["difference"] < 1e-4, "the padded model is the packed one"
+    assert [row["work"] for row in found["rows"]] == 2 * list(rerank.WORKS)
+    assert all(
+        set(row["times_as_long"]) == {"NeoBERT padded", "BERT", "ModernBERT"}
+        for row in found["rows"]
+    )
+
+
+@pytest.mark.slow
+def test_a_server_is_asked_and_its_vectors_compared(tmp_path, monkeypatch):
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(server, "make_texts", lambda count, encoder: {"mixed": ["a", "b c", "d"]})
+    name = "serve.py, float32"
+    few = ["--servers", name, "--clients", "1", "2", "--texts", "3", "--rounds", "2"]
+    assert server.main([*few, "--work", str(tmp_path), "--output", str(tmp_path / "page")]) == 0
+    found = json.loads((tmp_path / "page.json").read_text())
+    assert found["vectors"][f"{name}, mixed"]["same_bits"] == 1
+    assert found["vectors"][f"{name}, mixed"]["worst_cosine"] > 0.99999
+    assert [(row["clients"], len(row["rounds"])) for row in found["rows"]] == [(1, 2), (2, 2)]
+    assert all(
+        figures["p50"] <= figures["p99"] for row in found["rows"] for figures in row["rounds"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -110,12 +133,11 @@ def test_the_contract_gets_two_packed_texts(monkeypatch):
     monkeypatch.setattr(memory, "write_result", lambda output, title, env, data, text: text)
     assert memory.main(["--lengths", "1024", "--check-depth", "2048"]) == 0
     cases = [(case.model, case.implementation, case.length, case.layers) for case in seen]
+    models = ("neobert", "modernbert-base")
     assert cases == [
-        ("neobert", "sdpa", 1024, 3),
-        ("modernbert-base", "sdpa", 1024, 3),
+        *((model, "sdpa", 1024, 3) for model in models),
         ("neobert", CONTRACT, 1024, 3),
-        ("neobert", "sdpa", 2048, 0),
-        ("modernbert-base", "sdpa", 2048, 0),
+        *((model, "sdpa", 2048, 0) for model in models),
     ]
 
 
@@ -124,16 +146,8 @@ def test_the_contract_gets_two_packed_texts(monkeypatch):
 
 
 def tiny_steps(**changes):
-    given = {
-        "way": "packed",
-        "name": "short",
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": 1,
-        "tokens": 100,
-        "steps": 2,
-    }
-    return Steps(**{**given, "hidden": 64, "layers": 1, **changes})
+    steps = {"way": "packed", "name": "short", "dtype": "float32", "device": "cpu", "threads": 1}
+    return Steps(**{**steps, "tokens": 100, "steps": 2, "hidden": 64, "layers": 1, **changes})
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
@@ -171,13 +185,8 @@ def test_both_ways_train_to_the_same_losses():
 
 
 def test_operations_of_a_forward():
-    config = NeoBERTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        vocab_size=100,
-    )
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = NeoBERTConfig(**shape, intermediate_size=48, vocab_size=100)
     blocks = 2 * (4 * 32 * 32 + 3 * 32 * 32)
     expected = 2 * blocks * 14 + 2 * 100 * 32 * 3 + 4 * 32 * 2 * (100 + 16)
     assert forward_operations(NeoBERTForMaskedLM(config), [10, 4], predicted=3) == expected
@@ -185,21 +194,8 @@ def test_operations_of_a_forward():
 
 def test_the_training_table(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "in_a_process", here)
-    argv = [
-        "--output",
-        str(tmp_path / "t"),
-        "--tokens",
-        "60",
-        "--steps",
-        "1",
-        "--repeats",
-        "2",
-        "--hidden",
-        "64",
-        "--layers",
-        "1",
-    ]
-    assert training.main([*argv, "--threads", "1"]) == 0
+    argv = f"--output {tmp_path}/t --tokens 60 --steps 1 --repeats 2 --hidden 64 --layers 1"
+    assert training.main([*argv.split(), "--threads", "1"]) == 0
     rows = json.loads((tmp_path / "t.json").read_text())["rows"]
     assert [row["way"] for row in rows] == ["packed", "padded"] and all(
         len(row["seconds"]) == 2 for row in rows
@@ -237,19 +233,8 @@ def test_every_operation_has_its_part(name, shapes, part):
 
 
 def test_the_profile_of_a_tiny_model(tmp_path):
-    argv = [
-        "--output",
-        str(tmp_path / "p"),
-        "--texts",
-        "3",
-        "--layers",
-        "1",
-        "--repeats",
-        "2",
-        "--threads",
-        "1",
-    ]
-    assert profile_forward.main(argv) == 0
+    argv = f"--output {tmp_path}/p --texts 3 --layers 1 --repeats 2 --threads 1"
+    assert profile_forward.main(argv.split()) == 0
     data = json.loads((tmp_path / "p.json").read_text())
     parts = {part["part"]: part for part in data["parts"]}
     assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), (
@@ -262,11 +247,3 @@ def test_the_profile_of_a_tiny_model(tmp_path):
         "one call a text"
     )
     assert "| w12 |" in (tmp_path / "p.md").read_text()
-
-
-def test_on_cuda_the_times_of_the_kernels_count():
-    event = SimpleNamespace(self_device_time_total=2e6, self_cpu_time_total=1e6)
-    assert (
-        profile_forward.own_seconds(event, "cuda") == 2.0
-        and profile_forward.own_seconds(event, "cpu") == 1.0
-    )

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.blocks import compile_blocks, uncompile_blocks
-from neobert.modeling_neobert import NeoBERTBlock
 from neobert.pretraining import pretrain
 
 
@@ -58,22 +57,6 @@ def test_a_run_may_be_continued_compiled(corpus, tmp_path, monkeypatch):
         run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2))
     assert not calls
     run_of(arguments_of(corpus, tmp_path, max_steps=4, save_steps=2, compile="true"))
-
-
-def test_the_attention_of_a_run(corpus, tmp_path, monkeypatch):
-    seen = set()
-    project = NeoBERTBlock.project
-
-    def noted(self, hidden, position_embeddings):
-        seen.add(self.config._attn_implementation)
-        return project(self, hidden, position_embeddings)
-
-    monkeypatch.setattr(NeoBERTBlock, "project", noted)
-    run_of(arguments_of(corpus, tmp_path, max_steps=1, warmup_steps=0, attn_implementation="eager"))
-    assert seen == {"eager"}
-    with pytest.raises(ValueError, match="flush_attention"):
-        run_of(arguments_of(corpus, tmp_path / "other", attn_implementation="flush_attention"))
-    assert not (tmp_path / "other").exists()
 
 
 def test_compilation_is_taken_back():

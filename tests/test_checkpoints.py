@@ -199,11 +199,7 @@ def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
     assert made.evaluate()["eval_loss"] > 0
 
 
-BEST = {
-    "eval_strategy": "steps",
-    "metric_for_best_model": "score",
-    "load_best_model_at_end": True,
-}
+BEST = {"eval_strategy": "steps", "metric_for_best_model": "score", "load_best_model_at_end": True}
 
 
 def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):

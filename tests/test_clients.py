@@ -3,7 +3,6 @@ defaults keep the head; whoever has hooks on inner modules (Opacus, NEFTune, Cap
 batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
 """
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,15 @@ from neobert import (
 )
 from neobert import modeling_neobert as modeling
 
-from .reference import FIELDS, assert_same, count_rows, make_model, random_batch
+from .reference import (
+    FIELDS,
+    assert_same,
+    count_rows,
+    make_model,
+    packed_batch,
+    random_batch,
+    texts_of,
+)
 
 
 TARGETS = ["qkv", "wo", "w12", "w3"]
@@ -48,34 +55,40 @@ def base(tmp_path_factory):
 # PEFT
 
 
-def peft_configs():
+# {name: PEFT's configuration, its options beside the layers and the task}.
+BLOCKS = {"target_modules": TARGETS, "r": 4}
+METHODS = {
+    "LoRA": ("Lora", BLOCKS),
+    "LoRA on all linear layers": ("Lora", {"target_modules": "all-linear", "r": 4}),
+    "LoRA without a task": ("Lora", {**BLOCKS, "modules_to_save": ["classifier"]}),
+    "DoRA": ("Lora", {**BLOCKS, "use_dora": True}),
+    "rsLoRA": ("Lora", {**BLOCKS, "use_rslora": True}),
+    "AdaLoRA": (
+        "AdaLora",
+        {"target_modules": TARGETS, "init_r": 4, "target_r": 2, "total_step": 10},
+    ),
+    "VeRA": ("Vera", BLOCKS),
+    "LoHa": ("LoHa", BLOCKS),
+    "LoKr": ("LoKr", BLOCKS),
+    "OFT": ("OFT", {"target_modules": TARGETS, "r": 0, "oft_block_size": 16}),
+    "BOFT": ("BOFT", {"target_modules": TARGETS, "boft_block_size": 4}),
+    "IA3": ("IA3", {"target_modules": ["qkv", "w3"], "feedforward_modules": ["w3"]}),
+    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
+    "p-tuning": ("PromptEncoder", {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
+}
+
+
+def check_reloaded_adapter(auto_class, base, folder, config, batch, **fields):
+    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as;
+    reloaded on the base model, drawn by another seed as in another process, they give the logits
+    that were trained."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    task = {"task_type": peft.TaskType.SEQ_CLS}
-    return {
-        "LoRA": peft.LoraConfig(target_modules=TARGETS, r=4, **task),
-        "LoRA on all linear layers": peft.LoraConfig(target_modules="all-linear", r=4, **task),
-        "LoRA without a task": peft.LoraConfig(
-            target_modules=TARGETS, r=4, modules_to_save=["classifier"]
-        ),
-        "DoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_dora=True, **task),
-        "rsLoRA": peft.LoraConfig(target_modules=TARGETS, r=4, use_rslora=True, **task),
-        "AdaLoRA": peft.AdaLoraConfig(
-            target_modules=TARGETS, init_r=4, target_r=2, total_step=10, **task
-        ),
-        "VeRA": peft.VeraConfig(target_modules=TARGETS, r=4, **task),
-        "LoHa": peft.LoHaConfig(target_modules=TARGETS, r=4, **task),
-        "LoKr": peft.LoKrConfig(target_modules=TARGETS, r=4, **task),
-        "OFT": peft.OFTConfig(target_modules=TARGETS, r=0, oft_block_size=16, **task),
-        "BOFT": peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, **task),
-        "IA3": peft.IA3Config(target_modules=["qkv", "w3"], feedforward_modules=["w3"], **task),
-        "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=3, **task),
-        "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **task),
-    }
 
+    def fresh(seed):
+        torch.manual_seed(seed)
+        return auto_class.from_pretrained(base, dtype=torch.float32, **fields)
 
-def train_and_save(model, folder, batch):
-    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as; the
-    logits afterwards."""
+    model = peft.get_peft_model(fresh(1), config(peft))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for _ in range(3):
         optimizer.zero_grad()
@@ -83,39 +96,37 @@ def train_and_save(model, folder, batch):
         optimizer.step()
     model.save_pretrained(folder)
     with torch.no_grad():
-        return model.eval()(**batch).logits
-
-
-METHODS = "LoRA,LoRA on all linear layers,LoRA without a task,DoRA,rsLoRA,AdaLoRA,VeRA,LoHa,LoKr"
-METHODS = f"{METHODS},OFT,BOFT,IA3,prompt tuning,p-tuning".split(",")
+        expected = model.eval()(**batch).logits
+        # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+        del batch["labels"]
+        actual = peft.PeftModel.from_pretrained(fresh(2), folder).eval()(**batch).logits
+        untrained = fresh(2).eval()(**batch).logits
+    assert_same(actual, expected, what="logits of a reloaded adapter")
+    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_defaults_keep_the_head(base, tmp_path, method):
-    """A reloaded adapter on the base model, drawn by another seed as in another process, gives the
-    logits that were trained."""
-    from peft import PeftModel, get_peft_model
-
     ids, mask = random_batch([9, 4, 7])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+    name, options = METHODS[method]
+    task = {} if "modules_to_save" in options else {"task_type": "SEQ_CLS"}
 
-    def fresh(seed):
-        torch.manual_seed(seed)
-        return AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=3, dtype=torch.float32
-        )
+    def config(peft):
+        return getattr(peft, f"{name}Config")(**task, **options)
 
-    model = get_peft_model(fresh(1), peft_configs()[method])
-    expected = train_and_save(model, tmp_path, batch)
-    # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
-    del batch["labels"]
-    with torch.no_grad():
-        actual = PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
-        untrained = fresh(2).eval()(**batch).logits
-    assert_same(actual, expected, 1e-5, f"logits of a reloaded adapter ({method})")
-    assert (untrained - expected).abs().max() > 1e-2, (
-        "training changed nothing, so this test would be vacuous"
-    )
+    classifier = AutoModelForSequenceClassification
+    check_reloaded_adapter(classifier, base, tmp_path, config, batch, num_labels=3)
+
+
+def test_peft_on_multiple_choice(base, tmp_path):
+    ids, mask = (x.view(2, 2, -1) for x in random_batch([9, 4, 7, 6]))
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+
+    def config(peft):
+        return peft.LoraConfig(modules_to_save=["classifier"], **BLOCKS)
+
+    check_reloaded_adapter(AutoModelForMultipleChoice, base, tmp_path, config, batch)
 
 
 def test_the_embedding_as_a_module_to_save(base):
@@ -124,52 +135,21 @@ def test_the_embedding_as_a_module_to_save(base):
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
     def adapted(name):
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, num_labels=3, dtype=torch.float32
-        )
-        return peft.get_peft_model(
-            model,
-            peft.LoraConfig(
-                target_modules=["wo"], r=4, modules_to_save=[name], task_type="SEQ_CLS"
-            ),
-        )
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+        options = {"target_modules": ["wo"], "modules_to_save": [name], "task_type": "SEQ_CLS"}
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
 
     with pytest.raises(TypeError, match="ModuleList"):
         adapted("encoder")
     copied = {
         name.rpartition(".")[2]
-        for name, m in adapted("model.encoder").named_modules()
-        if type(m).__name__ == "ModulesToSaveWrapper"
+        for name, module in adapted("model.encoder").named_modules()
+        if type(module).__name__ == "ModulesToSaveWrapper"
     }
     assert copied == {"encoder", "classifier"}
 
 
-def test_peft_on_multiple_choice(base, tmp_path):
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    ids, mask = random_batch([9, 4, 7, 6])
-    batch = {
-        "input_ids": ids.view(2, 2, -1),
-        "attention_mask": mask.view(2, 2, -1),
-        "labels": torch.tensor([0, 1]),
-    }
-
-    def fresh(seed):
-        torch.manual_seed(seed)
-        return AutoModelForMultipleChoice.from_pretrained(base, dtype=torch.float32)
-
-    config = LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["classifier"])
-    expected = train_and_save(get_peft_model(fresh(1), config), tmp_path, batch)
-    with torch.no_grad():
-        assert_same(
-            PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits,
-            expected,
-            1e-5,
-            "logits of a reloaded adapter",
-        )
-
-
-def test_the_draw_of_dense(base):
+def test_the_draw_of_dense():
     """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds
     draw the classifier."""
     config = NeoBERTConfig(**{**FIELDS, "hidden_size": 256}, classifier_init_range=0.05)
@@ -177,31 +157,28 @@ def test_the_draw_of_dense(base):
     first = NeoBERTForSequenceClassification(config)
     torch.manual_seed(2)
     second = NeoBERTForSequenceClassification(config)
-    assert torch.equal(first.dense.weight, second.dense.weight) and not torch.equal(
-        first.classifier.weight, second.classifier.weight
-    )
-    assert (
-        abs(first.dense.weight.std().item() / 0.05 - 1) < 0.02
-        and abs(first.dense.weight.mean().item()) < 0.001
-    )
+    weight = first.dense.weight
+    assert torch.equal(weight, second.dense.weight)
+    assert not torch.equal(first.classifier.weight, second.classifier.weight)
+    assert abs(weight.std() / 0.05 - 1) < 0.02 and abs(weight.mean()) < 0.001
     assert (first.dense.bias == 0).all()
     # Adapters that were saved without `dense` rely on these very numbers.
     expected = torch.tensor([-1.12583983, -1.15236020, -0.25057858, -0.43387881]) * 0.05
-    assert torch.allclose(first.dense.weight[0, :4], expected, atol=1e-7)
+    assert torch.allclose(weight[0, :4], expected, atol=1e-7)
 
 
 def test_a_trained_dense_is_loaded(tmp_path):
     """The draw never overwrites what a checkpoint has."""
     model = make_model(NeoBERTForSequenceClassification, num_labels=3)
     model.save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(again.dense.weight, model.dense.weight)
     # before, a layer of which a part is missing is drawn anew as a whole
-    if int(transformers.__version__.partition(".")[0]) >= 5:
-        weights = load_file(tmp_path / "model.safetensors")
+    if not transformers.__version__.startswith("4."):
         del weights["dense.bias"]
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
         assert torch.equal(again.dense.weight, model.dense.weight) and (again.dense.bias == 0).all()
 
 
@@ -214,36 +191,19 @@ def test_adapters_of_a_mixed_batch():
     model.add_adapter("b", config)
     model.eval()
     ids, mask = random_batch([9, 4, 7, 9])
+    names = ["a", "b", "a", "__base__"]
     with torch.no_grad():
-        mixed = model(
-            input_ids=ids, attention_mask=mask, adapter_names=["a", "b", "a", "__base__"]
-        ).last_hidden_state
-        for row, (name, n) in enumerate((("a", 9), ("b", 4), ("a", 7))):
-            model.set_adapter(name)
-            assert_same(
-                mixed[row, :n],
-                model(input_ids=ids[row : row + 1, :n]).last_hidden_state[0],
-                1e-5,
-                f"row {row} of adapter {name}",
-            )
+        mixed = model(input_ids=ids, attention_mask=mask, adapter_names=names)[0]
+        for row, text in enumerate(texts_of(ids, mask)[:3]):
+            model.set_adapter(names[row])
+            alone = model(input_ids=text[None])[0][0]
+            assert_same(mixed[row, : len(text)], alone, what=f"row {row}")
         with model.disable_adapter():
-            assert_same(
-                mixed[3],
-                model(input_ids=ids[3:]).last_hidden_state[0],
-                1e-5,
-                "row of the base model",
-            )
+            assert_same(mixed[3], model(input_ids=ids[3:])[0][0], what="row of the base model")
 
 
 # ------------------------------------------------------------------------------------------------
 # who looks inside
-
-
-@pytest.fixture
-def warnings(caplog):
-    modeling.logger.warning_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=modeling.logger.name):
-        yield lambda text: [r.getMessage() for r in caplog.records if text in r.getMessage()]
 
 
 def _on_all_blocks(model, seen):
@@ -283,21 +243,27 @@ def _replace(blocks, seen):
     return SimpleNamespace(remove=lambda: blocks.__setitem__(1, block))
 
 
+def _note(seen):
+    """A hook that keeps the shape of the first tensor that it is shown."""
+
+    def note(module, *shown):
+        tensor = shown[-1]
+        seen.append((tensor[0] if isinstance(tensor, tuple) else tensor).shape)
+
+    return note
+
+
 HOOKS = {
     "a patched block": lambda m, seen: _patch(m.transformer_encoder[1], seen),
     "a replaced block": lambda m, seen: _replace(m.transformer_encoder, seen),
-    "a hook on all modules": _on_all_blocks,
-    "a hook on the embedding": lambda m, seen: m.encoder.register_forward_hook(
-        lambda module, args, out: seen.append(out.shape)
+    "all modules": _on_all_blocks,
+    "the embedding": lambda m, seen: m.encoder.register_forward_hook(_note(seen)),
+    "a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(_note(seen)),
+    "before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(
+        _note(seen)
     ),
-    "a hook on a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(
-        lambda module, args, out: seen.append(out.shape)
-    ),
-    "a hook before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(
-        lambda mod, a: seen.append(a[0].shape)
-    ),
-    "a hook on gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
-        lambda mod, i, o: seen.append(o[0].shape)
+    "gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
+        _note(seen)
     ),
 }
 
@@ -316,7 +282,7 @@ def test_hooks_see_the_batch_axis(what, model_class, warnings):
         actual = model(ids, attention_mask=mask)[0]
     actual.sum().backward()
     assert seen and set(seen) == {torch.Size((3, 9, 64))}, f"{what} saw {set(seen)}"
-    assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, f"output beside {what}")
+    assert_same(actual[mask.bool()], expected[mask.bool()], what=f"output beside {what}")
     assert len(warnings("Padded batches are not packed while")) == 1
     handle.remove()
     rows = count_rows(backbone.layer_norm)
@@ -324,32 +290,21 @@ def test_hooks_see_the_batch_axis(what, model_class, warnings):
     assert rows == [19], "the model does not pack again after the hook was removed"
 
 
-def test_a_hook_on_a_head_sees_the_batch_axis():
-    ids, mask = random_batch([9, 3, 7])
-    model, seen = make_model(NeoBERTForTokenClassification, num_labels=5), []
-    model.classifier.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    model(ids, attention_mask=mask)
-    assert seen == [(3, 9, 5)]
-
-
-@pytest.mark.parametrize("by", ("bounds", "positions"))
+@pytest.mark.parametrize("by", ("cu_seq_lens_q", "position_ids"))
 @pytest.mark.parametrize(
     "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
 )
 def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
     """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed
     stay apart."""
-    ids, mask = random_batch([9, 3, 7])
-    packed = {"input_ids": ids[mask.bool()][None]}
-    if by == "bounds":
-        packed["cu_seq_lens_q"] = torch.tensor([0, 9, 12, 19], dtype=torch.int32)
-    else:
-        packed["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)])[None]
+    packed = packed_batch(texts_of(*random_batch([9, 3, 7])))
+    packed["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)])[None]
+    packed = {name: packed[name] for name in ("input_ids", by)}
     model = make_model(model_class, num_labels=5)
     expected = model(**packed).logits
     for module in (model.classifier, model.model.encoder, model.model.transformer_encoder[1].wo):
         handle = module.register_forward_hook(lambda module, args, output: None)
-        assert_same(model(**packed).logits, expected, 1e-5, "logits under a hook")
+        assert_same(model(**packed).logits, expected, what="logits under a hook")
         handle.remove()
 
 
@@ -370,7 +325,7 @@ def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
         found.append(gradients)
     for ours, expected in zip(*found):
         assert expected.abs().max() > 0
-        assert_same(ours, expected, 1e-5, "gradient of a hidden state")
+        assert_same(ours, expected, what="gradient of a hidden state")
     model = make_model(model_class)
     rows = count_rows(getattr(model, "model", model).layer_norm)
     with torch.no_grad():
@@ -426,29 +381,20 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
     grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
     ids, mask = random_batch([9, 4, 6])
     labels = torch.tensor([0, 2, 1])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    fields = {"num_labels": 3, "classifier_dropout": 0.0, "norm_type": norm_type}
 
     def model():
-        return make_model(
-            NeoBERTForSequenceClassification,
-            num_labels=3,
-            classifier_dropout=0.0,
-            norm_type=norm_type,
-        ).train()
+        return make_model(NeoBERTForSequenceClassification, **fields).train()
 
     private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
-    private(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=1).loss.backward()
+    private(**batch, num_items_in_batch=1).loss.backward()
     for row in range(3):
         alone = model()
-        alone(
-            input_ids=ids[row : row + 1],
-            attention_mask=mask[row : row + 1],
-            labels=labels[row : row + 1],
-            num_items_in_batch=1,
-        ).loss.backward()
+        part = {name: value[row : row + 1] for name, value in batch.items()}
+        alone(**part, num_items_in_batch=1).loss.backward()
         for (name, p), q in zip(alone.named_parameters(), private._module.parameters()):
-            assert q.grad_sample.shape[0] == 3, (
-                f"{name} has per-sample gradients of {q.grad_sample.shape[0]} texts"
-            )
+            assert q.grad_sample.shape[0] == 3, name
             if p.grad.abs().max() > 1e-6:
                 assert_same(q.grad_sample[row], p.grad, 1e-4, f"gradient of {name} for text {row}")
 
@@ -456,22 +402,9 @@ def test_opacus_clips_gradients_of_each_text(norm_type):
 def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
     """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the
     library's hook alone makes the model dense."""
-    model = AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=2, dtype=torch.float32
-    )
-    rows = [
-        {"input_ids": list(range(1, 3 + n)), "attention_mask": [1] * (n + 2), "labels": n % 2}
-        for n in (9, 3, 7, 1)
-    ]
-
-    def collate(rows):
-        ids, mask = random_batch([len(row["input_ids"]) for row in rows])
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "labels": torch.tensor([row["labels"] for row in rows]),
-        }
-
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    ids, mask = random_batch([11, 5, 9, 3])
+    rows = [{"input_ids": i, "attention_mask": m, "labels": 1} for i, m in zip(ids, mask)]
     arguments = TrainingArguments(
         str(tmp_path),
         max_steps=1,
@@ -481,7 +414,7 @@ def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
         per_device_train_batch_size=4,
         disable_tqdm=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+    trainer = Trainer(model, arguments, train_dataset=rows)
     # as torch's own hooks, which leave a model packed
     seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)
     trainer.train()
@@ -501,44 +434,34 @@ def test_captum():
         return model(input_ids=ids, attention_mask=mask).logits[:, 1]
 
     tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
-    scores = tool.attribute(
-        ids, baseline, additional_forward_args=(mask,), n_steps=200, internal_batch_size=2
-    )
+    given = {"additional_forward_args": (mask,), "n_steps": 200, "internal_batch_size": 2}
+    scores = tool.attribute(ids, baseline, **given)
     assert scores.shape == (2, 9, 64)
     change = (logit(ids, mask) - logit(baseline, mask)).detach()
     assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
     for block in model.model.transformer_encoder:
         seen = attr.LayerActivation(logit, block).attribute(ids, additional_forward_args=(mask,))
-        assert torch.is_tensor(seen) and seen.shape == (2, 9, 64), (
-            "a block must return its hidden states alone"
-        )
+        assert seen.shape == (2, 9, 64), "a block must return its hidden states alone"
 
 
 # ------------------------------------------------------------------------------------------------
 # what was saved
 
 
+SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+
+
 @pytest.mark.parametrize(
-    "labels, num_labels, problem, function",
+    "labels, num_labels, problem",
     [
-        (
-            torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]),
-            3,
-            "multi_label_classification",
-            torch.sigmoid,
-        ),
-        (torch.tensor([2, 0]), 3, "single_label_classification", lambda logits: logits.softmax(-1)),
-        (
-            torch.tensor([[2], [0]]),
-            3,
-            "single_label_classification",
-            lambda logits: logits.softmax(-1),
-        ),
-        (torch.tensor([0.5, 1.5]), 1, "regression", lambda logits: logits),
+        (SEVERAL, 3, "multi_label_classification"),
+        (torch.tensor([2, 0]), 3, "single_label_classification"),
+        (torch.tensor([[2], [0]]), 3, "single_label_classification"),
+        (torch.tensor([0.5, 1.5]), 1, "regression"),
     ],
 )
 def test_the_problem_that_labels_tell_is_saved(
-    labels, num_labels, problem, function, tmp_path, tokenizer_dir
+    labels, num_labels, problem, tmp_path, tokenizer_dir
 ):
     """So that the pipeline answers with the right function: a model trained on several labels with
     sigmoids."""
@@ -551,243 +474,181 @@ def test_the_problem_that_labels_tell_is_saved(
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        expected = function(again(**tokenizer("a fine film", return_tensors="pt")).logits[0])
-    (answers,) = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)(
-        ["a fine film"]
-    )
-    assert_same(
-        torch.tensor(
-            [answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]
-        ),
-        expected,
-        1e-5,
-        "scores of the pipeline",
-    )
+        logits = again(**tokenizer("a fine film", return_tensors="pt")).logits[0]
+    functions = {"multi_label_classification": torch.sigmoid, "regression": torch.clone}
+    expected = functions.get(problem, lambda x: x.softmax(-1))(logits)
+    classify = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)
+    (answers,) = classify(["a fine film"])
+    scores = [answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]
+    assert_same(torch.tensor(scores), expected, what="scores of the pipeline")
 
 
-def test_a_masked_lm_folder_is_splade(tmp_path, tokenizer_dir):
-    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first
-    one is the published name."""
-    sentence_transformers = pytest.importorskip(
+@pytest.fixture
+def save(tmp_path, tokenizer_dir):
+    """Function of a class: the folder of a random model with its tokenizer, and the model."""
+
+    def save(model_class):
+        model = make_model(model_class, vocab_size=30522)
+        model.save_pretrained(tmp_path / "model")
+        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model"), model
+
+    return save
+
+
+@pytest.fixture
+def sentence_transformers():
+    return pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed"
     )
-    make_model(NeoBERTForMaskedLM, vocab_size=30522).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
-    model = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu")
-    assert (
-        type(model[1]).__name__ == "SpladePooling"
-        and type(model[0].auto_model).__name__ == "NeoBERTForMaskedLM"
-    ), model
+
+
+def test_a_masked_lm_folder_is_splade(save, sentence_transformers, tokenizer_dir):
+    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first
+    one is the published name."""
+    folder, model = save(NeoBERTForMaskedLM)
+    encoder = sentence_transformers.SparseEncoder(folder, device="cpu")
+    assert type(encoder[1]).__name__ == "SpladePooling"
     text = "a bird of prey"
-    vector = model.encode([text], convert_to_sparse_tensor=False)[0]
-    batch = AutoTokenizer.from_pretrained(tokenizer_dir)(text, return_tensors="pt")
+    (vector,) = encoder.encode([text], convert_to_sparse_tensor=False)
     with torch.no_grad():
-        logits = (
-            model[0]
-            .auto_model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-            .logits[0]
-        )
-    assert_same(vector, torch.log1p(logits.relu()).max(dim=0).values, 1e-5, "SPLADE vector")
+        logits = model(**AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).logits[0]
+    assert_same(vector, torch.log1p(logits.relu()).max(dim=0).values, what="SPLADE vector")
 
 
-def test_bert_score(tmp_path, tokenizer_dir):
+def test_bert_score(save):
     """It keeps the blocks up to the one that it reads: their output, normed."""
     bert_score = pytest.importorskip("bert_score", reason="bert-score is not installed")
-    model = make_model(NeoBERTModel, vocab_size=30522)
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
+    folder, model = save(NeoBERTModel)
     texts = ["a bird of prey", "the hawk is a kind of bird"]
-    precision, recall, f1 = bert_score.score(
-        texts, texts[::-1], model_type=str(tmp_path), num_layers=2, device="cpu"
-    )
-    same = bert_score.score(texts, texts, model_type=str(tmp_path), num_layers=2, device="cpu")[2]
-    assert (
-        ((same - 1).abs() < 1e-5).all()
-        and (f1 < 0.999).all()
-        and torch.equal(precision, recall.flip(0))
-    )
-    cut = make_model(NeoBERTModel, vocab_size=30522)
-    cut.n_layers = 2
+
+    def score(candidates):
+        given = {"model_type": folder, "num_layers": 2, "device": "cpu"}
+        return bert_score.score(candidates, texts, **given)
+
+    precision, recall, f1 = score(texts[::-1])
+    assert ((score(texts)[2] - 1).abs() < 1e-5).all() and (f1 < 0.999).all()
+    assert torch.equal(precision, recall.flip(0))
     ids, _ = random_batch([6])
     with torch.no_grad():
-        states = model(ids, output_hidden_states=True).hidden_states
-        assert_same(
-            cut(ids).last_hidden_state,
-            model.layer_norm(states[2]),
-            1e-6,
-            "output of the first two blocks",
-        )
-    assert cut.config.num_hidden_layers == cut.n_layers == 2
+        expected = model.layer_norm(model(ids, output_hidden_states=True).hidden_states[2])
+        model.n_layers = 2
+        assert_same(model(ids).last_hidden_state, expected, 1e-6)
+    assert model.config.num_hidden_layers == model.n_layers == 2
 
 
 # ------------------------------------------------------------------------------------------------
 # sentence-transformers' losses
 
 
-def sentence_losses(model):
-    losses = pytest.importorskip(
-        "sentence_transformers.losses", reason="sentence-transformers is not installed"
-    )
-    pairs, classes, scores = "pairs", torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
-    width = model.get_sentence_embedding_dimension()
-    return {
-        "MultipleNegativesRankingLoss": (losses.MultipleNegativesRankingLoss(model), pairs, None),
-        "CachedMultipleNegativesRankingLoss": (
-            losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
-            pairs,
-            None,
-        ),
-        "MultipleNegativesSymmetricRankingLoss": (
-            losses.MultipleNegativesSymmetricRankingLoss(model),
-            pairs,
-            None,
-        ),
-        "MegaBatchMarginLoss": (
-            losses.MegaBatchMarginLoss(model, use_mini_batched_version=False),
-            pairs,
-            None,
-        ),
-        "MatryoshkaLoss": (
-            losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [width, 16]),
-            pairs,
-            None,
-        ),
-        "GISTEmbedLoss": (losses.GISTEmbedLoss(model, model), pairs, None),
-        "CosineSimilarityLoss": (losses.CosineSimilarityLoss(model), pairs, scores),
-        "CoSENTLoss": (losses.CoSENTLoss(model), pairs, scores),
-        "AnglELoss": (losses.AnglELoss(model), pairs, scores),
-        "ContrastiveLoss": (losses.ContrastiveLoss(model), pairs, classes),
-        "OnlineContrastiveLoss": (losses.OnlineContrastiveLoss(model), pairs, classes),
-        "SoftmaxLoss": (losses.SoftmaxLoss(model, width, 2), pairs, classes),
-        "TripletLoss": (losses.TripletLoss(model), "triplets", None),
-        "BatchAllTripletLoss": (losses.BatchAllTripletLoss(model), "singles", classes),
-        "BatchHardTripletLoss": (losses.BatchHardTripletLoss(model), "singles", classes),
-        "MSELoss": (
-            losses.MSELoss(model),
-            "singles",
-            torch.linspace(-1, 1, 4 * width).view(4, width),
-        ),
-        "MarginMSELoss": (losses.MarginMSELoss(model), "triplets", scores),
-    }
-
-
-@pytest.fixture
-def encoder_folder(tmp_path, tokenizer_dir):
-    """A random backbone with its tokenizer, as sentence-transformers and others load it."""
-    folder = tmp_path / "encoder"
-    make_model(NeoBERTModel, vocab_size=30522).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
-    return str(folder)
-
-
-def test_losses_of_sentence_transformers(encoder_folder):
-    """With padding taken out in the model they are, with their gradients, what they are with it
-    left in."""
-    sentence_transformers = pytest.importorskip(
-        "sentence_transformers", reason="sentence-transformers is not installed"
-    )
-    model = sentence_transformers.SentenceTransformer(encoder_folder, device="cpu")
-    texts = [
-        "a bird",
-        "the hawk is a kind of bird of prey",
-        "stone",
-        "a hard mineral that is found in the ground",
-    ]
-    columns = {"singles": 1, "pairs": 2, "triplets": 3}
-    for name, (loss, kind, labels) in sentence_losses(model).items():
-        found = []
-        for unpad_inputs in (True, False):
-            model[0].auto_model.config.unpad_inputs = unpad_inputs
-            rotated = [texts[i:] + texts[:i] for i in range(columns[kind])]
-            model.zero_grad()
-            value = loss([model.preprocess(column) for column in rotated], labels)
-            value.backward()
-            weight = model[0].auto_model.transformer_encoder[0].wo.weight
-            found.append((value.detach(), weight.grad.clone()))
-        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
-        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
-        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
-    model[0].auto_model.config.unpad_inputs = True
-
-
-# -------------------------------------------------------------------------------------------
-# is built on sentence encoders
-
 TEXTS = [
     "a bird of prey with long wings",
     "the hawk is a kind of bird",
-    "a hard mineral",
-    "stone that is found in the ground",
+    "stone",
+    "a hard mineral that is found in the ground",
 ]
 
 
-def test_keybert(encoder_folder):
-    """The scores of its key words are the cosines of their vectors and the text's."""
-    keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
-    from sentence_transformers import SentenceTransformer
+def sentence_losses(model):
+    """Losses, the columns of texts that they take, and their labels."""
+    from sentence_transformers import losses
 
-    model = SentenceTransformer(encoder_folder, device="cpu")
-    found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
-    vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
-    assert len(found) >= 4
-    assert_same(
-        torch.tensor(list(found.values())), vectors[1:] @ vectors[0], 1e-3, "scores of key words"
+    classes, scores = torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
+    width = model.get_sentence_embedding_dimension()
+    ranking = losses.MultipleNegativesRankingLoss(model)
+    return (
+        (ranking, 2, None),
+        (losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), 2, None),
+        (losses.MultipleNegativesSymmetricRankingLoss(model), 2, None),
+        (losses.MegaBatchMarginLoss(model, use_mini_batched_version=False), 2, None),
+        (losses.MatryoshkaLoss(model, ranking, [width, 16]), 2, None),
+        (losses.GISTEmbedLoss(model, model), 2, None),
+        (losses.CosineSimilarityLoss(model), 2, scores),
+        (losses.CoSENTLoss(model), 2, scores),
+        (losses.AnglELoss(model), 2, scores),
+        (losses.ContrastiveLoss(model), 2, classes),
+        (losses.OnlineContrastiveLoss(model), 2, classes),
+        (losses.SoftmaxLoss(model, width, 2), 2, classes),
+        (losses.TripletLoss(model), 3, None),
+        (losses.MarginMSELoss(model), 3, scores),
+        (losses.BatchAllTripletLoss(model), 1, classes),
+        (losses.BatchHardTripletLoss(model), 1, classes),
+        (losses.MSELoss(model), 1, torch.linspace(-1, 1, 4 * width).view(4, width)),
     )
 
 
-def test_setfit(encoder_folder, tmp_path, monkeypatch):
+def test_losses_of_sentence_transformers(save, sentence_transformers):
+    """With padding taken out in the model they are, with their gradients, what they are with it
+    left in."""
+    model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
+    backbone = model[0].auto_model
+    for loss, columns, labels in sentence_losses(model):
+        found = []
+        for backbone.config.unpad_inputs in (True, False):
+            model.zero_grad()
+            rotated = [TEXTS[i:] + TEXTS[:i] for i in range(columns)]
+            value = loss([model.preprocess(column) for column in rotated], labels)
+            value.backward()
+            gradient = backbone.transformer_encoder[0].wo.weight.grad
+            found.append((value.detach(), gradient.clone()))
+        name = type(loss).__name__
+        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
+        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
+        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
+
+
+# -------------------------------------------------------------------------------------------
+# what is built on sentence encoders
+
+
+def test_keybert(save, sentence_transformers):
+    """The scores of its key words are the cosines of their vectors and the text's."""
+    keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
+    model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
+    found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
+    vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
+    assert len(found) >= 4
+    assert_same(torch.tensor([*found.values()]), vectors[1:] @ vectors[0], 1e-3)
+
+
+def test_setfit(save, tmp_path, monkeypatch):
     """Few-shot classification: trained, saved, and loaded with the same probabilities."""
     setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
     import datasets
 
     monkeypatch.chdir(tmp_path)
-    model = setfit.SetFitModel.from_pretrained(encoder_folder, device="cpu")
+    model = setfit.SetFitModel.from_pretrained(save(NeoBERTModel)[0], device="cpu")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 0, 1, 1]})
     arguments = setfit.TrainingArguments(
         str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3
     )
     before = torch.tensor(model.model_body.encode(TEXTS))
     setfit.Trainer(model=model, args=arguments, train_dataset=rows).train()
-    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3, (
-        "the body was not trained"
-    )
-    expected = model.predict_proba(TEXTS, as_numpy=False)
+    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "saved")
-    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu").predict_proba(
-        TEXTS, as_numpy=False
-    )
-    assert_same(
-        torch.as_tensor(again),
-        torch.as_tensor(expected),
-        1e-5,
-        "probabilities of a reloaded SetFit model",
-    )
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu")
+    actual, expected = (torch.as_tensor(m.predict_proba(TEXTS)) for m in (again, model))
+    assert_same(actual, expected, what="probabilities of a reloaded SetFit model")
 
 
-def test_gliner(encoder_folder, tmp_path):
+def test_gliner(save, tmp_path):
     """Entities of any label: the scores do not depend on padding, and a saved model gives the
     same."""
     gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
-    config = gliner.GLiNERConfig(
-        model_name=encoder_folder, hidden_size=64, max_width=4, span_mode="markerV0", max_len=64
-    )
+    sizes = {"hidden_size": 64, "max_width": 4, "max_len": 64}
+    config = gliner.GLiNERConfig(model_name=save(NeoBERTModel)[0], span_mode="markerV0", **sizes)
     model = gliner.GLiNER.from_config(config, backbone_from_pretrained=True).eval()
 
     def scores(model):
-        found = model.inference(
-            TEXTS, ["animal", "thing"], threshold=0.0, flat_ner=False, multi_label=True
-        )
+        options = {"threshold": 0.0, "flat_ner": False, "multi_label": True}
+        found = model.inference(TEXTS, ["animal", "thing"], **options)
         return torch.tensor(sorted(entity["score"] for entities in found for entity in entities))
 
     (backbone,) = [module for module in model.modules() if isinstance(module, NeoBERTModel)]
     expected = scores(model)
     assert len(expected) > 20
     backbone.config.unpad_inputs = False
-    assert_same(scores(model), expected, 1e-5, "scores of a padded batch")
+    assert_same(scores(model), expected, what="scores of a padded batch")
     model.save_pretrained(tmp_path / "saved")
-    assert_same(
-        scores(gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()),
-        expected,
-        1e-5,
-        "scores of a reloaded model",
-    )
+    again = gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()
+    assert_same(scores(again), expected, what="scores of a reloaded model")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from neobert.embeddings import encode
 from neobert.export import command
 
 from .conftest import mean_vectors
@@ -86,12 +87,21 @@ def check(vectors, expected):
 
 def test_the_page_has_the_libraries():
     wanted = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
-    assert list(BLOCKS) == wanted
+    assert list(BLOCKS) == [*wanted, "Qdrant", "DSPy", "scikit", "DuckDB"]
 
 
-@pytest.mark.parametrize("library", BLOCKS)
+@pytest.mark.parametrize("library", list(BLOCKS)[:-1])
 def test_the_block_of_the_page(library, expected):
     check(vectors_of(BLOCKS[library]), expected)
+
+
+def test_duckdb(tmp_path, expected):
+    """On the parquet files of `neobert encode`."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(rows)
+    paths = str(tmp_path / "texts.jsonl"), str(tmp_path / "vectors")
+    encode.main([*paths, "--model", str(FOLDER), "--dtype", "float32"])
+    check(vectors_of(BLOCKS["DuckDB"], cwd=tmp_path), expected)
 
 
 def test_fastembed(tmp_path, expected):

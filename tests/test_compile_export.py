@@ -24,39 +24,31 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def real(output, mask):
-    return output[mask.bool()]
+def assert_agree(actual, expected, mask, *batch, **given):
+    """Two forms of a model answer alike at real tokens of a batch."""
+    with torch.no_grad():
+        outputs = [model(*batch, **given)[0][mask.bool()] for model in (actual, expected)]
+    assert_same(*outputs)
 
 
 # ------------------------------------------------------------------------------------------------
 # compile
 
 
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+FORMS = (("sdpa", {}), ("eager", {}), ("sdpa", LEARNED), ("sdpa", YARN))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "implementation,variant",
-    (("sdpa", "neobert"), ("eager", "neobert"), ("sdpa", "learned"), ("sdpa", "yarn")),
-)
-def test_compile_is_one_graph(implementation, variant):
-    fields = {
-        "neobert": {},
-        "learned": LEARNED,
-        "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-    }[variant]
-    model = make_model(
-        NeoBERTForMaskedLM, attn_implementation=implementation, num_hidden_layers=2, **fields
-    )
+@pytest.mark.parametrize("implementation,fields", FORMS)
+def test_compile_is_one_graph(implementation, fields):
+    fields = {"attn_implementation": implementation, "num_hidden_layers": 2, **fields}
+    model = make_model(NeoBERTForMaskedLM, **fields)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for lengths in ([12, 7], [12, 12], [20, 3, 9]):
         ids, mask = random_batch(lengths)
-        with torch.no_grad():
-            assert_same(
-                real(compiled(ids, attention_mask=mask).logits, mask),
-                real(model(ids, attention_mask=mask).logits, mask),
-                1e-5,
-                "graph",
-            )
-            assert_same(compiled(ids).logits, model(ids).logits, 1e-5, "graph without a mask")
+        assert_agree(compiled, model, mask, ids, attention_mask=mask)
+        assert_agree(compiled, model, torch.ones_like(mask), ids)
 
 
 def test_compiled_training_step():
@@ -74,15 +66,9 @@ def test_compiled_training_step():
 
 
 def test_compiled_packed_batch():
-    model = make_model(NeoBERTModel)
-    ids, _ = random_batch([12])
-    packed = packing_arguments([5, 7])
-    with torch.no_grad():
-        expected = model(ids, **packed).last_hidden_state
-        actual = torch.compile(model, fullgraph=True, backend="eager")(
-            ids, **packed
-        ).last_hidden_state
-    assert_same(actual, expected, 1e-5, "compiled packed batch")
+    model, ids = make_model(NeoBERTModel), random_batch([12])[0]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_agree(compiled, model, torch.ones_like(ids), ids, **packing_arguments([5, 7]))
 
 
 @pytest.mark.slow
@@ -102,40 +88,24 @@ def test_compiled_batch_packed_by_positions(implementation, model_class):
         [0, 1, 2, 0, 1, 5, 6, 7, 0, 1, 2, 3],
     ):
         ids, positions = random_batch([12])[0], torch.tensor(positions)
-        expected, actual = (
-            model(ids, position_ids=positions)[0],
-            compiled(ids, position_ids=positions)[0],
-        )
-        assert_same(actual, expected, 1e-5, f"positions {positions.tolist()}")
+        actual, expected = (m(ids, position_ids=positions)[0] for m in (compiled, model))
+        assert_same(actual, expected, what=f"output of positions {positions.tolist()}")
         if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
-            assert_same(actual[:, :5], model(ids[:, :5])[0], 1e-5, "the first text alone")
+            assert_same(actual[:, :5], model(ids[:, :5])[0], what="the first text alone")
     if model_class is NeoBERTModel and implementation == "sdpa":
-        exported = torch.export.export(
-            model, (), {"input_ids": ids, "position_ids": positions[None]}
-        ).module()
-        positions = torch.tensor([[*range(8), *range(4)]])
-        assert_same(
-            exported(input_ids=ids, position_ids=positions)[0],
-            model(ids, position_ids=positions)[0],
-            1e-5,
-            "exported",
-        )
+        given = {"input_ids": ids, "position_ids": positions[None]}
+        exported = torch.export.export(model, (), given).module()
+        given["position_ids"] = torch.tensor([[*range(8), *range(4)]])
+        assert_same(exported(**given)[0], model(**given)[0], what="exported")
 
 
 def test_compiled_dynamic_rope_depends_on_the_text():
     """Not on its padding, as without compilation."""
-    model = make_model(
-        NeoBERTModel,
-        max_position_embeddings=16,
-        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
-    )
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling=rope)
     ids, mask = random_batch([20, 9], length=40)
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask).last_hidden_state
-        actual = torch.compile(model, fullgraph=True, backend="eager")(
-            ids, attention_mask=mask
-        ).last_hidden_state
-    assert_same(real(actual, mask), real(expected, mask), 1e-5, "dynamic RoPE, compiled")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_agree(compiled, model, mask, ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +114,12 @@ def test_compiled_dynamic_rope_depends_on_the_text():
 def test_compiled_heads(model_class):
     model = make_model(model_class, num_labels=3, classifier_pooling="mean")
     ids, mask = random_batch([12, 7])
-    labels = (
-        torch.tensor([0, 2])
-        if model_class is NeoBERTForSequenceClassification
-        else torch.where(mask == 1, ids % 3, -100)
-    )
+    batch = {"attention_mask": mask, "labels": torch.where(mask == 1, ids % 3, -100)}
+    if model_class is NeoBERTForSequenceClassification:
+        batch["labels"] = torch.tensor([0, 2])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        actual, expected = (
-            compiled(ids, attention_mask=mask, labels=labels),
-            model(ids, attention_mask=mask, labels=labels),
-        )
-    assert_same(actual.loss, expected.loss, 1e-5, "compiled loss")
+        assert_same(compiled(ids, **batch).loss, model(ids, **batch).loss)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -169,9 +133,8 @@ def test_gradients_of_each_sample():
     ids, labels = random_batch([9, 9, 9])[0], torch.tensor([0, 2, 1])
 
     def loss(weights, ids, label):
-        return torch.nn.functional.cross_entropy(
-            torch.func.functional_call(model, weights, (ids[None],)).logits, label[None]
-        )
+        logits = torch.func.functional_call(model, weights, (ids[None],)).logits
+        return torch.nn.functional.cross_entropy(logits, label[None])
 
     found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, ids, labels)
     for row in range(3):
@@ -198,19 +161,12 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
     monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 50)
     model = make_model(model_class)
     ids, mask = random_batch([12, 7])
-    program = torch.export.export(
-        model, (), {"input_ids": ids, "attention_mask": mask}, dynamic_shapes=DYNAMIC
-    )
+    given = {"input_ids": ids, "attention_mask": mask}
+    program = torch.export.export(model, (), given, dynamic_shapes=DYNAMIC).module()
     for lengths in ([12, 7], [5], [31, 2, 17, 30]):
         ids, mask = random_batch(lengths)
-        with torch.no_grad():
-            actual, expected = (
-                program.module()(input_ids=ids, attention_mask=mask)[0],
-                model(ids, attention_mask=mask)[0],
-            )
-        if model_class is not NeoBERTForSequenceClassification:
-            actual, expected = real(actual, mask), real(expected, mask)
-        assert_same(actual, expected, 1e-5, f"exported output at {tuple(ids.shape)}")
+        rows = mask.any(dim=1) if model_class is NeoBERTForSequenceClassification else mask
+        assert_agree(program, model, rows, input_ids=ids, attention_mask=mask)
 
 
 def test_jit_trace():
@@ -222,10 +178,7 @@ def test_jit_trace():
         # comparison would see that.
         traced = torch.jit.trace(model, (ids, mask), check_trace=False)
     ids, mask = random_batch([9, 15, 3])
-    with torch.no_grad():
-        assert_same(
-            real(traced(ids, mask)[0], mask), real(model(ids, mask)[0], mask), 1e-5, "traced output"
-        )
+    assert_agree(traced, model, mask, ids, mask)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -240,31 +193,24 @@ def test_gradient_checkpointing(use_reentrant, packed):
     labels = torch.where(mask == 1, ids, -100)
     gradients, runs = [], []
     for checkpointing in (False, True):
-        model = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train()
+        model, calls = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train(), []
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        count = [0]
         for block in model.model.transformer_encoder:
-            block.ffn.register_forward_pre_hook(
-                lambda *args, count=count: count.__setitem__(0, count[0] + 1)
-            )
+            block.ffn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         model(ids, attention_mask=mask, labels=labels).loss.backward()
-        runs.append(count[0])
+        runs.append(len(calls))
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert runs == [3, 6]
-    assert all(g is not None for g in gradients[1].values()), "A parameter got no gradient."
     for name, gradient in gradients[1].items():
         assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
 
 
 def test_checkpointing_keeps_fewer_activations():
-    ids, _ = random_batch([64])
-
     def saved(checkpointing):
-        model = make_model(NeoBERTModel).train()
+        model, sizes = make_model(NeoBERTModel).train(), {}
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        sizes = {}
 
         def pack(x):
             if not isinstance(x, torch.nn.Parameter):
@@ -272,12 +218,10 @@ def test_checkpointing_keeps_fewer_activations():
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = model(ids).last_hidden_state
-        assert out.requires_grad
-        return sum(sizes.values())
+            hidden = model(random_batch([64])[0]).last_hidden_state
+        return hidden.requires_grad and sum(sizes.values())
 
-    plain, checkpointed = saved(False), saved(True)
-    assert checkpointed < plain / 3
+    assert 0 < saved(True) < saved(False) / 3
 
 
 def test_checkpointing_with_frozen_embeddings():

@@ -12,6 +12,7 @@ import torch
 from contract_runs import command
 from filelock import FileLock
 from jsonl import write_jsonl
+from raw_checkpoint import raw_from_model
 
 
 pytest.importorskip("sentence_transformers")
@@ -19,7 +20,6 @@ pytest.importorskip("sentence_transformers")
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.pretraining.raw_checkpoint import raw_from_model
 
 
 SIZES = {

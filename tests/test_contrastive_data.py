@@ -4,7 +4,6 @@ reach the tokens of the query alone."""
 
 import collections
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -124,21 +123,9 @@ def test_the_processes_of_a_step_share_a_data_set():
 def test_texts_per_batch_counts_every_column():
     names = ("anchor", "positive", "negative_1", "negative_2", "dataset_name")
     data = Dataset.from_dict({name: [f"{name} {i}" for i in range(50)] for name in names})
-    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=24).batch_size == 6, (
-        "24 texts in 4 columns are 6 rows; the name of the data set is none"
-    )
-    assert TextsBatchSampler(data, batch_size=64, texts_per_batch=3).batch_size == 2, (
-        "a data set never has a batch of 0"
-    )
-
-
-def test_no_text_is_its_own_negative():
-    data = Dataset.from_dict(
-        {"anchor": [f"a{i // 2}" for i in range(40)], "positive": [f"p{i}" for i in range(40)]}
-    )
-    for batch in TextsBatchSampler(data, batch_size=8):
-        anchors = [data[i]["anchor"] for i in batch]
-        assert len(set(anchors)) == 8, "an anchor occurs twice in a batch"
+    for texts, rows in ((24, 6), (3, 2)):  # the name of the data set is no text
+        sampler = TextsBatchSampler(data, batch_size=64, texts_per_batch=texts)
+        assert sampler.batch_size == rows
 
 
 def test_every_batch_reaches_a_process_whatever_its_size():
@@ -163,52 +150,14 @@ def test_every_batch_reaches_a_process_whatever_its_size():
 
 
 def test_a_batch_that_cannot_be_found_is_refused():
-    def rows(positives):
-        return Dataset.from_dict(
-            {"anchor": [f"question {i}" for i in range(len(positives))], "positive": positives}
-        )
-
-    source, shared = PairSource(name="faq", path="f"), rows([f"a {max(i, 1)}" for i in range(10)])
-    check_batch(source, shared, 9)
+    """Rows that share a text do not go together, or it would be its own row's negative."""
+    positives = [f"a {max(i, 1)}" for i in range(10)]
+    anchors = [f"question {i}" for i in range(10)]
+    data = Dataset.from_dict({"anchor": anchors, "positive": positives})
+    source = PairSource(name="faq", path="f")
+    check_batch(source, data, 9)
     with pytest.raises(UserError, match=r"faq \(f\): 10 rows .* its 10 usable rows have not so"):
-        check_batch(source, shared, 10)
-    generator = random.Random(0)
-    # A chain of rows that share texts: how many go together depends on their order, and every
-    # epoch must find a batch.
-    columns = ("anchor", "positive")
-    knotted = Dataset.from_dict(
-        {name: [f"{name} {generator.randrange(12)}" for _ in range(40)] for name in columns}
-    )
-    check_batch(source, knotted, 7)
-    samplers = [TextsBatchSampler(knotted, batch_size=7)]
-    sampler = SizeAlphaBatchSampler(ConcatDataset([knotted]), batch_samplers=samplers)
-    for epoch in range(20):
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        assert len(batches) == len(sampler) == 5
-        assert all(len(set(knotted[batch]["anchor"])) == 7 for batch in batches)
-
-
-@pytest.mark.parametrize(
-    "instruction", [[], ["--instruction", "Find it."]], ids=["without", "with instruction"]
-)
-def test_batches_of_training_have_the_rows_that_were_asked_for(
-    model_folder, pairs, tmp_path, instruction
-):
-    """With instructions the library's trainer gives every row the name of its data set, a text that
-    all rows share: it must not count."""
-    given, training = parse(
-        arguments_for(model_folder, tmp_path / "out", "--pairs", pairs, *instruction)
-    )
-    data, prompts = build_datasets(given, training, contrastive.check(given, training))
-    trainer = build_trainer(
-        load_sentence_transformer(given.model, **given.loading()), data, prompts, given, training
-    )
-    batches = list(trainer.get_train_dataloader().batch_sampler)
-    assert {len(batch) for batch in batches} == {training.per_device_train_batch_size}, (
-        "a batch of one row has no negatives, and loss 0"
-    )
-    assert training.per_device_train_batch_size > 2
+        check_batch(source, data, 10)
 
 
 ROWS = {
@@ -246,41 +195,19 @@ def test_rows_become_examples_with_as_many_negatives_each():
 
 @pytest.mark.parametrize("place", ["file", "data set of the library"])
 def test_rows_that_are_left_out_are_told(tmp_path, capsys, place):
-    """Low scores, no score, no text; the rest keeps its order."""
-    rows = [{"anchor": f"s{i}", "positive": f"t{i}", "score": i / 2} for i in range(11)]
+    """Low scores, no score, no text; the rest keeps its order, and at most `max_negatives`."""
+    rows = [{"anchor": f"s{i}", "positive": f"t{i}", "score": i / 2} for i in range(12)]
+    rows = [{**row, "neg": ["n1", "n2", "n3"]} for row in rows]
     rows[3]["score"], rows[9]["positive"] = None, " "
     path = write_jsonl(tmp_path / "sts.jsonl", rows)
     path = str(path if place == "file" else tmp_path)
-    assert load_source(PairSource(name="sts", path=path, above={"score": 4}))["anchor"] == ["s10"]
-    told = capsys.readouterr().err
-    if place == "file":
-        assert "sts: 10 of 11 rows left out: 9 with a score not above 4, 1 without positive" in told
-    else:
-        assert "sts: 1 of 2 rows left out: 1 without anchor, positive or negative" in told
-
-
-def test_a_row_has_no_more_negatives_than_asked_for(tmp_path):
-    rows = [{"anchor": f"a{i}", "positive": f"p{i}", "neg": ["n1", "n2", "n3"]} for i in range(3)]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    for place in (path, tmp_path):
-        source = PairSource(name="x", path=str(place), negatives=["neg"], max_negatives=2)
-        data = load_source(source)
-        assert data.column_names == ["anchor", "positive", "negative_1", "negative_2"]
-        assert data["negative_1"][:] == ["n1"] * 3 and data["negative_2"][:] == ["n2"] * 3
-
-
-@pytest.mark.parametrize("kind", ["file", "data set of the library"])
-def test_a_sample_of_the_rows_is_drawn_by_the_seed(tmp_path, kind):
-    path = write_jsonl(
-        tmp_path / "pairs.jsonl", [{"anchor": f"a{i}", "positive": f"p{i}"} for i in range(60)]
-    )
-    source = PairSource(name="x", path=str(path if kind == "file" else tmp_path), max_rows=12)
-    samples = [load_source(source, seed)["anchor"][:] for seed in (0, 0, 1)]
-    assert samples[0] == samples[1] != samples[2]
-    for sample in samples:
-        assert len(set(sample)) == 12 and max(int(anchor[1:]) for anchor in sample) > 12, (
-            "the first rows are no random sample"
-        )
+    settings = {"above": {"score": 4}, "negatives": ["neg"], "max_negatives": 2}
+    data = load_source(PairSource(name="sts", path=path, **settings))
+    negatives = {"negative_1": "n1", "negative_2": "n2"}
+    assert data[:]["anchor"] == ["s10", "s11"]
+    assert data[0] == {"anchor": "s10", "positive": "t10", **negatives}
+    told = "sts: 10 of 12 rows left out: 9 with a score not above 4, 1 without positive\n"
+    assert told in capsys.readouterr().err
 
 
 def test_the_recipe_of_the_paper():
@@ -385,14 +312,15 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
 
 
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):
+    """The library's trainer gives every row the name of its data set then, a text that all rows
+    share: it must not count, or a batch would be of one row."""
     entries = [
         {"name": "animals", "path": triplets, "instruction": "Find the animal."},
         {"name": "things", "path": pairs, "instruction": "Find the colour."},
     ]
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        yaml.safe_dump({"datasets": entries, "instruction_template": "I: {instruction} Q: "})
-    )
+    values = {"datasets": entries, "instruction_template": "I: {instruction} Q: "}
+    recipe.write_text(yaml.safe_dump(values))
     arguments, training = parse([str(recipe), *arguments_for(model_folder, tmp_path / "out")])
     sources = contrastive.check(arguments, training)
     data, prompts = build_datasets(arguments, training, sources)
@@ -400,65 +328,39 @@ def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets
     model = load_sentence_transformer(str(model_folder), max_length=32)
     seen = set()
     for batch in build_trainer(model, data, prompts, arguments, training).get_train_dataloader():
-        decoded = {
-            column: model.tokenizer.decode(
-                batch[f"{column}_input_ids"][0], skip_special_tokens=True
-            )
+        name = batch["dataset_name"]
+        asks = {"animals": "i : find the animal. q :", "things": "i : find the colour. q :"}[name]
+        anchor, positive = (
+            model.tokenizer.decode(batch[f"{column}_input_ids"][0], skip_special_tokens=True)
             for column in ("anchor", "positive")
-        }
-        expected = (
-            "i : find the animal. q :"
-            if batch["dataset_name"] == "animals"
-            else "i : find the colour. q :"
         )
-        assert decoded["anchor"].startswith(expected), (
-            f"the query of {batch['dataset_name']} starts with {decoded['anchor'][:40]!r}"
-        )
-        assert "find the" not in decoded["positive"], "documents carry no instruction"
-        seen.add(batch["dataset_name"])
-    assert seen == {"animals", "things"}, (
-        "a data set was never drawn, so this test would be vacuous"
-    )
+        assert anchor.startswith(asks) and "find the" not in positive
+        assert len(batch["anchor_input_ids"]) == 8
+        seen.add(name)
+    assert seen == {"animals", "things"}, "vacuous: a data set was never drawn"
 
 
-@pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path, ending):
+def test_instructions_of_a_file(model_folder, triplets, pairs, tmp_path):
     texts = {"triplets": "Find the animal: its colour.", "pairs": ""}
-    path = tmp_path / f"instructions.{ending}"
-    dump = json.dumps if ending == "json" else yaml.safe_dump
-    path.write_text(dump(texts))
+    path = tmp_path / "instructions.yaml"
+    path.write_text(yaml.safe_dump(texts))
     options = ["--pairs", triplets, pairs, "--instruction", "ours", "--instructions", str(path)]
     argv = arguments_for(model_folder, tmp_path / "out", *options)
     arguments, training = parse(argv)
     _, prompts = build_datasets(arguments, training, contrastive.check(arguments, training))
     assert prompts == {"triplets": {"anchor": "Instruction: Find the animal: its colour. Query: "}}
-    for wrong, message in (
-        ({"triplets": "x"}, "has no instruction for pairs; give every data set one, '' for none"),
-        ({**texts, "other": "x"}, "there is no 'other' here; the names are pairs, triplets"),
-        (["x"], "must map names to texts"),
-    ):
-        path.write_text(dump(wrong))
-        with pytest.raises(UserError, match=message):
-            contrastive.check(*parse(argv))
-    with pytest.raises(UserError, match="there is no file"):
-        contrastive.check(*parse([*argv, "--instructions", "nothing.json"]))
-    with pytest.raises(UserError, match="must contain {instruction}, and no other braces"):
-        parse([*argv, "--instruction-template", "{task}: {instruction}"])
+    path.write_text(yaml.safe_dump({"triplets": "x"}))
+    words = "has no instruction for pairs; give every data set one, '' for none"
+    with pytest.raises(UserError, match=words):
+        contrastive.check(*parse(argv))
 
 
-def test_pairs_of_a_csv_file(model_folder, tmp_path):
+def test_a_file_that_changed_is_read_anew(tmp_path):
+    """The library keeps what it made of a file."""
     path = tmp_path / "faq.csv"
-    path.write_text(
-        "anchor,positive\n" + "".join(f'"question, {i}",answer {i}\n' for i in range(9))
-    )
-    arguments, training = parse(arguments_for(model_folder, tmp_path / "out", "--pairs", str(path)))
-    data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
-    assert (
-        data["faq"][3] == {"anchor": "question, 3", "positive": "answer 3"}
-        and len(data["faq"]) == 9
-    )
+    rows = "".join(f'"question, {i}",answer {i}\n' for i in range(9))
+    path.write_text(f"anchor,positive\n{rows}")
+    source = PairSource(name="faq", path=str(path))
+    assert load_source(source)[3] == {"anchor": "question, 3", "positive": "answer 3"}
     path.write_text(path.read_text().replace("question, 3", "question, 99"))
-    data, _ = build_datasets(arguments, training, contrastive.check(arguments, training))
-    assert data["faq"][3]["anchor"] == "question, 99", (
-        "the library's cache gave the rows of the file before its change"
-    )
+    assert load_source(source)[3]["anchor"] == "question, 99"

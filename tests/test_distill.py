@@ -6,15 +6,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
@@ -27,22 +25,21 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import DistillTrainer
-from neobert.embeddings.distill_batches import SimilarLengths
+from neobert.embeddings.distill import DistillTrainer, all_vectors
 from neobert.embeddings.distill_card import precision_check
-from neobert.embeddings.distill_data import TextSource, is_held_out, read_texts, teacher_vectors
+from neobert.embeddings.distill_data import (
+    Texts,
+    TextSource,
+    is_held_out,
+    read_texts,
+    teacher_vectors,
+)
 from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
 from neobert.embeddings.distill_student import build_student, save_student, take_embeddings
 from neobert.embeddings.options import DistillArguments
 
 
-ROOT = Path(__file__).resolve().parent.parent
-STUDENT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
 NARROW = {**STUDENT, "hidden_size": 16}
 COLOURS = "red green blue black white brown grey pink".split()
 ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
@@ -84,33 +81,16 @@ def files(tmp_path_factory):
     return str(texts), str(others)
 
 
-def recipe(tmp_path, encoder, files, name="recipe.yaml", **changes):
+def recipe(tmp_path, encoder, files, **changes):
     """Path of a recipe; `trainer` is merged, others replaced, None removed."""
-    trainer = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 8,
-        "logging_steps": 1,
-        "save_steps": 3,
-        "eval_steps": 3,
-        "warmup_steps": 1,
-    }
-    values = {
-        "teacher": encoder,
-        "texts": [files[0]],
-        "other_texts": [files[1]],
-        "model_config": STUDENT,
-        "output": str(tmp_path / "student"),
-    }
-    values |= {
-        "held_out_percent": 20,
-        "max_length": 32,
-        **changes,
-        "trainer": {**trainer, **changes.pop("trainer", {})},
-    }
-    path = tmp_path / name
-    path.write_text(
-        yaml.safe_dump({key: value for key, value in values.items() if value is not None})
-    )
+    trainer = {"max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1}
+    trainer |= {"save_steps": 3, "eval_steps": 3, "warmup_steps": 1, **changes.pop("trainer", {})}
+    values = {"teacher": encoder, "texts": [files[0]], "other_texts": [files[1]]}
+    values |= {"model_config": STUDENT, "output": str(tmp_path / "student"), "max_length": 32}
+    values |= {"held_out_percent": 20, **changes, "trainer": trainer}
+    path = tmp_path / "recipe.yaml"
+    values = {key: value for key, value in values.items() if value is not None}
+    path.write_text(yaml.safe_dump(values))
     return str(path)
 
 
@@ -138,19 +118,11 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
     student, vectors = torch.randn(4, 8), torch.randn(4, 8)
     cosines = [torch.dot(a, b) / a.norm() / b.norm() for a, b in zip(student, vectors)]
-    expected = {
-        "cosine": 2 * (1 - torch.stack(cosines).mean()),
-        "similarity": 3 * similarity_loss(student, vectors, 0.1),
-    }
-    for weights in ((2.0, 3.0), (2.0, 0.0), (0.0, 3.0)):
-        weights = dict(zip(("cosine_weight", "similarity_weight"), weights))
-        arguments = arguments_for(teacher, similarity_temperature=0.1, **weights)
-        found = DistillLoss(torch.nn.Identity(), arguments).losses(student, vectors)
-        assert found.keys() == {name for name in expected if weights[f"{name}_weight"]}, (
-            "a loss of weight 0 must not be computed"
-        )
-        for name, loss in found.items():
-            torch.testing.assert_close(loss, expected[name])
+    weights = {"cosine_weight": 2.0, "similarity_weight": 3.0, "similarity_temperature": 0.1}
+    loss = DistillLoss(torch.nn.Identity(), arguments_for(teacher, **weights))
+    found = loss([{"sentence_embedding": student}], vectors)
+    torch.testing.assert_close(found["cosine"], 2 * (1 - torch.stack(cosines).mean()))
+    torch.testing.assert_close(found["similarity"], 3 * similarity_loss(student, vectors, 0.1))
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
@@ -179,23 +151,16 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
     first.write_text("\n".join(f"text {i}" for i in range(200)) + "\n\n text 3 \n")
     second.write_text("\n".join(f"text {i}" for i in range(100, 300)))
     other.write_text("text 5\nquite another\nand one more\nthe last one\n")
-    texts = read_texts(
-        [TextSource.from_entry(str(first)), TextSource.from_entry(str(second))],
-        [TextSource.from_entry(str(other))],
-        20,
-        1000,
-    )
+    sources = [TextSource.from_entry(str(path)) for path in (first, second, other)]
+    texts = read_texts(sources[:2], sources[2:], 20, 1000)
     assert sorted(texts.train + texts.held_out) == sorted(f"text {i}" for i in range(300))
-    assert all(is_held_out(text, 20) for text in texts.held_out) and not any(
-        is_held_out(text, 20) for text in texts.train
-    )
+    assert all(is_held_out(text, 20) for text in texts.held_out)
+    assert not any(is_held_out(text, 20) for text in texts.train)
     assert 30 < len(texts.held_out) < 90
     assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}, (
         "a training text is not a text of another kind"
     )
-    assert is_held_out("Some  TEXT", 50) == is_held_out("some text", 50), (
-        "copies must stay on one side"
-    )
+    assert is_held_out("Some  TEXT", 50) == is_held_out("some text", 50), "a copy on another side"
 
 
 class CountingTeacher:
@@ -218,69 +183,36 @@ def test_teacher_vectors_are_computed_once_and_go_on_after_an_interruption(tmp_p
     monkeypatch.setattr("neobert.embeddings.distill_data.PART", 10)
     texts, path = ["x" * i for i in range(1, 26)], tmp_path / "v.npy"
     with pytest.raises(KeyboardInterrupt):
-        teacher_vectors(path, texts, {"teacher": "a"}, lambda: CountingTeacher(15))
+        teacher_vectors(path, texts, CountingTeacher(15))
     teacher = CountingTeacher()
-    vectors = teacher_vectors(path, texts, {"teacher": "a"}, lambda: teacher)
+    vectors = teacher_vectors(path, texts, teacher)
     assert teacher.texts == 15, "only the missing ones are computed"
     assert vectors.dtype == np.float16
     assert vectors.tolist() == [[i, 1] for i in range(1, 26)]
-    again = teacher_vectors(path, texts, {"teacher": "a"}, lambda: pytest.fail("it was loaded"))
-    assert np.array_equal(again, vectors)
-    for changed, identity, other in (
-        ("teacher", {"teacher": "b"}, texts),
-        ("texts", {"teacher": "a"}, texts[::-1]),
-    ):
-        with pytest.raises(UserError, match=f"holds vectors of another run \\({changed}"):
-            teacher_vectors(path, other, identity, lambda: teacher)
+    assert np.array_equal(teacher_vectors(path, texts, CountingTeacher(0)), vectors)
 
 
-def test_vectors_that_float16_cannot_hold_are_refused(tmp_path):
-    teacher = CountingTeacher()
-    teacher.embed = lambda texts, progress: np.full((len(texts), 2), 1e6)
-    for _ in range(2):
-        with pytest.raises(UserError, match="not finite in float16"):
-            teacher_vectors(tmp_path / "v.npy", ["a", "b"], {}, lambda: teacher)
+def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
+    """Those of the same texts by the same teacher alone."""
+
+    def files(length, texts):
+        arguments = arguments_for(teacher, work=str(tmp_path), max_length=length)
+        vectors, sets = all_vectors(arguments, texts, CountingTeacher())
+        assert vectors.tolist() == [[len(text), 1] for text in texts.train]
+        assert sets["held_out"][1].dtype == np.float32
+        return len(list(tmp_path.rglob("*.npy")))
+
+    texts = Texts(["a", "bc"], ["d", "e", "f"], {}, [])
+    assert files(32, texts) == files(32, texts) == 2
+    assert files(16, texts) == 4
+    assert files(32, replace(texts, train=["bc", "a"])) == 5
 
 
-@pytest.mark.parametrize(
-    "count, percent, sentence",
-    [
-        (100, 1, "no texts of 100 are held out, and 3 .*, or --held-out-percent 10"),
-        (30, 1, "no texts of 30 are held out, and 3 .*, or --held-out-percent 20"),
-        (13, 10, "2 texts of 13 are held out, and 3 .*, or --held-out-percent 47"),
-    ],
-)
-def test_too_few_texts_to_measure_with(tmp_path, count, percent, sentence):
-    """A text is held out by its hash."""
-    (tmp_path / "few.txt").write_text("\n".join(f"note {i}" for i in range(count)))
-    texts = read_texts([TextSource.from_entry(str(tmp_path / "few.txt"))], [], percent, 1000)
-    with pytest.raises(UserError, match=sentence):
+def test_too_few_texts_to_measure_with(tmp_path):
+    texts = Texts(["a"] * 11, ["b", "c"], {}, [])
+    with pytest.raises(UserError, match="2 of 13 texts are held out, and 3 .* a larger --held-out"):
         texts.check_measured()
     replace(texts, other={"mails": ["a", "b", "c"]}).check_measured()
-
-
-def test_batches_hold_texts_of_nearly_one_length_and_each_text_once():
-    lengths = np.random.default_rng(0).integers(3, 60, 1000)
-    sampler = SimilarLengths(range(1000), batch_size=8, lengths=lengths, group=2, seed=1)
-    sampler.pool = 16
-    batches = list(sampler)
-    assert len(batches) == len(sampler) == 124 and all(len(batch) == 8 for batch in batches)
-    assert len({i for batch in batches for i in batch}) == 992, "a text came twice"
-    assert np.mean([np.ptp(lengths[batch]) for batch in batches]) < 4
-    steps = [batches[i] + batches[i + 1] for i in range(0, 124, 2)]
-    assert np.mean([np.ptp(lengths[step]) for step in steps]) < 6, (
-        "the processes of a step have texts of different lengths"
-    )
-    means = [lengths[step].mean() for step in steps]
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.5, (
-        "the lengths of neighbouring steps follow an order"
-    )
-    assert list(sampler) == batches, "an epoch must repeat exactly, or a run could not be resumed"
-    sampler.set_epoch(1)
-    assert list(sampler) != batches
-    assert [len(batch) for batch in SimilarLengths(range(5), batch_size=8, lengths=[3] * 5)] == [
-        5
-    ], "few texts are one batch"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -288,16 +220,8 @@ def test_batches_hold_texts_of_nearly_one_length_and_each_text_once():
 
 
 def arguments_for(teacher, **changes):
-    return DistillArguments(
-        **{
-            "teacher": teacher,
-            "texts": ["x"],
-            "output": "o",
-            "model_config": STUDENT,
-            "max_length": 32,
-            **changes,
-        }
-    )
+    given = {"teacher": teacher, "texts": ["x"], "output": "o", "model_config": STUDENT}
+    return DistillArguments(**{**given, "max_length": 32, **changes})
 
 
 def test_the_student_mirrors_the_teachers_modules(teacher):
@@ -329,21 +253,6 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
 
 
-def test_float8_is_for_matrices(teacher, tmp_path):
-    encoder = SentenceTransformer(teacher, device="cpu")
-    save_student(
-        build_student(arguments_for(teacher, model_config=STUDENT), encoder, 32),
-        tmp_path,
-        "float8",
-        "float8",
-    )
-    weights = load_file(tmp_path / "model.safetensors")
-    assert {(t.dim(), t.dtype) for t in weights.values()} == {
-        (2, torch.float8_e5m2),
-        (1, torch.float16),
-    }
-
-
 def test_token_embeddings_come_from_the_teacher(teacher):
     encoder = SentenceTransformer(teacher, device="cpu")
     source = encoder[0].auto_model.get_input_embeddings().weight.detach()
@@ -369,19 +278,14 @@ def test_token_embeddings_come_from_the_teacher(teacher):
     assert weight.requires_grad
 
 
-def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
+def test_other_vocabularies_and_wider_students_are_refused(teacher):
     encoder = SentenceTransformer(teacher, device="cpu")
-    wide = build_student(
-        arguments_for(teacher, model_config={**STUDENT, "hidden_size": 64}), encoder, 32
-    )
-    with pytest.raises(
-        UserError, match="hidden_size is 64, but the teacher's token embeddings have 32"
-    ):
-        take_embeddings(wide, encoder, torch.float32)
+    wide = arguments_for(teacher, model_config={**STUDENT, "hidden_size": 64})
     student = build_student(arguments_for(teacher), encoder, 32)
     student.tokenizer.add_tokens(["newword"])
-    with pytest.raises(UserError, match="needs a student with the teacher's vocabulary"):
-        take_embeddings(student, encoder, torch.float32)
+    for refused in (build_student(wide, encoder, 32), student):
+        with pytest.raises(UserError, match="the teacher's vocabulary and a hidden_size of at mos"):
+            take_embeddings(refused, encoder, torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -390,24 +294,13 @@ def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, teacher, files):
-    """A finished run of 40 steps that stores small: its folder, its work folder and its figures."""
+    """A finished run of 40 steps that stores small: its folder and its figures."""
     folder = tmp_path_factory.mktemp("run")
-    options = {
-        "embeddings_from_teacher": True,
-        "dtype": "float16",
-        "embedding_dtype": "float8",
-        "title": "animal-encoder",
-        "license": "mit",
-        "base_model": "you/teacher",
-    }
+    options = {"embeddings_from_teacher": True, "dtype": "float8", "embedding_dtype": "float8"}
+    options |= {"title": "animal-encoder", "license": "mit", "base_model": "you/teacher"}
     options["texts"] = [{"path": files[0], "name": "Animals", "license": "CC0"}]
-    path = recipe(
-        folder,
-        teacher,
-        files,
-        **options,
-        trainer={"max_steps": 40, "learning_rate": 3e-3, "save_steps": 20, "eval_steps": 20},
-    )
+    trainer = {"max_steps": 40, "learning_rate": 3e-3, "save_steps": 20, "eval_steps": 20}
+    path = recipe(folder, teacher, files, **options, trainer=trainer)
     assert command(["distill", path]) == 0
     return folder / "student", json.loads((folder / "student" / "figures.json").read_text())
 
@@ -433,9 +326,8 @@ def test_the_folder_is_complete_and_small(finished):
     ], "older versions of the library know these names alone"
     assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 32
     weights = load_file(folder / "model.safetensors")
-    assert weights["encoder.weight"].dtype == torch.float8_e5m2
-    for i in range(2):
-        assert weights[f"transformer_encoder.{i}.qkv.weight"].dtype == torch.float16
+    kinds = {(tensor.dim(), tensor.dtype) for tensor in weights.values()}
+    assert kinds == {(2, torch.float8_e5m2), (1, torch.float16)}
     card = (folder / "README.md").read_text()
     for text in ("# animal-encoder", "| Animals | CC0 |", "license: mit", "birds"):
         assert text in card
@@ -463,31 +355,6 @@ def test_a_dtype_that_a_student_cannot_be_loaded_in_is_told(teacher, tmp_path, c
     precisions = precision_check(tmp_path, {"held_out": (TEXTS[:9], encoder.encode(TEXTS[:9]))})
     assert "the student's vectors are not finite in float16\n" in capsys.readouterr().err
     assert precisions.keys() == {"float32", "bfloat16"}
-
-
-@pytest.mark.slow
-def test_it_loads_with_sentence_transformers_alone(finished, tmp_path):
-    """In a process that does not know this package."""
-    folder, _ = finished
-    code = (
-        "import sys, json; from sentence_transformers import SentenceTransformer; "
-        f"model = SentenceTransformer({str(folder)!r}, trust_remote_code=True, device='cpu'); "
-        "assert 'neobert' not in sys.modules; print(json.dumps([str(model[0].auto_model.dtype), "
-        "model.encode(['a red cat']).tolist()]))"
-    )
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert found.returncode == 0, found.stderr
-    dtype, vectors = json.loads(found.stdout.splitlines()[-1])
-    assert dtype == "torch.float32", (
-        "what is stored small must be computed with in float32 where nothing else is asked for"
-    )
-    np.testing.assert_allclose(
-        vectors, SentenceTransformer(str(folder), device="cpu").encode(["a red cat"]), atol=1e-5
-    )
-    assert np.linalg.norm(vectors) == pytest.approx(1, abs=1e-5)
 
 
 def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatch):
@@ -518,7 +385,7 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
 def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
     pairs, seen, losses = tmp_path / "pairs.jsonl", [], DistillLoss.forward
     rows = [{"short": text, "long": f"{text}, which is a long text"} for text in TEXTS]
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(pairs, rows)
     entry = {"path": str(pairs), "column": "short", "pair": "long"}
 
     def loss(self, features, labels):
@@ -529,26 +396,24 @@ def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, m
     likeness = {}
     for neighbours in (0, 3):
         seen.clear()
-        (tmp_path / str(neighbours)).mkdir()
+        folder = tmp_path / str(neighbours)
+        folder.mkdir()
         changes = {"texts": [entry], "other_texts": None, "neighbours": neighbours}
-        path = recipe(tmp_path / str(neighbours), teacher, (str(pairs), ""), **changes)
-        assert command(["distill", path]) == 0 and len(seen) == 6
-        similarities = [torch.nn.functional.normalize(labels.float(), dim=-1) for labels in seen]
-        likeness[neighbours] = float(torch.stack([(v @ v.T).mean() for v in similarities]).mean())
-    assert likeness[3] > likeness[0] + 0.01
+        assert command(["distill", recipe(folder, teacher, ("", ""), **changes)]) == 0
+        units = [torch.nn.functional.normalize(labels.float(), dim=-1) for labels in seen]
+        likeness[neighbours] = float(torch.stack([(v @ v.T).mean() for v in units]).mean())
+    assert len(seen) == 6 and likeness[3] > likeness[0] + 0.01
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("neighbours", [0, 2])
-def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch, neighbours):
-    """One before the first checkpoint, one after it; batches of one length and of near texts."""
-    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "neighbours": neighbours}
+def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
+    """One before the first checkpoint, one after it; that of near texts is not in
+    test_contract.py."""
+    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "neighbours": 2}
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     assert command(["distill", recipe(tmp_path / "a", teacher, files, **options)]) == 0
-    path, train_step = (
-        recipe(tmp_path / "b", teacher, files, **options),
-        DistillTrainer.training_step,
-    )
+    path = recipe(tmp_path / "b", teacher, files, **options)
+    train_step = DistillTrainer.training_step
     for step, number, code in ((2, signal.SIGINT, 130), (6, signal.SIGTERM, 143)):
 
         def interrupted(self, *given, step=step, number=number, **more):
@@ -565,17 +430,6 @@ def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch, neigh
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_finished_run_is_left_alone(tmp_path, teacher, files, capsys):
-    path = recipe(tmp_path, teacher, files, trainer={"max_steps": 1})
-    assert command(["distill", path]) == 0
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
-    assert command(["distill", path]) == 0
-    assert "finished already with these settings" in capsys.readouterr().out
-    assert command(["distill", path, "--learning-rate", "1e-5"]) == 2
-    assert "other settings (learning_rate 0.001, now 1e-05)" in capsys.readouterr().err
-    assert written == {path: path.stat().st_mtime_ns for path in (tmp_path / "student").rglob("*")}
-
-
 def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, tokenizer_dir):
     torch.manual_seed(5)
     model = NeoBERTModel(NeoBERTConfig(**STUDENT, max_position_embeddings=64))
@@ -590,16 +444,6 @@ def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, token
     assert all((before[name] - after[name]).abs().max() < 1e-4 for name in before), (
         "one small step cannot lead far from the start"
     )
-    assert json.loads((tmp_path / "student" / "figures.json").read_text())["earlier"] == []
-
-    (tmp_path / "again").mkdir()
-    start["init_from"] = str(tmp_path / "student")
-    again = recipe(tmp_path / "again", teacher, files, trainer={"max_steps": 2}, **start)
-    assert command(["distill", again]) == 0
-    figures = json.loads((tmp_path / "again" / "student" / "figures.json").read_text())
-    assert [run["steps"] for run in figures["earlier"]] == [1] and figures["steps"] == 2
-    card = (tmp_path / "again" / "student" / "README.md").read_text()
-    assert "begun from a student of 1 steps" in card
 
 
 # ------------------------------------------------------------------------------------------------
@@ -607,22 +451,18 @@ def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, token
 
 
 BAD = {
-    "no texts": ({"texts": []}, "there are no texts to learn from"),
+    "no texts": ({"texts": None}, "give --texts"),
     "no file": ({"texts": ["nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
-    "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "must be a file or a mapping"),
-    "a type": ({"texts": [{"path": "x", "name": [1]}]}, "must be text, but [1] was given"),
+    "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "in texts; did you mean column?"),
     "one text": ({"texts": ["one.txt"]}, "texts must hold at least 2 different texts"),
-    "few texts": ({"texts": ["few.txt"], "other_texts": None}, "texts of 5 are held out"),
+    "few texts": ({"texts": ["few.txt"], "other_texts": None}, "of 5 texts are held out"),
     "no student": ({"model_config": {}}, "give either model_config, for a new student, or"),
     "two students": ({"init_from": "x"}, "give either model_config, for a new student, or"),
-    "no loss": ({"cosine_weight": 0, "similarity_weight": 0}, "must be above 0"),
     "a config": ({"model_config": {"hidden_size": 30, "num_attention_heads": 4}}, "multiple"),
     "a config's field": ({"model_config": {"nope": 1}}, "has an unknown field 'nope'"),
-    "no teacher": ({"teacher": "./nowhere"}, "there is no ./nowhere; give a folder"),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
-    "a dtype": ({"dtype": "int3"}, "dtype must be one of float32, bfloat16, float16, float8"),
-    "a number": ({"cosine_weight": float("nan")}, "must be a finite number, but nan was given"),
     "no step": ({"trainer": {"max_steps": 0}}, "max_steps must be at least 1, or -1"),
+    "work in the output": ({"work": "student/work"}, "are in one another"),
 }
 
 
@@ -640,25 +480,4 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert command(["distill", recipe(tmp_path, teacher, files, **changes)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("neobert distill: ") and expected in error, error
-    assert not (tmp_path / "student").exists() and not (tmp_path / "student.work").exists(), (
-        "something was written"
-    )
-
-
-@pytest.mark.parametrize(
-    "work, output", [("student/work", "student"), ("work", "work/student"), ("same", "same")]
-)
-def test_one_of_the_two_folders_in_the_other_is_refused(
-    tmp_path, teacher, files, capsys, work, output
-):
-    folders = {"work": str(tmp_path / work), "output": str(tmp_path / output)}
-    assert command(["distill", recipe(tmp_path, teacher, files, **folders)]) == 2
-    assert "the output " in capsys.readouterr().err
-    assert not (tmp_path / work).exists() and not (tmp_path / output).exists()
-
-
-def test_a_diverged_run_writes_no_student(tmp_path, teacher, files, capsys):
-    path = recipe(tmp_path, teacher, files, trainer={"learning_rate": 1e30, "max_grad_norm": 0})
-    assert command(["distill", path]) == 2
-    assert "the run has diverged" in capsys.readouterr().err
-    assert not (tmp_path / "student" / "modules.json").exists()
+    assert not list(tmp_path.glob("student*")), "something was written"

@@ -1,4 +1,4 @@
-"""Pins the batches of a distillation by likeness: pairs stay together through reading, neighbours
+"""Pins the batches of a distillation: pairs stay together through reading, neighbours
 are those of a complete search, every text comes once an epoch, and an epoch repeats exactly."""
 
 import json
@@ -76,7 +76,7 @@ def sampler(**changes):
     # Units 2i and 2i + 1 are nearest to each other; every unit is two texts.
     units = [[2 * u, 2 * u + 1] for u in range(50)]
     near = np.array([[u ^ 1, (u + 2) % 50, (u + 4) % 50] for u in range(50)])
-    given = {"units": units, "near": near, "neighbours": 1, "seed": 1, "group": 2, **changes}
+    given = {"units": units, "near": near, "neighbours": 1, "seed": 1, **changes}
     return NearTexts(range(100), 8, **given)
 
 
@@ -103,7 +103,5 @@ def test_an_epoch_repeats_exactly_and_the_next_differs():
     assert list(first) == list(second) == list(first)
     second.set_epoch(1)
     assert list(first) != list(second)
-    assert [
-        len(rows)
-        for rows in NearTexts(range(3), 8, units=[[0, 1], [2]], near=np.zeros((2, 0), int))
-    ] == [3]
+    few = NearTexts(range(3), 8, units=[[0, 1], [2]], near=np.zeros((2, 0), int))
+    assert [len(rows) for rows in few] == [3], "few texts are one batch"

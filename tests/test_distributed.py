@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.options import VocabularyOptions
 from neobert.pretraining.vocabulary import make_tokenizer
-from neobert.pretraining.vocabulary_options import TextOptions, VocabularyOptions
 
 
 pytestmark = pytest.mark.slow
@@ -54,20 +54,7 @@ def folder(tmp_path_factory):
     (folder / "path").mkdir()
     (folder / "path" / "neobert").symlink_to(ROOT)
     draw = random.Random(0)
-    words = [
-        "river",
-        "stone",
-        "music",
-        "paper",
-        "table",
-        "winter",
-        "cold",
-        "water",
-        "hard",
-        "rock",
-        "sweet",
-        "sound",
-    ]
+    words = "river stone music paper table winter cold water hard rock sweet sound".split()
     texts = [" ".join(draw.choices(words, k=draw.randint(2, 20))) for _ in range(300)]
     (folder / "texts.txt").write_text("\n".join(texts) + "\n")
     return folder
@@ -184,18 +171,11 @@ def test_two_processes_give_the_losses_of_one(folder, single, way):
     # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
     (folder / way / "checkpoint-6" / "trainer_state.json").unlink()
     (folder / way / "result.json").rename(folder / way / "run.json")
-    again = _train(folder, way, _launcher(way), raw_checkpoint="float32")
+    again = _train(folder, way, _launcher(way))
     numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
     assert [[record[name] for name in numbers] for record in again] == [
         [record[name] for name in numbers] for record in both
     ], f"{way}: the continued run must equal the uninterrupted one"
-    final = NeoBERTForMaskedLM.from_pretrained(folder / way, dtype=torch.float32).state_dict()
-    raw = torch.load(
-        folder / way / "raw" / "model_checkpoints" / "6" / "state_dict.pt", weights_only=True
-    )
-    assert all(torch.equal(raw[f"module.{name}"], value) for name, value in final.items()), (
-        "raw_checkpoint must be written for every way"
-    )
     if way == "zero2":
         _check_conversion(folder)
 
@@ -204,8 +184,8 @@ def test_zero_2_takes_another_vocabulary(folder, single):
     """Rows that are put together in each process give the losses of one process."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    own = VocabularyOptions(vocab_size=192, output=str(folder / "own"))
-    make_tokenizer(TextOptions(texts=[str(folder / "texts.txt")]), own)
+    texts, own = str(folder / "texts.txt"), str(folder / "own")
+    make_tokenizer(VocabularyOptions(texts=[texts], vocab_size=192, output=own))
     given = {
         **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
         **{"model_config": None, "prepared": "prepared-own"},
@@ -251,16 +231,17 @@ def test_two_processes_measure_and_weigh_as_one(folder, single, way):
     )
     for first, second in zip(one, two, strict=True):
         assert abs(first["loss"] - second["loss"]) < 1e-4
-        for name in ("passes_texts.txt", "passes_other.txt"):
-            assert first[name] == pytest.approx(second[name]) and first[name] > 0
-    first, second = (
-        json.loads((folder / f"weighted-{way}-{name}" / "adaptation.json").read_text())
-        for name in ("one", "two")
-    )
-    for name in ("domain", "general"):
-        for metric in ("given", "after"):
-            value = first["sets"][name]["bits_per_character"][metric]
-            assert second["sets"][name]["bits_per_character"][metric] == pytest.approx(value, 1e-4)
+        assert first["epoch"] == pytest.approx(second["epoch"]) and first["epoch"] > 0
+    first, second = (_measured(folder / f"weighted-{way}-{name}") for name in ("one", "two"))
+    assert first == pytest.approx(second, rel=1e-4) and len(first) == 4
+
+
+def _measured(folder):
+    """Bits a character of each held-out set at the start and at the end."""
+    rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    rows = [row for row in rows if "eval_domain_loss" in row]
+    names = [f"eval_{name}_bits_per_character" for name in ("domain", "general")]
+    return [row[name] for row in (rows[0], rows[-1]) for name in names]
 
 
 def test_zero_3_without_gathered_weights_is_refused(folder):

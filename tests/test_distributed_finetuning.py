@@ -1,11 +1,9 @@
 """Pins that two processes fine-tune as one: `neobert glue` gives the single process's evaluations
-and weights at the same batch size, and
-`neobert contrastive` with gathered negatives its losses and weights. They run on the CPU under
-torchrun (gloo)."""
+and weights at the same batch size, `neobert contrastive` its losses and weights where the steps are
+accumulated. They run on the CPU under torchrun (gloo)."""
 
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -13,17 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from glue_runs import make_world  # noqa: F401
 from jsonl import write_jsonl
-from transformers import AutoTokenizer
-
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 
 
-for _name in ("accelerate", "datasets", "sklearn", "sentence_transformers"):
-    pytest.importorskip(_name)
-from safetensors.torch import load_file  # noqa: E402
+pytest.importorskip("sentence_transformers")
 
-from neobert import __main__ as cli  # noqa: E402
+from safetensors.torch import load_file
+
+from neobert import __main__ as cli
 
 
 pytestmark = pytest.mark.slow
@@ -32,41 +28,19 @@ WORDS = "river stone music paper table winter cold water hard rock sweet sound".
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model, rows in SST-2's schema that one word decides, and pairs."""
-    folder = tmp_path_factory.mktemp("finetuning")
-    (folder / "path").mkdir()
-    (folder / "path" / "neobert").symlink_to(ROOT)
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-    }
-    NeoBERTForMaskedLM(
-        NeoBERTConfig(**sizes, embedding_init_range=0.2, classifier_pooling="mean")
-    ).save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(folder / "model")
-    draw = random.Random(0)
-    sentences = [
-        (" ".join([*draw.choices(WORDS, k=draw.randint(3, 9)), "good" if i % 2 else "bad"]), i % 2)
-        for i in range(200)
-    ]
-    rows = [{"sentence": text, "label": label} for text, label in sentences]
-    # 160 rows, a tenth held out: 9 whole batches of 16, so that no process repeats rows to fill the
-    # last one.
-    write_jsonl(folder / "data" / "sst2" / "train.jsonl", rows[:160])
-    write_jsonl(folder / "data" / "sst2" / "validation.jsonl", rows[160:])
+def folder(world):
+    """The world with pairs, and the package for the processes. Of 160 rows a tenth is held out: 9
+    whole batches of 16, so that no process repeats rows to fill the last one."""
+    (world / "path").mkdir()
+    (world / "path" / "neobert").symlink_to(ROOT)
     # Three rows share a positive: a batch of 8, of one process or of two, must not hold two of
     # them.
     rows = [
         {"anchor": f"{word} number {i}", "positive": f"{i % 24} {word}"}
         for i, word in enumerate(WORDS * 6)
     ]
-    write_jsonl(folder / "pairs.jsonl", rows)
-    return folder
+    write_jsonl(world / "pairs.jsonl", rows)
+    return world
 
 
 def both_ways(folder, name, arguments, single, double):
@@ -78,25 +52,11 @@ def both_ways(folder, name, arguments, single, double):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(folder / "path"),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        port,
-        "-m",
-        "neobert",
-    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(folder / "path")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     run = subprocess.run(
-        [*launcher, *arguments, *double, str(outputs[1])],
+        [*launcher, "--master_port", port, "-m", "neobert", *arguments, *double, str(outputs[1])],
         env=environment,
         capture_output=True,
         text=True,
@@ -121,26 +81,9 @@ def assert_same_weights(one, two, start):
 
 def test_glue_in_two_processes(folder):
     arguments = [
-        "glue",
-        "--task",
-        "sst2",
-        "--model",
-        str(folder / "model"),
-        "--data",
-        str(folder / "data"),
-        "--seeds",
-        "1",
-        "--num-train-epochs",
-        "2",
-    ]
-    arguments += [
-        "--batch_size",
-        "16",
-        "--learning_rate",
-        "3e-3",
-        "--head-dropout",
-        "0",
-        "--output",
+        *("glue", "--task", "sst2", "--model", str(folder / "model")),
+        *("--data", str(folder / "data"), "--seeds", "1", "--num-train-epochs", "2"),
+        *("--batch_size", "16", "--learning_rate", "3e-3", "--head-dropout", "0", "--output"),
     ]
     one, two = both_ways(folder, "glue", arguments, [], [])
     (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
@@ -157,33 +100,17 @@ def test_glue_in_two_processes(folder):
         "Two processes give other scores than one at the same batch size."
     )
     assert_same_weights(
-        first / "best" / "model.safetensors",
-        second / "best" / "model.safetensors",
+        *(run / "best" / "model.safetensors" for run in (first, second)),
         folder / "model" / "model.safetensors",
     )
 
 
 def test_contrastive_in_two_processes(folder):
     arguments = [
-        "contrastive",
-        "--model",
-        str(folder / "model"),
-        "--pairs",
-        str(folder / "pairs.jsonl"),
-        "--max_steps",
-        "6",
+        *("contrastive", "--model", str(folder / "model"), "--pairs", str(folder / "pairs.jsonl")),
+        *("--max_steps", "6", "--use_cpu", "true", "--max_length", "32", "--logging_steps", "1"),
+        *("--learning_rate", "1e-3", "--per_device_train_batch_size", "4"),
     ]
-    arguments += [
-        "--use_cpu",
-        "true",
-        "--max_length",
-        "32",
-        "--logging_steps",
-        "1",
-        "--learning_rate",
-        "1e-3",
-    ]
-    arguments += ["--per_device_train_batch_size", "4"]
     single = ["--gradient_accumulation_steps", "2", "--output"]
     one, two = both_ways(folder, "contrastive", arguments, single, ["--output"])
     results = [json.loads((output / "result.json").read_text()) for output in (one, two)]

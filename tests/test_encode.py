@@ -28,8 +28,9 @@ from encode_runs import (
     texts_of_many_lengths,
 )
 from jsonl import write_jsonl
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize
 
-import neobert.__main__ as cli
 from neobert import NeoBERTModel
 from neobert.common import loading
 from neobert.common.errors import UserError
@@ -114,6 +115,56 @@ def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, r
         assert table[name].to_pylist() == values.to_pylist()
     expected = reference.encode(texts, prompt="find: ", normalize_embeddings=True)
     np.testing.assert_allclose(vectors, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("output_dtype", ["float32", "int8", "binary"])
+@pytest.mark.parametrize("dims", [None, 20])
+def test_small_vectors_are_those_of_the_library(
+    corpus, model_folder, reference, tmp_path, output_dtype, dims
+):
+    """int8 by the ranges of the first vectors, shared by all parts; what is cut is scaled anew."""
+    model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
+    model.save_pretrained(str(tmp_path / "model"))
+    options = {"output_dtype": output_dtype, "truncate_dim": dims, "rows": 16}
+    embed(corpus, tmp_path / "out", tmp_path / "model", **options)
+    made = json.loads((tmp_path / "out" / "_vectors.json").read_text())
+    table, found = read_parquet(tmp_path / "out")
+    expected = model.encode(texts_of_many_lengths(70), truncate_dim=dims, normalize_embeddings=True)
+    width = dims or 64
+    assert made["width"] == width and made["output_dtype"] == output_dtype
+    kind = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
+    size = -(-width // 8) if output_dtype == "binary" else width
+    assert table.schema.field("embedding").type == pyarrow.list_(kind, size)
+    if output_dtype == "float32":
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    elif output_dtype == "binary":
+        bits = np.unpackbits((found + 128).astype(np.uint8), axis=1)[:, :width]
+        clear = np.abs(expected) > 1e-5
+        assert np.array_equal(bits[clear], (expected > 0)[clear]) and clear.mean() > 0.99
+    else:
+        low, high = np.array(made["ranges"])
+        np.testing.assert_allclose((low, high), (expected.min(0), expected.max(0)), atol=1e-5)
+        step = (high - low) / 255  # a number is the middle of its step
+        assert np.abs(low + (found + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
+
+
+def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_path):
+    """Shards that start at once, and texts that are added later, share them."""
+    source, texts = tmp_path / "corpus", texts_of_many_lengths(1100)
+    write_jsonl(source / "b.jsonl", [{"text": text} for text in texts[:900]])
+    write_jsonl(source / "c.jsonl", [{"text": text} for text in texts[900:]])
+    found = []
+    for shard in ("0/2", "1/2"):
+        out = tmp_path / shard.replace("/", "-")
+        embed(source, out, model_folder, encoder, output_dtype="int8", shard=shard)
+        found.append((out / "_vectors.json").read_bytes())
+    assert found[0] == found[1]
+    first = encoder.encode(texts[:1000])
+    ranges = json.loads(found[0])["ranges"]
+    np.testing.assert_array_equal(np.float32(ranges), (first.min(0), first.max(0)))
+    write_jsonl(source / "a.jsonl", [{"text": "new"}])
+    embed(source, tmp_path / "0-2", model_folder, encoder, output_dtype="int8")
+    assert (tmp_path / "0-2" / "_vectors.json").read_bytes() == found[0]
 
 
 def test_kept_columns_of_other_files_are_text(model_folder, encoder, tmp_path):
@@ -230,6 +281,7 @@ CHANGES = {
     "normalize": True,
     "dtype": "bfloat16",
     "output_dtype": "float16",
+    "truncate_dim": 32,
     "rows": 5,
 }
 
@@ -285,13 +337,15 @@ def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp
 BAD = [
     (["nothing.jsonl", "out"], "there is no file of rows"),
     (["corpus.jsonl", "out.safetensors"], "OUTPUT must be a folder or end in .parquet"),
-    (["corpus.jsonl", "corpus.jsonl/vectors"], "in one another; choose an output elsewhere"),
+    (["corpus.jsonl", "corpus.jsonl/vectors"], "corpus.jsonl is a file"),
     (["corpus.jsonl", "model/vectors"], "in one another; choose an output elsewhere"),
     (["corpus.jsonl", ""], "is empty"),
     (
         ["corpus.jsonl", "out", "--max-length", "100000"],
-        "at most the 64 tokens that the model reads",
+        "max_length must be at most the 64 of the model, but 100,000 was given",
     ),
+    (["corpus.jsonl", "out", "--truncate-dim", "65"], "truncate_dim must be at most the 64 of"),
+    (["empty.txt", "out", "--output-dtype", "int8"], "found on the first texts, but there are no"),
     (["corpus.jsonl", "out", "--text-column", "b"], "has no column 'b', only id, text, n; name it"),
     (["corpus.jsonl", "out", "--prompt-name", "no"], "no prompt called 'no'; it has: .*document"),
     (
@@ -310,6 +364,7 @@ BAD = [
 def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, given, message):
     shutil.copytree(model_folder, tmp_path / "model")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
     write_jsonl(tmp_path / "bad.jsonl", [{"text": "a"}, {"text": None}])
     for name in ("a.b.jsonl", "a.b.jsonl.gz"):
         (tmp_path / "twice").mkdir(exist_ok=True)
@@ -319,12 +374,6 @@ def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, 
     with pytest.raises(UserError, match=message):
         main([*given, "--dtype", "float32", *model])
     assert not list(tmp_path.glob("out/*.parquet"))
-
-
-@pytest.mark.parametrize("argv", [[], ["corpus.jsonl", "out", "--modle", "x"]])
-def test_no_arguments_and_typos_exit_with_2(argv, capsys):
-    assert cli.main(["encode", *argv]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder):
@@ -366,8 +415,8 @@ def test_shards_of_launchers(monkeypatch):
     for name, value in (("PROCID", 5), ("STEP_NUM_TASKS", 8), ("LOCALID", 1)):
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     assert Shard.of() == (5, 8, 1) and Shard.of("3/64") == (3, 64, 0)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in (("RANK", 2), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
     assert Shard.of() == (2, 4, 0), "torchrun's numbers come first"
 
 

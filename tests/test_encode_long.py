@@ -183,10 +183,3 @@ def test_windows_that_cannot_be(corpus, model_folder, tmp_path, settings, messag
     with pytest.raises(UserError, match=message):
         embed(corpus, tmp_path / "out.parquet", model_folder, long_texts="windows", **settings)
     assert not list(tmp_path.glob("out*"))
-
-
-def test_a_tokenizer_without_places(reference, monkeypatch):
-    encoder = PackedEncoder(reference, dtype="float32", device="cpu")
-    monkeypatch.setattr(type(reference.tokenizer), "is_fast", False)
-    with pytest.raises(UserError, match="a tokenizer that tells the place of each token"):
-        WindowSettings.of(encoder, "")

@@ -115,7 +115,7 @@ def test_who_comes_first_says_how(tmp_path, url):
     assert folders[0].agreed({"dtype": "bfloat16"}) == {"dtype": "bfloat16"}
     assert folders[1].agreed({"dtype": "float32"}) == {"dtype": "bfloat16"}
     assert folders[0].names() == ["_vectors.json"]
-    folders[0].remove()
+    folders[0].remove(f"{folders[0].url}.parquet")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ def test_a_new_folder(tmp_path, prepare):
 @pytest.mark.parametrize(
     "output, sentence",
     [
-        ("", "is empty; give a name"),
         ("full", "full is there already, a folder with files in it; remove it yourself (rm -r"),
         ("file", "file is there already, a file"),
         ("file/below", "cannot be made there: .*file is a file"),
@@ -63,13 +62,13 @@ def test_refused_outputs(tmp_path, monkeypatch, output, sentence):
 
 
 def test_an_error_leaves_nothing(tmp_path):
-    """Neither the folder nor the parents that were made for it; a file that was there stays."""
+    """No half folder or file; a file that was there stays."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("old")
-    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a" / "b") as folder:
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a") as folder:
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
-    for name in ("there/file", "c/file"):
+    for name in ("there/file", "c"):
         with pytest.raises(ZeroDivisionError), new_file(tmp_path / name) as file:
             file.write(b"x")
             1 / 0  # noqa: B018
@@ -139,6 +138,18 @@ def test_rights_and_file_systems_without_chmod_and_links(tmp_path, monkeypatch):
         os.umask(umask)
     modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/below/file", "b")]
     assert modes == [0o750, 0o640, 0o640]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_rights_are_those_of_the_umask(tmp_path):
+    """Also of a file that a library wrote for its owner alone, as safetensors does."""
+    umask = os.umask(0o027)
+    try:
+        with new_folder(tmp_path / "a") as folder:
+            (folder / "weights").touch(0o600)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "a" / "weights").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from glue_runs import make_world, run  # noqa: F401
 from jsonl import write_jsonl
 
 from neobert.common.errors import UserError
+from neobert.common.files import write_json
 from neobert.common.published import GLUE
-from neobert.finetuning import glue, glue_table
+from neobert.finetuning import glue, glue_run, glue_table
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS
 
@@ -19,28 +20,14 @@ from neobert.finetuning.options import OPTIONS
 # table
 
 
-def fake_result(folder, task, seed, score, name="mine", selected=None, **settings):
-    values = {
-        "seed": seed,
-        "lora": None,
-        "selection": "heldout",
-        "learning_rate": 1e-5,
-        **settings,
-    }
-    result = {
-        "task": task,
-        "name": name,
-        "settings": values,
-        "score": score,
-        "last": {"score": score - 0.01},
-    }
-    result |= {
-        "selected": {"score": score if selected is None else selected},
-        "best_of_all_evaluations": score + 0.01,
-    }
+def fake_result(folder, task, seed, score, name="mine", selected=None, row=None, **settings):
+    values = {"seed": seed, "learning_rate": 1e-5, **settings}
+    result = {"task": task, "name": name, "row": row or name, "settings": values, "score": score}
+    result |= {"last": {"score": score - 0.01}, "best_of_all_evaluations": score + 0.01}
+    result["selected"] = {"score": score if selected is None else selected}
     path = folder / name / task / f"{seed}-{values['learning_rate']}" / "result.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(result))
+    write_json(path, result)
+    return path.parent
 
 
 def test_table_layout(tmp_path):
@@ -75,18 +62,17 @@ def test_table_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings, note",
+    "options, row",
     [
-        ({"data": "folder/mine"}, "data: mine"),
-        ({"lora": {"rank": 4}}, "LoRA r=4"),
-        ({"selection": "dev"}, "selected on dev"),
-        ({"metric": "accuracy"}, "selected by accuracy"),
+        (["--data", "folder/mine"], "m (data: mine)"),
+        (["--lora", "--lora-rank", "4"], "m (LoRA r=4)"),
+        (["--selection", "dev"], "m (selected on dev)"),
+        (["--learning-rate", "1e-4"], "m"),
     ],
 )
-def test_runs_that_do_not_compare_are_rows_of_their_own(tmp_path, settings, note):
-    fake_result(tmp_path, "rte", 1, 0.5)
-    fake_result(tmp_path, "rte", 2, 0.9, **{"learning_rate": 1e-4, **settings})
-    assert sorted(glue_table.collect(tmp_path)["name"]) == ["mine", f"mine ({note})"]
+def test_runs_that_do_not_compare_are_rows_of_their_own(options, row):
+    arguments, _ = OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options])
+    assert arguments.row == row
 
 
 def test_published_averages():
@@ -99,7 +85,7 @@ def test_published_averages():
 def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
     done = []
 
-    def fine_tune(output, settings, splits, model, tokenizer, options, trainer):
+    def fine_tune(output, settings, *others):
         rate = settings["learning_rate"]
         done.append((rate, settings["batch_size"], settings["seed"]))
         # Selection prefers 2e-5, the dev score prefers 1e-5.
@@ -113,59 +99,39 @@ def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
             *("--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"),
         ]
     )
-    known = {"revision": "ours", "tokenizer": None}
-    results = glue.run_task(arguments, trainer, TASKS["sst2"], {}, None, known)
+    results = glue.run_task(arguments, trainer, TASKS["sst2"], {}, None, "ours")
     assert len(done) == 8, "six learning rates with the first seed, then both seeds of the best"
     assert done[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2, (
         "The best is the one with the best selection score."
     )
 
 
-def _give_weights(folder):
-    for path in folder.rglob("result.json"):
-        (path.parent / "best").mkdir()
-        (path.parent / "best" / "config.json").write_text("{}")
-
-
-def test_the_mnli_run_to_start_from_is_the_best_selected_one_of_the_same_weights(tmp_path):
-    for seed, score, selected, revision in (
-        (1, 0.9, 0.5, "ours"),
-        (2, 0.6, 0.8, "ours"),
-        (3, 0.7, 0.7, "ours"),
-        (4, 0.95, 0.99, "others"),
-    ):
-        fake_result(tmp_path, "mnli", seed, score, selected=selected, revision=revision)
-    arguments, _ = OPTIONS["glue"].read(
-        ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
-    )
-    assert glue.mnli_start(arguments, "ours") is None, "a run whose weights are gone is no start"
-    _give_weights(tmp_path)
-    assert glue.mnli_start(arguments, "ours") == tmp_path / "mine" / "mnli" / "2-1e-05"
-    assert glue.mnli_start(arguments, "third") is None
-
-
-@pytest.mark.parametrize(
-    "keep, task, left",
-    [
-        ("best", "rte", {2}),
-        ("none", "rte", set()),
-        ("none", "mnli", {2}),
-        ("all", "rte", {1, 2, 3}),
-    ],
-)
-def test_the_weights_that_stay_are_those_of_the_best_selected_run(tmp_path, keep, task, left):
+def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
+    given = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
+    arguments, _ = OPTIONS["glue"].read(given)
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
-        fake_result(tmp_path, task, seed, score, selected=selected)
-    _give_weights(tmp_path)
-    arguments, _ = OPTIONS["glue"].read(
-        [
-            *("--task", task, "--model", "m", "--name", "mine", "--output", str(tmp_path)),
-            *("--keep-models", keep),
-        ]
+        folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
+        if seed == 1:
+            assert glue.mnli_start(arguments) is None, "a run whose weights are gone is no start"
+        (folder / "best").mkdir()
+    fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
+    assert glue.mnli_start(arguments) == tmp_path / "mine" / "mnli" / "2-1e-05"
+
+
+@pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
+def test_weights_are_kept_of_runs_that_are_better_than_those_before(
+    world, tmp_path, monkeypatch, keep, kept
+):
+    """What is there is never removed."""
+    scores = iter([0.5, 0.5, 0.7, 0.7, 0.6, 0.6])
+    monkeypatch.setattr(
+        glue_run, "evaluation_metrics", lambda *_: {"score": next(scores), "dev_score": 0.5}
     )
-    glue._prune(arguments, TASKS[task])
-    assert {int(path.parent.name[0]) for path in tmp_path.rglob("best")} == left
-    assert len(glue_table.finished_runs(tmp_path)) == 3, "results stay"
+    settings = {"num_train_epochs": 0.2, "max_eval_interval": 1}
+    run(world, tmp_path, seeds="1,2,3", keep_models=keep, **settings)
+    best = [path.parent for path in tmp_path.rglob("best/model.safetensors")]
+    assert {int(path.parent.name.split("seed")[1][0]) for path in best} == kept
+    assert len(glue_table.finished_runs(tmp_path)) == 3
 
 
 def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
 
+from data_runs import tokenise_texts
 from pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
 
 from neobert.__main__ import main
@@ -29,7 +30,6 @@ from neobert.pretraining.heldout import (
     piece_characters,
 )
 from neobert.pretraining.masking import TokenMasking
-from neobert.pretraining.prepared import tokenise_texts
 from neobert.pretraining.sources import parse_sources
 
 
@@ -101,9 +101,40 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
                 if label != -100:
                     bits -= float(logits[place].log_softmax(-1)[label]) / math.log(2)
                     characters += len(bundled.convert_ids_to_tokens(label).removeprefix("##"))
-    found = evaluate_batches(model, batches, characters=piece_characters(bundled))
+    found = evaluate_batches(model, batches, piece_characters(bundled))
     assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
     assert found["loss"] * found["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
+
+
+def test_errors_are_those_of_ratios_over_batches():
+    """Against the textbook's formula: residuals a - r b over the batches, n / (n - 1)."""
+    rng = torch.Generator().manual_seed(0)
+    batches, rows = [], []
+    for count in (4, 7, 2, 5, 9):
+        labels = torch.randint(0, 6, (1, count), generator=rng)
+        batches.append({"labels": labels, "logits": torch.randn(1, count, 6, generator=rng)})
+
+    class Answers(torch.nn.Module):
+        def forward(self, labels, logits):
+            loss = torch.nn.functional.cross_entropy(logits[0], labels[0])
+            return type("Output", (), {"loss": loss, "logits": logits})
+
+    characters = torch.tensor([1, 2, 3, 1, 4, 2])
+    metrics = evaluate_batches(Answers(), batches, characters, "cpu")
+    for batch in batches:
+        loss = torch.nn.functional.cross_entropy(
+            batch["logits"][0].double(), batch["labels"][0], reduction="sum"
+        )
+        right = (batch["logits"].argmax(-1) == batch["labels"]).sum()
+        lengths = characters[batch["labels"]].sum()
+        rows.append([float(loss) / 0.6931471805599453, right, batch["labels"].numel(), lengths])
+    values = torch.tensor(rows, dtype=torch.float64)
+    for name, a, b in (("bits_per_character", 0, 3), ("masked_accuracy", 1, 2)):
+        ratio = values[:, a].sum() / values[:, b].sum()
+        residuals = values[:, a] - ratio * values[:, b]
+        error = (residuals.square().sum() * 5 / 4).sqrt() / values[:, b].sum()
+        assert metrics[name] == pytest.approx(float(ratio), rel=1e-5)
+        assert metrics[f"{name}_error"] == pytest.approx(float(error), rel=1e-4)
 
 
 @pytest.fixture(name="sets")
@@ -129,12 +160,17 @@ def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
     assert metrics["eval_domain_masked_accuracy"] > metrics["eval_general_masked_accuracy"] + 0.1
     assert metrics["eval_domain_unigram_accuracy"] > 0
     result = json.loads((tmp_path / "a" / "result.json").read_text())
-    assert set(result["heldout"]) == {"domain", "general"}
+    assert set(result["settings"]["heldout"]) == {"domain", "general"}
     assert metrics.items() <= result.items()
 
     # One set alone is measured alike, under its plain name.
     alone = run_of(arguments_of(corpus, tmp_path / "b", heldout=sets["domain"], **given))
     assert alone["eval_loss"] == metrics["eval_domain_loss"]
+    with pytest.raises(UserError, match="other settings .heldout"):
+        other = sets["general"]
+        run_of(
+            arguments_of(corpus, tmp_path / "b", heldout=other, prepared=tmp_path / "p", **given)
+        )
 
     # Without training: the same figures, and nothing but the prepared text is written.
     again = run_of(
@@ -162,8 +198,7 @@ BAD = [
     ("{domain: DIR/train.txt}", "is trained on too"),
     ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is trained on too"),
     ("{'a b': DIR/other.txt}", "'a b' is no name of a set"),
-    ("{domain: }", "heldout: domain is empty"),
-    ("{}", "heldout is empty"),
+    ("{domain: }", "name of dataset must be str"),
     ("{domain: [{name: DIR/other.txt, weight: 1}, {name: DIR/heldout.txt, weight: 1}]}", "weight"),
 ]
 
@@ -184,7 +219,7 @@ def test_held_out_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
     (tmp_path / "other.txt").symlink_to("train.txt")
     sets = parse_heldout({"a": str(tmp_path / "other.txt")})
     with pytest.raises(UserError, match="trained on too"):
-        check_held_out(sets, parse_sources(str(tmp_path / "train.txt"), None, "train", "text"))
+        check_held_out(sets, parse_sources(str(tmp_path / "train.txt")))
 
 
 def test_measuring_needs_text(corpus, tmp_path):

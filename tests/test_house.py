@@ -2,6 +2,7 @@
 and none in a circle; no room grows beyond its budget of statements."""
 
 import ast
+import configparser
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,14 @@ def test_the_reader_of_imports_sees_what_is_there():
     )
 
 
+def test_every_room_is_installed():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    rooms = {place.parts[0] for place in FILES if len(place.parts) > 1} - {"benchmarks"}
+    packages = settings["options"]["packages"].split()
+    assert sorted(packages) == sorted(["neobert", *(f"neobert.{room}" for room in rooms)])
+
+
 @pytest.mark.parametrize("place", FILES, ids=str)
 def test_a_file_imports_downward_and_in_no_circle(place):
     own = place.parts[0].removesuffix(".py")
@@ -154,17 +163,17 @@ def test_what_a_file_imports_is_there(place):
 # Statements of each room, docstrings left out. A number may only fall: who needs more takes away
 # something else.
 BUDGETS = {
-    "__main__": 63,
-    "benchmarks": 1863,
-    "throughput": 427,
+    "__main__": 62,
+    "benchmarks": 2202,
+    "throughput": 405,
     "export": 852,
     "convert_checkpoint": 16,
-    "pretraining": 2082,
-    "finetuning": 540,
-    "embeddings": 2046,
+    "pretraining": 1658,
+    "finetuning": 469,
+    "embeddings": 1849,
     "conversion": 955,
-    "training": 264,
-    "common": 1424,
+    "training": 261,
+    "common": 1324,
     "modeling_neobert": 581,
     "configuration_neobert": 144,
     "attention_neobert": 286,

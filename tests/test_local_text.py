@@ -6,8 +6,8 @@ import gzip
 import pytest
 
 from neobert.benchmarks import local_text
+from neobert.common.data import is_held_out
 from neobert.common.errors import UserError
-from neobert.common.held_out import is_held_out
 
 
 def test_wordnet_lines_become_sentences(tmp_path):
@@ -84,18 +84,9 @@ def test_the_held_out_part_is_a_function_of_the_key():
     assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
 
 
-def test_the_command_writes_both_parts_and_long_texts(tmp_path, monkeypatch):
+def test_the_command_writes_both_parts(tmp_path, monkeypatch):
     rows = [{"id": f"noun-{i:08d}", "text": f"text {i}"} for i in range(1000)]
     monkeypatch.setitem(local_text.SOURCES, "wordnet", lambda: rows)
-    command = ["wordnet", "--out", str(tmp_path / "new"), "--long-words", "4"]
-    assert local_text.main(command) == 0
+    assert local_text.main(["wordnet", "--out", str(tmp_path / "new")]) == 0
     lines = {path.stem: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
     assert len(lines["train"]) + len(lines["heldout"]) == 1000
-    assert len(lines["long"]) == len(lines["heldout"]) // 2, "two texts of two words each"
-
-
-def test_long_texts_are_joined_from_neighbours():
-    assert list(local_text.join_texts(["a b", "c", "d e f g", "h", "i"], 3)) == [
-        "a b c",
-        "d e f g",
-    ], "what does not reach the length is dropped"

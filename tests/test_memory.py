@@ -46,23 +46,11 @@ def test_growth_is_that_of_the_work():
     assert first.peak == first.before + first.growth and first.before > held.nbytes, (
         "the peak counts what was held at the start"
     )
-    peak = first.peak
-    more = torch.ones(96 * MIB // 4)
-    assert first.peak == peak, "what comes after the with does not count"
     with PeakMemory("cpu") as second:
         pass
     assert second.growth < 16 * MIB, (
         f"an earlier, higher peak is forgotten, but {mebibytes(second.growth)} MiB were seen"
     )
-    del more
-
-
-@linux
-def test_without_a_with_it_goes_on():
-    running = PeakMemory("cpu")
-    before = running.peak
-    torch.ones(32 * MIB // 4)
-    assert running.peak >= before + 28 * MIB, "the peak is that since the construction, at any time"
 
 
 def test_on_cuda_it_is_what_torch_reserved(monkeypatch):

@@ -218,7 +218,7 @@ def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatc
     }
     assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
     assert "| docstring | MIT | 1 | free | 40 | " in (tmp_path / "out" / "sources.md").read_text()
-    held = [row["package"] for row in rows if module.order(f"dev {row['package']}") < 0.5]
+    held = [row["package"] for row in rows if module.fraction(f"dev {row['package']}") < 0.5]
     module.main([str(tmp_path), "--output", str(tmp_path / "half"), "--dev-share", "0.5"])
     for folder, packages in (("half/dev", held), ("half", {"free", "old"} - set(held))):
         path = tmp_path / folder / "pairs.jsonl"

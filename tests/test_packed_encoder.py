@@ -1,8 +1,6 @@
 """Pins `PackedEncoder`: vectors equal SentenceTransformer.encode, batches of a token budget, and
 the dtype that is fastest on a CPU."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -33,100 +31,56 @@ from neobert.common.loading import position_limit
 from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
 
 
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def close(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("length", [64, 8])
+@pytest.mark.parametrize("include_prompt", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_packed_vectors_equal_sentence_transformers(model_folder, pooling):
+def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, include_prompt, length):
+    """Without the prompt in the pooling, as models of Instructor's kind have it, batches are
+    padded; a prompt that fills the length leaves the last token to the pooling."""
     texts = [*texts_of_many_lengths(40), "", "  padded with blanks  ", "word " * 200]
-    encoder = PackedEncoder(
-        str(model_folder), pooling=pooling, tokens_per_batch=150, dtype="float32", device="cpu"
-    )
-    assert encoder.packs, (
-        "a NeoBERT with mean or first-token pooling must run packed, or this test compares nothing"
-    )
-    transformer = Transformer(str(model_folder), max_seq_length=64)
-    expected = SentenceTransformer(
-        modules=[transformer, Pooling(64, pooling)], device="cpu"
-    ).encode(texts, prompt="query: ")
-    np.testing.assert_allclose(
-        encoder.encode(texts, "query: "), expected, atol=1e-5 * np.abs(expected).max(), rtol=0
-    )
-
-
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_a_prompt_that_is_left_out_of_the_pooling(model_folder, pooling):
-    """As models of Instructor's kind have it, whose prompt must not count in the mean."""
-    modules = [
-        Transformer(str(model_folder), max_seq_length=64),
-        Pooling(64, pooling, include_prompt=False),
-    ]
-    model, texts = SentenceTransformer(modules=modules, device="cpu"), texts_of_many_lengths(20)
+    transformer = Transformer(str(model_folder), max_seq_length=length)
+    modules = [transformer, Pooling(64, pooling, include_prompt=include_prompt), Normalize()]
+    model = SentenceTransformer(modules=modules, device="cpu")
     encoder = PackedEncoder(model, tokens_per_batch=150, dtype="float32", device="cpu")
-    expected = model.encode(texts, prompt="find the cat: ")
-    np.testing.assert_allclose(
-        encoder.encode(texts, "find the cat: "),
-        expected,
-        atol=1e-5 * np.abs(expected).max(),
-        rtol=0,
-    )
+    assert encoder.packs == include_prompt
+    prompt = "find the cat that sat on the mat: "
+    close(encoder.encode(texts, prompt), model.encode(texts, prompt=prompt))
 
 
-def test_a_prompt_as_long_as_the_text_may_be(model_folder):
-    """SentenceTransformer truncates the prompt too, so that the last token is left for the
-    pooling."""
-    modules = [
-        Transformer(str(model_folder), max_seq_length=8),
-        Pooling(64, "mean", include_prompt=False),
-    ]
-    model, prompt = (
-        SentenceTransformer(modules=modules, device="cpu"),
-        "find the cat that sat on the mat: ",
-    )
-    expected = model.encode(["a dog", "the hills"], prompt=prompt)
-    assert np.abs(expected).max() > 0, "vacuous: nothing is pooled"
-    found = PackedEncoder(model, dtype="float32", device="cpu").encode(
-        ["a dog", "the hills"], prompt
-    )
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
-
-
-def test_modules_after_the_pooling_are_applied(reference):
-    model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
-    vectors = PackedEncoder(model, dtype="float32", device="cpu").encode(texts_of_many_lengths(5))
-    np.testing.assert_allclose(
-        np.linalg.norm(vectors, axis=1), 1, atol=1e-5, err_msg="the Normalize module was left out"
-    )
+def make_bert(folder, tokenizer_dir, positions):
+    torch.manual_seed(0)
+    BertModel(BertConfig(**SMALL, max_position_embeddings=positions)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return str(folder)
 
 
 def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-    )
-    BertModel(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
-    encoder = PackedEncoder(str(tmp_path), tokens_per_batch=200, dtype="float32", device="cpu")
+    folder = make_bert(tmp_path, tokenizer_dir, 128)
+    encoder = PackedEncoder(folder, tokens_per_batch=200, dtype="float32", device="cpu")
     texts = texts_of_many_lengths(30)
     assert not encoder.packs, "only NeoBERT takes packed input on every attention implementation"
-    expected = encoder.sentence_transformer.encode(texts)
-    np.testing.assert_allclose(encoder.encode(texts), expected, atol=1e-5)
+    close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
 
 
 def test_batches_hold_the_token_budget_and_every_text_once(reference):
     encoder = PackedEncoder(reference, tokens_per_batch=100, dtype="float32", device="cpu")
     lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
     batches = list(encoder.batches(lengths))
-    assert sorted(np.concatenate(batches)) == list(range(8)), (
-        "every text belongs to exactly one batch"
-    )
-    assert all(lengths[batch].sum() <= 100 or len(batch) == 1 for batch in batches), (
-        "a batch went over its token budget"
-    )
-    assert len(batches) == 5, (
-        f"greedy packing of {lengths} by length needs 5 batches, not {len(batches)}"
-    )
+    assert sorted(np.concatenate(batches)) == list(range(8)), "every text is in one batch"
+    assert all(lengths[batch].sum() <= 100 or len(batch) == 1 for batch in batches)
+    assert len(batches) == 5, "greedy, by length"
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -146,9 +100,7 @@ def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkey
     found = encoder.embed(tokens)
     encoder.embed(tokens[:5])
     assert seen == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
-    np.testing.assert_allclose(
-        found, alone, atol=(1e-5 if dtype == "float32" else 2e-2) * np.abs(alone).max(), rtol=0
-    )
+    close(found, alone, 1e-5 if dtype == "float32" else 2e-2)
 
 
 def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
@@ -156,9 +108,7 @@ def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, m
     monkeypatch.setattr(encoder, "packs", False)
     lengths = np.array([40, 10, 10, 15, 10, 40])
     batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]
-    assert batches == [[10, 10, 10], [15], [40], [40]], (
-        "a batch of n texts costs n times its longest"
-    )
+    assert batches == [[10, 10, 10], [15], [40], [40]], "n texts cost n times the longest"
 
 
 def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
@@ -171,36 +121,23 @@ def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
 
 def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_folder):
     texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
+    expected = [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
     encoder, found = PackedEncoder(reference, dtype="float32", device="cpu"), []
     kept = encoder.tokenize(texts, "find: ", found)
-    assert (
-        found == [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
-        and len(kept[0]) == 64 < found[0]
-    )
+    assert found == expected and len(kept[0]) == 64 < found[0]
     fast, found = encoder._tokenizer, []
     # as a tokenizer in Python answers
     encoder._tokenizer = lambda *given, **options: BatchEncoding(fast(*given, **options).data)
     encoder.tokenize(texts, "find: ", found)
-    assert found == [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
+    assert found == expected
 
 
 def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
-    small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    BertModel(BertConfig(**small, max_position_embeddings=40)).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path)
-    encoder = PackedEncoder(str(tmp_path), max_length=1024, dtype="float32", device="cpu")
-    assert position_limit(RobertaModel(RobertaConfig(**small, max_position_embeddings=42))) == 40, (
-        "RoBERTa's positions start at 2"
-    )
-    assert encoder.max_length == 40, (
-        "a recipe's 1,024 tokens must not run past the positions of a baseline"
-    )
-    assert encoder.encode(["word " * 300]).shape == (1, 32)
+    folder = make_bert(tmp_path, tokenizer_dir, 40)
+    encoder = PackedEncoder(folder, max_length=1024, dtype="float32", device="cpu")
+    roberta = RobertaModel(RobertaConfig(**SMALL, max_position_embeddings=42))
+    assert position_limit(roberta) == 40, "RoBERTa's positions start at 2"
+    assert encoder.max_length == 40 and encoder.encode(["word " * 300]).shape == (1, 32)
 
 
 def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, monkeypatch):
@@ -211,10 +148,9 @@ def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, mon
         "_embed_packed",
         lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]),
     )
+    tokens = [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
     with pytest.raises(NotFinite, match="not finite in float32; .* weights are damaged") as caught:
-        encoder.embed(
-            [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
-        )
+        encoder.embed(tokens)
     assert caught.value.index == 2, "the first of those that are not finite, in the order given"
 
 
@@ -236,20 +172,7 @@ def test_the_fastest_dtype_of_a_cpu(name, monkeypatch, capsys):
     )
     assert loading.choose_dtype("auto", "cpu") == getattr(torch, name.strip())
     message = capsys.readouterr().err
-    assert (
-        f"dtype {name.strip()}, by the matrix products" in message
-        and f"float32 {RATES[name]['float32']}" in message
-    )
+    assert f"dtype {name.strip()}, by the matrix products" in message
+    assert f"float32 {RATES[name]['float32']}" in message
     assert loading.choose_dtype("float32", "cpu") == torch.float32 and not capsys.readouterr().err
     loading._fastest_on_cpu.cache_clear()
-
-
-def test_the_rates_are_measured_in_a_moment():
-    start, threads = time.process_time(), torch.get_num_threads()
-    rates = loading.matrix_rates()
-    assert time.process_time() - start < 2, "it must not hold up a command, on the slowest of CPUs"
-    assert (
-        torch.get_num_threads() == threads
-        and rates.keys() == {"float32", "float16", "bfloat16"}
-        and min(rates.values()) > 1e6
-    )

@@ -1,7 +1,7 @@
 """Pins packed execution: no layer computes on padding; the layouts agree on outputs and gradients,
-also in low precision; empty rows, a batch of one and scattered padding; one RoPE table and one mask
-a forward; compiled blocks that keep their graphs; the slices in which the CPU works without
-gradients, and how many tensors are alive at once.
+also in low precision; empty rows, a batch of one and scattered padding; compiled blocks that keep
+their graphs; the slices in which the CPU works without gradients, and how many tensors are alive at
+once.
 
 Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is none.
 """
@@ -9,6 +9,7 @@ Tests of CUDA kernels are marked `gpu` and skipped, saying so, where there is no
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel, attention_neobert
@@ -18,6 +19,7 @@ from neobert.common.blocks import compile_blocks
 from .reference import (
     FlashReference,
     LiveTensors,
+    assert_same,
     count_rows,
     install_flash,
     make_model,
@@ -27,16 +29,8 @@ from .reference import (
 
 def scattered_batch():
     """Four rows of 12: padding on the left, on the right and in between; one row is all padding."""
-    ids, _ = random_batch([12, 12, 12, 12])
-    mask = torch.tensor(
-        [
-            [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-            [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0],
-            [1, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0],
-            [0] * 12,
-        ]
-    )
-    return ids, mask
+    rows = ("000111111111", "111100000000", "101100111010", "000000000000")
+    return random_batch([12] * 4)[0], torch.tensor([[int(c) for c in row] for row in rows])
 
 
 BATCHES = {
@@ -58,33 +52,32 @@ def outputs_and_gradients(model, ids, mask):
     return hidden.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def assert_close(given, expected, bound, what):
-    error = (given.double() - expected.double()).abs().max()
-    assert error <= bound * expected.abs().max(), (
-        f"{what}: the error {error:.1e} is above {bound:.0e} of {expected.abs().max():.1e}"
-    )
-
-
 # ------------------------------------------------------------------------------------------------
 # layouts
+
+
+def plain_model():
+    return make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False)
+
+
+def deviation(model, ids, mask, exact):
+    """Largest error of the outputs, and length of the error of all gradients."""
+    outputs, grads = outputs_and_gradients(model, ids, mask)
+    total = sum((grads[name].float() - grad).square().sum() for name, grad in exact[1].items())
+    return (outputs.float() - exact[0]).abs().max(), total.sqrt()
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))
 def test_layouts_agree_on_outputs_and_gradients(implementation, batch):
     ids, mask = BATCHES[batch]()
-    packed, grads = outputs_and_gradients(
-        make_model(NeoBERTModel, attn_implementation=implementation), ids, mask
-    )
-    expected, expected_grads = outputs_and_gradients(
-        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask
-    )
-    assert_close(packed, expected, 1e-5, "outputs")
-    assert any(grad.abs().max() > 0 for grad in expected_grads.values()), (
-        "no gradient, so this test would be vacuous"
-    )
+    model = make_model(NeoBERTModel, attn_implementation=implementation)
+    packed, grads = outputs_and_gradients(model, ids, mask)
+    expected, expected_grads = outputs_and_gradients(plain_model(), ids, mask)
+    assert_same(packed, expected)
+    assert any(grad.abs().max() > 0 for grad in expected_grads.values())
     for name, grad in expected_grads.items():
-        assert_close(grads[name], grad, 1e-4, f"gradient of {name}")
+        assert_same(grads[name], grad, 1e-4, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa"))
@@ -92,25 +85,11 @@ def test_low_precision_within_the_error_of_the_plain_implementation(implementati
     """bfloat16 against float32: outputs within twice, gradients within three times the error of the
     padded eager model in bfloat16."""
     ids, mask = random_batch([9, 3, 7])
-    exact, exact_grads = outputs_and_gradients(
-        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False), ids, mask
-    )
-
-    def errors(unpad, implementation):
-        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad).to(
-            torch.bfloat16
-        )
-        outputs, grads = outputs_and_gradients(model, ids, mask)
-        total = sum(
-            (grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()
-        )
-        return (outputs.float() - exact).abs().max(), total.sqrt()
-
-    plain, plain_grads = errors(False, "eager")
-    packed, packed_grads = errors(True, implementation)
-    assert plain > 0, "bfloat16 is exact here, so this test would be vacuous"
-    assert packed <= 2 * plain
-    assert packed_grads <= 3 * plain_grads
+    exact = outputs_and_gradients(plain_model(), ids, mask)
+    model = make_model(NeoBERTModel, attn_implementation=implementation).to(torch.bfloat16)
+    plain, plain_grads = deviation(plain_model().to(torch.bfloat16), ids, mask, exact)
+    packed, packed_grads = deviation(model, ids, mask, exact)
+    assert plain > 0 and packed <= 2 * plain and packed_grads <= 3 * plain_grads
 
 
 @pytest.mark.parametrize("inputs", ("input_ids", "inputs_embeds"))
@@ -119,13 +98,10 @@ def test_no_layer_computes_on_padding(inputs):
     ids, mask = random_batch([9, 3, 7, 1])
     model = make_model(NeoBERTModel)
     given = {"input_ids": ids} if inputs == "input_ids" else {"inputs_embeds": model.encoder(ids)}
-    seen = count_rows(
-        *(m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding, nn.RMSNorm)))
-    )
+    kinds = (nn.Linear, nn.Embedding, nn.RMSNorm)
+    seen = count_rows(*(module for module in model.modules() if isinstance(module, kinds)))
     model(**given, attention_mask=mask)
-    assert seen and set(seen) == {20}, (
-        f"all layers see the 20 real tokens of 36, not {sorted(set(seen))}"
-    )
+    assert set(seen) == {20}, "all layers see the 20 real tokens of 36"
 
 
 class WholeTensors(TorchDispatchMode):
@@ -137,13 +113,9 @@ class WholeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        if (
-            isinstance(output, torch.Tensor)
-            and output.numel() >= self.size
-            and output.untyped_storage().data_ptr() not in given
-        ):
-            self.seen += 1
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        if isinstance(output, Tensor) and output.numel() >= self.size:
+            self.seen += output.untyped_storage().data_ptr() not in given
         return output
 
 
@@ -157,46 +129,7 @@ def test_the_cost_of_gradients_does_not_grow_with_the_number_of_texts():
         with WholeTensors(78 * 64) as count:
             loss.backward()
         seen.append(count.seen)
-    assert seen[0] > 0, "nothing was counted, so this test would be vacuous"
-    assert seen[1] <= seen[0] + 10
-
-
-@pytest.mark.parametrize("mask", ("packed", "padded", "none"))
-@torch.no_grad()
-def test_one_table_and_one_mask_a_forward(mask, monkeypatch):
-    calls = []
-    for name in ("rotary_embeddings", "AttentionDispatch"):
-        function = getattr(modeling, name)
-        monkeypatch.setattr(
-            modeling,
-            name,
-            lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k),
-        )
-    ids, attention_mask = random_batch([9, 3])
-    model = make_model(NeoBERTModel, unpad_inputs=mask != "padded")
-    model(ids, attention_mask=None if mask == "none" else attention_mask)
-    assert sorted(calls) == ["AttentionDispatch", "rotary_embeddings"], (
-        "each once for all three layers"
-    )
-
-
-@torch.no_grad()
-def test_projections_are_not_copied_before_attention():
-    """Queries, keys and values reach the attention function as views of the projection, where q and
-    k were rotated in place."""
-    storages = []
-
-    def spy(module, query, key, value, mask, **kwargs):
-        storages.append(
-            [x.untyped_storage().nbytes() // x.element_size() for x in (query, key, value)]
-        )
-        return modeling.eager_attention_forward(module, query, key, value, mask, **kwargs)
-
-    model = make_model(NeoBERTModel, num_hidden_layers=1)
-    modeling.ALL_ATTENTION_FUNCTIONS.register("spy", spy)
-    model.config._attn_implementation = "spy"
-    model(random_batch([8])[0])
-    assert storages == [[8 * 3 * 64] * 3], "no tensor of its own for q, k or v"
+    assert 0 < seen[1] <= seen[0] + 10
 
 
 # ------------------------------------------------------------------------------------------------
@@ -213,17 +146,18 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
     x = torch.randn(*shape, 64)
     gate, value = (x @ block.w12.weight.T).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * value) @ block.w3.weight.T
-    monkeypatch.setattr(modeling, "_CPU_TOKENS", 4)
     seen, gated = [], modeling.NeoBERTSwiGLU.gated
-    monkeypatch.setattr(
-        modeling.NeoBERTSwiGLU,
-        "gated",
-        lambda self, x, *more, **m: seen.append(x[..., 0].numel()) or gated(self, x, *more, **m),
-    )
-    assert_close(block(x), expected, 1e-5, "sliced")
+
+    def noted(self, x, **kwargs):
+        seen.append(x[..., 0].numel())
+        return gated(self, x, **kwargs)
+
+    monkeypatch.setattr(modeling, "_CPU_TOKENS", 4)
+    monkeypatch.setattr(modeling.NeoBERTSwiGLU, "gated", noted)
+    assert_same(block(x), expected, what="sliced")
     assert max(seen) <= 4 and sum(seen) == tokens, "every token once, four at most at a time"
     with torch.enable_grad():
-        assert_close(block(x), expected, 1e-5, "in one piece")
+        assert_same(block(x), expected, what="in one piece")
     assert seen[-1] == tokens, "with gradients it is not sliced"
 
     class Adapted(nn.Linear):
@@ -234,21 +168,20 @@ def test_the_sliced_feed_forward(shape, monkeypatch):
             return super().forward(x)
 
     block.w12.__class__ = Adapted
-    assert_close(block(x), expected, 1e-5, "adapted")
+    assert_same(block(x), expected, what="adapted")
     block.w12.__class__ = nn.Linear
-    handle = block.w12.register_forward_hook(
-        lambda module, args, output: seen.append(output.shape[:2])
-    )
+    block.w12.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
     block(x)
-    handle.remove()
     assert seen[-1] == shape, "a hook must see the batch in one piece"
 
 
-@pytest.mark.parametrize(
-    "case", ("short", "long", "without gradients", "float32", "bfloat16 weights")
-)
+CASES = ("short", "long", "without gradients", "float32", "bfloat16 weights")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, monkeypatch):
-    """The backward of torch's CPU kernel is several times slower in 16 bits there."""
+    """The backward of torch's CPU kernel is several times slower in 16 bits there. Autocast, which
+    would make them 16 bits again, is off."""
     kernel, seen = modeling.F.scaled_dot_product_attention, set()
 
     def recorded(query, key, value, **kwargs):
@@ -258,18 +191,14 @@ def test_short_sequences_are_attended_in_float32_in_training_in_16_bits(case, mo
     monkeypatch.setattr(modeling.F, "scaled_dot_product_attention", recorded)
     model = make_model(NeoBERTModel, max_position_embeddings=1024)
     ids, mask = random_batch([700, 20] if case == "long" else [200, 20])
-    autocast = case in ("short", "long", "without gradients")
-    model = model.to(torch.bfloat16) if case == "bfloat16 weights" else model
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        torch.set_grad_enabled(case != "without gradients"),
-    ):
+    if case == "bfloat16 weights":
+        model = model.to(torch.bfloat16)
+    autocast, trains = case in CASES[:3], case != "without gradients"
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(trains):
         hidden = model(ids, attention_mask=mask).last_hidden_state
     wide = case not in ("long", "without gradients")
-    assert seen == {(torch.float32 if wide else torch.bfloat16,) * 3 + (not wide,)}, (
-        "autocast would make them 16 bits again"
-    )
-    if hidden.requires_grad:
+    assert seen == {(torch.float32 if wide else torch.bfloat16,) * 3 + (not wide,)}
+    if trains:
         hidden.float().sum().backward()
         assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
@@ -279,26 +208,24 @@ def test_what_a_hook_keeps_of_q_and_k_is_not_rotated():
     """On the CPU without gradients q and k are rotated in place, unless somebody may hold them."""
     model, kept, inputs = make_model(NeoBERTModel), [], []
     layer = model.transformer_encoder[0].qkv
-    layer.register_forward_hook(
-        lambda module, args, output: (inputs.append(args[0].clone()), kept.append(output)) and None
-    )
+
+    def hook(module, args, output):
+        inputs.append(args[0].clone())
+        kept.append(output)
+
+    layer.register_forward_hook(hook)
     model(random_batch([9])[0])
-    assert torch.equal(kept[0], inputs[0] @ layer.weight.T), (
-        "what the hook kept was changed afterwards"
-    )
+    assert torch.equal(kept[0], inputs[0] @ layer.weight.T)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
 def test_sliced_norms_are_those_of_torch(dtype):
-    """Bit by bit, on the CPU without gradients, where they run 128 tokens at a time."""
+    """On the CPU without gradients, where they run 128 tokens at a time."""
     norm = make_model(NeoBERTModel).layer_norm.to(dtype)
     x = (torch.randn(2, 150, 64) * 3 + 0.5).to(dtype)
     expected = nn.functional.rms_norm(x, (64,), norm.weight, norm.eps)
-    assert (
-        torch.equal(norm(x), expected)
-        or (norm(x) - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
-    )
+    assert_same(norm(x), expected, torch.finfo(dtype).eps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -310,52 +237,33 @@ def test_sliced_norms_are_those_of_torch(dtype):
 def test_compiled_blocks_keep_their_graphs():
     """Batches of different texts, lengths and numbers of texts run through the graphs of the first
     ones."""
-    from torch._dynamo.utils import counters
-
     torch._dynamo.reset()
     counters.clear()
-    eager, model = (
-        make_model(NeoBERTModel),
-        compile_blocks(make_model(NeoBERTModel), backend="eager"),
-    )
+    eager = make_model(NeoBERTModel)
+    model = compile_blocks(make_model(NeoBERTModel), backend="eager")
     graphs = []
     for lengths in ([9, 3], [7, 2, 5], [4, 4, 4, 1], [20, 1], [6, 3, 2, 2, 1], [11, 12, 13, 2]):
         ids, mask = random_batch(lengths)
-        assert_close(
-            model(ids, attention_mask=mask).last_hidden_state,
-            eager(ids, attention_mask=mask).last_hidden_state,
-            1e-5,
-            "compiled",
-        )
+        actual, expected = (m(ids, attention_mask=mask).last_hidden_state for m in (model, eager))
+        assert_same(actual, expected, what="compiled")
         graphs.append(counters["stats"]["unique_graphs"])
     torch._dynamo.reset()
-    assert graphs[0] > 0, "nothing was compiled, so this test would be vacuous"
-    assert graphs[-1] == graphs[1], f"no graph is made after the second batch: {graphs}"
+    assert graphs[0] > 0 and graphs[-1] == graphs[1], f"a graph after the second batch: {graphs}"
 
 
 @torch.library.custom_op("neobert_tests::varlen", mutates_args=())
 def varlen_operation(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, s: float
 ) -> Tensor:
     """What dynamo sees of a variable-length kernel: one operation with tensors, two numbers and a
     scale."""
-    assert max_q == max_k == cu_q.diff().max(), (
-        "the longest text of this batch, not of the one that was compiled"
-    )
-    return (
-        FlashReference().varlen(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale).contiguous()
-    )
+    assert max_q == max_k == cu_q.diff().max(), "the longest text of the batch that was compiled"
+    bounds = cu_q, cu_k, max_q, max_k
+    return FlashReference().varlen(q, k, v, *bounds, softmax_scale=s).contiguous()
 
 
 @varlen_operation.register_fake
-def _(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+def _(q, k, v, cu_q, cu_k, max_q, max_k, s):
     return torch.empty_like(q)
 
 
@@ -364,21 +272,16 @@ def _(q, k, v, cu_q, cu_k, max_q, max_k, scale):
 def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
     """Blocks compile to one whole graph, which batches of any texts share. Only SDPA text by text
     (the CPU) runs between graphs."""
-    from torch._dynamo.utils import counters
+    is_flash = kernel == "flash_attention_2"
+    # transformers warns about flash in float32, which alone would break the graph
+    dtype, tolerance = (torch.bfloat16, 0.1) if is_flash else (torch.float32, 1e-5)
+    if is_flash:
 
-    from neobert.common.blocks import compile_blocks
+        def varlen(q, k, v, softmax_scale, **others):
+            bounds = (others[name] for name in FlashReference.BOUNDS)
+            return varlen_operation(q, k, v, *bounds, softmax_scale)
 
-    dtype = torch.float32
-    if kernel == "flash_attention_2":
-        # transformers warns about float32, which alone would break the graph
-        dtype = torch.bfloat16
-        install_flash(monkeypatch).varlen = (
-            lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, **others: (  # noqa: E501
-                varlen_operation(
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale
-                )
-            )
-        )
+        install_flash(monkeypatch).varlen = varlen
     else:
         monkeypatch.setattr(
             attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25)
@@ -387,20 +290,15 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
             monkeypatch.setattr(module, "attention_kernel", lambda *args: (kernel, None))
     torch._dynamo.reset()
     counters.clear()
-    expected, model = make_model(NeoBERTModel).to(dtype), make_model(NeoBERTModel).to(dtype)
-    if kernel == "flash_attention_2":
+    expected, model = (make_model(NeoBERTModel).to(dtype) for _ in range(2))
+    if is_flash:
         model.config._attn_implementation = kernel
     compile_blocks(model, backend="eager", fullgraph=True)
     # Not two texts first: dynamo would take their number to be that of the halves of q and k.
     for lengths in ([9, 3, 2], [7, 5], [4, 4, 4, 1], [20, 1], [11, 12, 13, 2]):
         ids, mask = random_batch(lengths)
         actual, wanted = (m(ids, attention_mask=mask).last_hidden_state for m in (model, expected))
-        assert_close(
-            actual,
-            wanted,
-            1e-5 if dtype == torch.float32 else 0.1,
-            f"compiled blocks with {kernel}",
-        )
+        assert_same(actual, wanted, tolerance, f"output of compiled blocks with {kernel}")
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     assert graphs == 1 and not counters["graph_break"]
@@ -413,27 +311,22 @@ def test_no_graph_break_around_the_kernels_of_cuda(kernel, monkeypatch):
 @pytest.mark.parametrize("lengths", ([5, 1, 4], [3], [2, 2]))
 def test_repadded_equals_text_by_text_with_gradients(lengths):
     """What fp32 on CUDA runs (q, k, v scattered to a padded batch) against one call a text."""
-    generator = torch.Generator().manual_seed(0)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packing = modeling.Packing(bounds, max(lengths))
+    total = sum(lengths)
+    packing = modeling.Packing(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths))
     module = nn.Module()
     module.is_causal = False
-    inputs = [
-        torch.randn(1, 2, sum(lengths), 8, generator=generator, requires_grad=True)
-        for _ in range(3)
-    ]
-    weights = torch.randn(1, sum(lengths), 2, 8, generator=generator)
+    inputs = [torch.randn(1, 2, total, 8, requires_grad=True) for _ in range(3)]
+    weights = torch.randn(1, total, 2, 8)
     results = []
     for attention, where in (
         (attention_neobert._sequence_by_sequence, packing),
-        (attention_neobert._repadded, packing.padding(sum(lengths))),
+        (attention_neobert._repadded, packing.padding(total)),
     ):
         output = attention(modeling.eager_attention_forward, where, module, *inputs, scaling=0.3)[0]
-        results.append((output, torch.autograd.grad((output * weights).sum(), inputs)))
-    assert results[0][0].shape == (1, sum(lengths), 2, 8), "(1, T, H, K)"
-    assert_close(results[1][0], results[0][0], 1e-5, "outputs")
-    for ours, theirs in zip(results[1][1], results[0][1]):
-        assert_close(ours, theirs, 1e-5, "gradients")
+        results.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
+    assert results[0][0].shape == (1, total, 2, 8), "(1, T, H, K)"
+    for actual, expected in zip(*results):
+        assert_same(actual, expected)
 
 
 @pytest.mark.gpu
@@ -445,23 +338,12 @@ def test_gradients_of_the_kernel_on_cuda():
     """bfloat16 through torch.nn.attention.varlen: gradients within three times the error of the
     padded eager model in bfloat16."""
     ids, mask = (x.cuda() for x in random_batch([60, 30, 7]))
-    exact, exact_grads = outputs_and_gradients(
-        make_model(NeoBERTModel, attn_implementation="eager", unpad_inputs=False).cuda(), ids, mask
-    )
-    errors = []
-    for unpad, implementation in ((False, "eager"), (True, "sdpa")):
-        model = (
-            make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
-            .cuda()
-            .to(torch.bfloat16)
-        )
-        outputs, grads = outputs_and_gradients(model, ids, mask)
-        total = sum(
-            (grads[name].float() - grad).square().sum() for name, grad in exact_grads.items()
-        ).sqrt()
-        errors.append(((outputs.float() - exact).abs().max(), total))
+    exact = outputs_and_gradients(plain_model().cuda(), ids, mask)
+    plain = deviation(plain_model().cuda().to(torch.bfloat16), ids, mask, exact)
+    model = make_model(NeoBERTModel).cuda().to(torch.bfloat16)
+    packed = deviation(model, ids, mask, exact)
     assert "varlen" in model.attention_backend()
-    assert errors[1][0] <= 2 * errors[0][0] and errors[1][1] <= 3 * errors[0][1]
+    assert packed[0] <= 2 * plain[0] and packed[1] <= 3 * plain[1]
 
 
 @pytest.mark.slow
@@ -469,13 +351,8 @@ def test_gradients_of_the_kernel_on_cuda():
 def test_at_most_8_hidden_vectors_a_token_are_alive_at_once(shape):
     """Counted in tensors of (tokens, D) float32, of the paper's width, whatever the number of
     blocks."""
-    model = make_model(
-        NeoBERTModel,
-        hidden_size=768,
-        num_attention_heads=12,
-        intermediate_size=3072,
-        num_hidden_layers=2,
-    ).eval()
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+    model = make_model(NeoBERTModel, num_hidden_layers=2, **sizes)
     ids, mask = torch.randint(5, 100, shape), torch.ones(shape, dtype=torch.long)
     mask[:-1, -50:] = 0
     with torch.no_grad(), LiveTensors(ids, mask, *model.parameters()) as tensors:

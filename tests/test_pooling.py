@@ -1,16 +1,19 @@
-"""Pins the pooling layer of written folders: both forms of its configuration, so that no reader
-falls back to another pooling."""
+"""Pins the files of sentence-transformers in written folders: both forms of a pooling's
+configuration, so that no reader falls back to another pooling, and the versions that are needed."""
 
+import configparser
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from neobert.common.errors import UserError
-from neobert.common.pooling import write_pooling, write_sentence_transformers
+from neobert.common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
 
 
-def read(folder):
-    return json.loads((folder / "1_Pooling" / "config.json").read_text())
+KINDS = (
+    "cls_token mean_tokens max_tokens mean_sqrt_len_tokens weightedmean_tokens lasttoken".split()
+)
 
 
 @pytest.mark.parametrize(
@@ -18,52 +21,35 @@ def read(folder):
 )
 def test_both_forms(tmp_path, mode, flag):
     write_pooling(tmp_path, 64, mode)
-    config = read(tmp_path)
-    kinds = (
-        "cls_token",
-        "mean_tokens",
-        "max_tokens",
-        "mean_sqrt_len_tokens",
-        "weightedmean_tokens",
-        "lasttoken",
-    )
-    assert {
-        name.removeprefix("pooling_mode_"): value
-        for name, value in config.items()
-        if name.startswith("pooling_mode_")
-    } == {kind: kind == flag for kind in kinds}
-    rest = {name: value for name, value in config.items() if not name.startswith("pooling_mode_")}
-    assert rest == {"word_embedding_dimension": 64, "include_prompt": True, "pooling_mode": mode}
+    config = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
+    expected = {"word_embedding_dimension": 64, "include_prompt": True, "pooling_mode": mode}
+    assert config == expected | {f"pooling_mode_{kind}": kind == flag for kind in KINDS}
 
 
-@pytest.mark.parametrize("readers", ["old", "new", "both"])
+@pytest.mark.parametrize("reader", ["old", "new"])
 @pytest.mark.parametrize("mode", ["mean", "lasttoken"])
-def test_the_library_reads_each_form(tmp_path, mode, readers):
+def test_the_library_reads_each_form(tmp_path, mode, reader):
+    """What a reader of one form alone sees."""
     models = pytest.importorskip("sentence_transformers.models")
     write_sentence_transformers(tmp_path, 64, 128, mode)
-    config = read(tmp_path)
-    # What a reader of one form alone sees.
-    kept = {
-        "old": lambda name: name != "pooling_mode",
-        "new": lambda name: not name.startswith("pooling_mode_"),
-        "both": lambda name: True,
-    }
-    (tmp_path / "1_Pooling" / "config.json").write_text(
-        json.dumps({n: v for n, v in config.items() if kept[readers](n)})
-    )
-    pooling = models.Pooling.load(str(tmp_path / "1_Pooling"))
-    if hasattr(pooling, "pooling_mode"):
-        assert pooling.pooling_mode == mode
-    else:
-        assert (
-            getattr(
-                pooling,
-                {"mean": "pooling_mode_mean_tokens", "lasttoken": "pooling_mode_lasttoken"}[mode],
-            )
-            is True
-        )
+    path = tmp_path / "1_Pooling" / "config.json"
+    flags = {"old": "pooling_mode", "new": "pooling_mode_"}[reader]
+    config = json.loads(path.read_text()).items()
+    left_out = str.startswith if reader == "new" else str.__eq__
+    path.write_text(json.dumps({name: v for name, v in config if not left_out(name, flags)}))
+    pooling = models.Pooling.load(str(path.parent))
+    found = getattr(pooling, "pooling_mode", None)
+    assert (found or pooling.get_pooling_mode_str()) == mode  # before version 6
 
 
-def test_another_mode_is_refused(tmp_path):
-    with pytest.raises(UserError, match="must be one of cls, mean, .* but 'median' was given"):
-        write_pooling(tmp_path, 64, "median")
+def test_versions_that_are_too_old_are_named(tmp_path, monkeypatch):
+    """By the library that loads the folder, before it loads anything."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6.2")
+    settings = configparser.ConfigParser()
+    settings.read(Path(__file__).resolve().parents[1] / "setup.cfg")
+    needed = settings["options"]["install_requires"]
+    assert all(f"{name}{versions}" in needed for name, versions in REQUIREMENTS.items())
+    write_sentence_transformers(tmp_path, 64, 128)
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    with pytest.raises(ImportError, match="torch>=2.6, but torch==2.5.1 is installed"):
+        sentence_transformers.SentenceTransformer(str(tmp_path))

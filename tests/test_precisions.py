@@ -5,10 +5,8 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from neobert.benchmarks import precisions
-from neobert.benchmarks.engines import Engine
 from neobert.common.errors import UserError
 from neobert.throughput import timing
 
@@ -31,17 +29,9 @@ def result(tmp_path_factory):
         patch.setattr(timing, "GEMM_SECONDS", 0.0)
         patch.setattr(precisions, "TEXTS", {"short": 6})
         patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
-        argv = [
-            "--files",
-            str(folder / "files"),
-            "--output",
-            str(folder / "out"),
-            "--engines",
-            *ENGINES,
-            "--sets",
-            "short",
-        ]
-        assert precisions.main([*argv, "--threads", "1", "2", "--repeats", "2"], small=SMALL) == 0
+        argv = f"--files {folder}/files --output {folder}/out --sets short --repeats 2".split()
+        argv += ["--threads", "1", "2", "--engines", *ENGINES]
+        assert precisions.main(argv, small=SMALL) == 0
     rows = json.loads((folder / "out.json").read_text())["rows"]
     return {row["engine"]: row for row in rows}, (folder / "out.md").read_text()
 
@@ -97,42 +87,6 @@ def run(seconds, rate):
     return {"set": "a", "threads": 1, "batch": None, "seconds": [seconds] * 3, "rates": [rate] * 3}
 
 
-def test_the_batch_is_the_fastest(monkeypatch):
-    """Of those that are tried: at most as many as there are texts. An engine without batches has
-    none."""
-
-    class Session:
-        def __call__(self, texts):
-            tried.append(getattr(self, "batch", None))
-
-    tried, session = [], Session()
-    assert precisions.best_batch(session, [[1]] * 6) is None and tried == [None]
-    tried.clear()
-    session.batch = 2
-    monkeypatch.setattr(
-        precisions, "timed", lambda call: (call(), (abs(session.batch - 4), None))[1]
-    )
-    assert precisions.best_batch(session, [[1]] * 6) == 4 and tried == [2, 1, 4, 6]
-
-
-def test_an_engine_has_the_threads_that_were_asked_for(tmp_path, monkeypatch):
-    before, during = torch.get_num_threads(), []
-
-    def session(texts):
-        during.append(torch.get_num_threads())
-        return np.ones((len(texts), 2))
-
-    engine = Engine("x", "fp32", "", lambda files, threads: session, lambda files: 0)
-    monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
-    monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
-    monkeypatch.setattr(precisions, "ENGINES", {"x": engine})
-    try:
-        runs = precisions.measure("x", tmp_path, {"short": [[1]]}, [1, 2], 1)["runs"]
-    finally:
-        torch.set_num_threads(before)
-    assert [run["threads"] for run in runs] == [1, 2] and during[0] == 1 and during[-1] == 2
-
-
 def test_the_worst_cosine():
     exact = {"a": np.array([[1.0, 0.0], [0.0, 2.0]])}
     assert precisions.worst_cosine(
@@ -142,18 +96,7 @@ def test_the_worst_cosine():
 
 def test_nothing_could_be_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
-    argv = [
-        "--files",
-        str(tmp_path / "files"),
-        "--output",
-        str(tmp_path / "out"),
-        "--engines",
-        "onnx-fp32",
-        "--sets",
-        "short",
-    ]
-    with pytest.raises(
-        UserError, match="no engine could be measured: there is no onnx/onnx/model.onnx"
-    ):
-        precisions.main(argv, small=SMALL)
+    argv = f"--files {tmp_path}/files --output {tmp_path}/out --engines onnx-fp32 --sets short"
+    with pytest.raises(UserError, match="no engine could be measured: there is no onnx/onnx/model"):
+        precisions.main(argv.split(), small=SMALL)
     assert not list(tmp_path.glob("out*")), "nothing is written"

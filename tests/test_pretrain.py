@@ -3,7 +3,6 @@ one, checkpoints kept, stage 2, bad input."""
 
 import importlib.util
 import json
-import math
 import os
 import signal
 
@@ -19,6 +18,7 @@ from pretrain_runs import (  # noqa: F401
     run_of,
     save_bpe,
 )
+from raw_checkpoint import write_raw_checkpoint
 from safetensors.torch import load_file
 
 from neobert import __main__ as cli
@@ -27,15 +27,12 @@ from neobert.common.constants import RECIPES, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
-from neobert.convert_checkpoint import main as convert
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources, texts
 from neobert.pretraining import trainer as trainer_module
-from neobert.pretraining.heldout import masked_correct
+from neobert.pretraining.heldout import masked_correct, most_frequent
 from neobert.pretraining.options import OPTIONS
-from neobert.pretraining.prepared import tokenise_texts
-from neobert.pretraining.raw_checkpoint import write_raw_checkpoint
 from neobert.pretraining.trainer import flops_per_batch
 from neobert.training.checkpoints import checkpoints
 
@@ -55,38 +52,18 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
     )
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
-    names = {
-        "loss",
-        "masked_accuracy",
-        "learning_rate",
-        "grad_norm",
-        "tokens_per_second",
-        "mfu",
-        "tokens_seen",
-        "step",
-    }
-    assert names <= set(steps[-1]), f"missing in the log: {names - set(steps[-1])}"
+    names = {"loss", "masked_accuracy", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
+    assert names | {"tokens_seen", "step"} <= set(steps[-1]), steps[-1]
     assert steps[-1]["loss"] < 0.5 * steps[0]["loss"], "the loss must fall on text with a rule"
-    assert steps[-1]["learning_rate"] == pytest.approx(3e-4), (
-        "the learning rate must end at 10 % of its peak"
-    )
-    assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], (
-        "context must help on held-out text"
-    )
+    assert steps[-1]["learning_rate"] == pytest.approx(3e-4), "it ends at 10 % of its peak"
+    assert metrics["eval_masked_accuracy"] > 2 * metrics["eval_unigram_accuracy"], "context helps"
     text = json.loads((corpus / "prepared" / "train" / "prepared.json").read_text())
-    assert steps[-1]["epoch"] == pytest.approx(
-        steps[-1]["tokens_seen"] / (text["tokens"]), rel=0.02
-    ), "epoch: passes over the data"
-    assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, (
-        "tokens seen are the real tokens of all batches"
-    )
-    assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*")), (
-        "TensorBoard's file must be there"
-    )
+    passes = steps[-1]["tokens_seen"] / text["tokens"]
+    assert steps[-1]["epoch"] == pytest.approx(passes, rel=0.02), "epoch: passes over the data"
+    assert 150 * 200 < steps[-1]["tokens_seen"] <= 150 * 256, "real tokens of all batches"
+    assert reports == "none" or list(tmp_path.rglob("events.out.tfevents*"))
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (
-        result["eval_loss"] == metrics["eval_loss"] and result["command"] and result["steps"] == 150
-    )
+    assert metrics.items() <= result.items() and result["command"] and result["steps"] == 150
     model = NeoBERTForMaskedLM.from_pretrained(tmp_path)
     assert model.config.hidden_size == 32, "the final model must load"
 
@@ -94,10 +71,9 @@ def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):
 TEXTS = {"texts_per_step": 12, "texts_per_batch": 6, "tokens_per_batch": None}
 
 
-@pytest.mark.parametrize("more", [{}, TEXTS, {"peak_tflops": None, "logging_steps": 3}], ids=str)
+@pytest.mark.parametrize("more", [{"peak_tflops": None}, {**TEXTS, "logging_steps": 3}], ids=str)
 def test_continuing_equals_not_stopping(corpus, tmp_path, more):
-    """Dropout is on, so that the state of the random numbers counts too; measuring the machine's
-    peak must not draw from them."""
+    """Dropout is on, so that the state of the random numbers counts too."""
     model = json.dumps({**TINY, "dropout": 0.1})
     arguments = {
         "model_config": model,
@@ -135,7 +111,13 @@ def test_continuing_equals_not_stopping(corpus, tmp_path, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [{"streaming": "true"}, {"mixture": '{"0": 0.5, "8": 0.5}'}, TEXTS], ids=str
+    "kind",
+    [
+        {"streaming": "true", "dataloader_num_workers": 2, "gradient_accumulation_steps": 2},
+        {"mixture": '{"0": 0.5, "8": 0.5}'},
+        TEXTS,
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("interruptions", [2, 3])
 def test_any_interruptions_end_as_none(corpus, tmp_path, monkeypatch, kind, interruptions):
@@ -186,26 +168,6 @@ def test_the_log_and_tokens_seen_cover_the_last_steps(corpus, tmp_path):
     )
 
 
-def test_a_diverged_run_ends_and_saves_nothing(corpus, tmp_path, capsys):
-    def error(out, **more):
-        arguments = arguments_of(corpus, out, learning_rate=1e30, max_grad_norm=0, **more)
-        assert cli.main(["pretrain", *arguments]) == 2
-        assert not (out / "model.safetensors").exists() and not (out / "result.json").exists()
-        return capsys.readouterr().err.strip().splitlines()[-1].replace(str(out), "OUT")
-
-    for name, words in (
-        ("loss", "the loss at step 4 is not finite"),
-        ("weights", "the weights after step 3 are not finite"),
-    ):
-        assert error(tmp_path / name, **({"save_steps": 1} if name == "weights" else {})) == (
-            f"neobert pretrain: the run has diverged: {words}; start again in another output with "
-            "a learning_rate below 1e+30"
-        )
-    assert list(checkpoints(tmp_path / "weights")) == [1, 2], (
-        "weights that are not numbers must not be saved"
-    )
-
-
 def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, monkeypatch):
     """The paper's recipes leave it open; the kind of data is fixed when the run begins."""
     for stage in (1, 2):
@@ -238,39 +200,6 @@ def test_a_prepared_set_is_used_where_streaming_is_left_open(corpus, tmp_path, m
 def _text_files(name, *args, streaming=False, **more):
     rows = datasets.load_dataset("text", data_files=name, split="train")
     return rows.to_iterable_dataset() if streaming else rows
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_streamed_run_continues_exactly(corpus, tmp_path, monkeypatch, workers):
-    arguments = {
-        "streaming": "true",
-        "max_steps": 10,
-        "save_steps": 2,
-        "dataloader_num_workers": workers,
-        "gradient_accumulation_steps": 2,
-    }
-    run_of(arguments_of(corpus, tmp_path / "whole", **arguments))
-    save = trainer_module.PretrainingTrainer._save_checkpoint
-
-    def save_once(self, *args, **kwargs):
-        if self.state.global_step > 4:
-            raise KeyboardInterrupt
-        save(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_module.PretrainingTrainer, "_save_checkpoint", save_once)
-        with pytest.raises(KeyboardInterrupt):
-            run_of(arguments_of(corpus, tmp_path / "stopped", **arguments))
-    if workers:
-        with pytest.raises(UserError, match=r"dataloader_num_workers 2, now 1"):
-            run_of(
-                arguments_of(
-                    corpus, tmp_path / "stopped", **{**arguments, "dataloader_num_workers": 1}
-                )
-            )
-    run_of(arguments_of(corpus, tmp_path / "stopped", **arguments))
-    assert log_of(tmp_path / "stopped") == log_of(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -309,13 +238,6 @@ def test_sigterm_saves_and_leaves_no_finished_run(corpus, tmp_path, capsys, monk
         load_file(out / "model.safetensors"),
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_save_total_limit_and_keep_every(corpus, tmp_path):
-    run_of(
-        arguments_of(corpus, tmp_path, max_steps=9, save_steps=1, save_total_limit=2, keep_every=4)
-    )
-    assert list(checkpoints(tmp_path)) == [4, 8, 9], "the newest two and every fourth must be kept"
 
 
 @pytest.mark.slow
@@ -374,48 +296,6 @@ def test_a_raw_checkpoint_is_a_start(corpus, tmp_path):
     assert any(not torch.equal(before[name], weights["raw"][name]) for name in before)
 
 
-@pytest.mark.slow
-def test_stage_2_may_take_over_the_moments(corpus, tmp_path):
-    """A branch off the stable phase of warmup_stable_decay goes on as the run itself, here with the
-    same schedule."""
-    stable = {
-        "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": '{"num_decay_steps": 2, "decay_type": "1-sqrt"}',
-    }
-    run_of(arguments_of(corpus, tmp_path / "one", max_steps=10, save_steps=5, **stable))
-    (tmp_path / "one" / "config.json").unlink()
-    losses = []
-    for more in ({}, {"init_optimizer": "true"}):
-        out = tmp_path / f"two{len(losses)}"
-        branch = {
-            "init_from": tmp_path / "one" / "checkpoint-5",
-            "warmup_steps": 0,
-            "learning_rate": 1e-3,
-            "max_steps": 4,
-            **stable,
-            **more,
-        }
-        run_of(arguments_of(corpus, out, **branch))
-        rates = [record["learning_rate"] for record in log_of(out)]
-        assert rates == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3 * (1 - math.sqrt(0.5))]), (
-            "the branch has its own rate: stable, then down"
-        )
-        losses.append(log_of(out)[-1]["loss"])
-    assert losses[0] != losses[1], "the moments must count"
-    moments = torch.load(tmp_path / "two1" / "checkpoint-4" / "optimizer.pt", weights_only=True)[
-        "state"
-    ]
-    assert all(int(state["step"]) == 9 for state in moments.values()), (
-        "5 steps before the branch and 4 after it"
-    )
-    with pytest.raises(UserError, match="optimizer.pt is not there"):
-        run_of(
-            arguments_of(
-                corpus, tmp_path / "three", init_from=tmp_path / "two0", init_optimizer="true"
-            )
-        )
-
-
 def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch):
     def accumulation(processes, **more):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -427,38 +307,18 @@ def test_the_size_of_a_step_gives_the_accumulation(corpus, tmp_path, monkeypatch
     assert accumulation(16, **paper, texts_per_batch=32, texts_per_step=2048) == 4
     assert accumulation(1, tokens_per_batch=512, tokens_per_step=4096) == 8
     assert accumulation(3) is None
-    for processes, more, words in (
-        (
-            3,
-            {"texts_per_batch": 32, "texts_per_step": 2048, "tokens_per_batch": None},
-            "2,048 is not a multiple of 32 texts x 3 processes",
-        ),
-        (
-            1,
-            {"tokens_per_batch": 512, "texts_per_step": 32},
-            "with tokens_per_batch give tokens_per_step",
-        ),
-    ):
-        with pytest.raises(UserError, match=words):
-            accumulation(processes, **more)
+    texts = {"texts_per_batch": 32, "texts_per_step": 2048, "tokens_per_batch": None}
+    with pytest.raises(UserError, match="2,048 is not a multiple of 32 texts x 3 processes"):
+        accumulation(3, **texts)
+    with pytest.raises(UserError, match="with tokens_per_batch give tokens_per_step"):
+        accumulation(1, tokens_per_batch=512, texts_per_step=32)
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(
-        UserError,
-        match="gradient_accumulation_steps 3 was given, but the size of a step asks for 2",
-    ):
-        run_of(
-            arguments_of(
-                corpus, tmp_path / "out", tokens_per_step=512, gradient_accumulation_steps=3
-            )
-        )
-    run_of(
-        arguments_of(corpus, tmp_path / "step", tokens_per_step=512, max_steps=2, warmup_steps=0)
-    )
-    run_of(
-        arguments_of(
-            corpus, tmp_path / "by_hand", gradient_accumulation_steps=2, max_steps=2, warmup_steps=0
-        )
-    )
+    short = {"max_steps": 2, "warmup_steps": 0}
+    with pytest.raises(UserError, match="steps 3 was given, but the size of a step asks for 2"):
+        other = {"tokens_per_step": 512, "gradient_accumulation_steps": 3}
+        run_of(arguments_of(corpus, tmp_path / "out", **other))
+    run_of(arguments_of(corpus, tmp_path / "step", tokens_per_step=512, **short))
+    run_of(arguments_of(corpus, tmp_path / "by_hand", gradient_accumulation_steps=2, **short))
     assert log_of(tmp_path / "step") == log_of(tmp_path / "by_hand")
 
 
@@ -506,19 +366,9 @@ def test_masked_accuracy_counts_labelled_tokens_alone():
     )
 
 
-def test_the_baseline_is_the_most_frequent_ordinary_token():
-    tokenizer = load_tokenizer(str(TOKENIZER))
-    tokens = tokenise_texts(["\u2603 \u2603 \u2603 \u2603 river stone", "river paper"], tokenizer)
-    assert tokenizer.unk_token_id in tokens.rows[0]["input_ids"], (
-        "a special token must be the most frequent one here"
-    )
-    river = tokenizer.convert_tokens_to_ids("river")
-    assert pretrain.unigram(tokens, tokenizer) == river
-    batches = [
-        {"labels": torch.tensor([[-100, river, 7]])},
-        {"labels": torch.tensor([[river, -100, river]])},
-    ]
-    assert pretrain.unigram_accuracy(batches, river) == 0.75
+def test_the_baseline_is_the_most_frequent_masked_token():
+    labels = [[[-100, 9, 7]], [[9, -100, 9]]]
+    assert most_frequent([{"labels": torch.tensor(row)} for row in labels]) == (9, 0.75)
 
 
 def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
@@ -564,65 +414,6 @@ def test_flops_of_the_published_model():
     weights = 28 * (7_079_424 - 2 * 768) * 6 * 1024
     expected = weights + 28 * 12 * 768 * 1024**2 + 6 * 768 * 30522 * 1024
     assert flops_per_batch(config, 1024, 1024**2, 1024) == expected
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [{"rope_theta": 10.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}],
-    ids=["theta", "YaRN"],
-)
-def test_the_raw_checkpoint_keeps_the_rotary_settings(tiny_config, tmp_path, rope):
-    model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **rope)).eval()
-    write_raw_checkpoint(model.state_dict(), model.config, tmp_path / "raw", 3, torch.float32)
-    assert not convert([str(tmp_path / "raw"), str(tmp_path / "out"), "--tokenizer", "none"])
-    read = NeoBERTForMaskedLM.from_pretrained(tmp_path / "out").eval()
-    assert read.config.rope_parameters == model.config.rope_parameters
-    ids = torch.randint(5, 90, (1, 20))
-    torch.testing.assert_close(read(ids).logits, model(ids).logits)
-
-
-def test_raw_checkpoint_has_the_authors_layout(tiny_config, tmp_path):
-    model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, tie_word_embeddings=True))
-    path = write_raw_checkpoint(model.state_dict(), model.config, tmp_path, 30, torch.float16)
-    assert path == tmp_path / "model_checkpoints" / "30" / "state_dict.pt"
-    state = torch.load(path, weights_only=True)
-    assert set(state) == {f"module.{name}" for name in model.state_dict()}
-    assert (
-        state["module.decoder.weight"].data_ptr() == state["module.model.encoder.weight"].data_ptr()
-    ), "tied weights must be stored once"
-    torch.testing.assert_close(
-        state["module.model.layer_norm.weight"].float(), model.model.layer_norm.weight.detach()
-    )
-
-
-def test_another_recipe_or_architecture_is_refused(corpus, tmp_path):
-    run_of(arguments_of(corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1))
-    with pytest.raises(UserError, match=r"learning_rate 0.003, now 0.001"):
-        run_of(
-            arguments_of(
-                corpus,
-                tmp_path / "one",
-                max_steps=2,
-                warmup_steps=0,
-                save_steps=1,
-                learning_rate=1e-3,
-            )
-        )
-    with pytest.raises(UserError, match=r"seed 7, now 3"):
-        run_of(
-            arguments_of(
-                corpus, tmp_path / "one", max_steps=2, warmup_steps=0, save_steps=1, seed=3
-            )
-        )
-    with pytest.raises(UserError, match="has num_hidden_layers=2, but model_config asks for 3"):
-        run_of(
-            arguments_of(
-                corpus,
-                tmp_path / "two",
-                init_from=tmp_path / "one",
-                model_config='{"num_hidden_layers": 3}',
-            )
-        )
 
 
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):
@@ -702,19 +493,6 @@ def test_nothing_is_written_into_the_folder_of_the_text(corpus, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["texts", "train.txt"]
 
 
-def test_a_finished_run_without_checkpoints(corpus, tmp_path, capsys):
-    arguments = {"max_steps": 2, "warmup_steps": 0, "save_strategy": "no"}
-    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
-    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
-    run_of(arguments_of(corpus, tmp_path / "out", **arguments))
-    assert "finished already, after 2 steps" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"learning_rate 0.003, now 0.001"):
-        run_of(arguments_of(corpus, tmp_path / "out", **arguments, learning_rate=1e-3))
-    assert files == {
-        path: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()
-    }
-
-
 def test_stage_2_takes_the_names_that_the_configuration_knows(corpus, tmp_path):
     """`dropout` and `max_length` are other names of fields, and RoPE scaling is relative to the
     length that the weights know."""
@@ -739,7 +517,7 @@ def test_prepare_tokenises_and_stops(corpus, tmp_path, capsys):
         corpus, tmp_path / "out", prepared=tmp_path / "prepared", heldout=corpus / "heldout.txt"
     )
     assert cli.main(["pretrain", *arguments, "--prepare"]) == 0
-    assert "360 of 360 rows" in capsys.readouterr().err
+    assert "360 of 360 rows have text" in capsys.readouterr().err
     summary = json.loads((tmp_path / "prepared" / "heldout" / "prepared.json").read_text())
     assert (summary["rows"], summary["kept"]) == (40, 40)
     assert not (tmp_path / "out" / "run.json").exists(), "--prepare must not train"
@@ -752,23 +530,14 @@ def test_the_accelerate_configurations_load():
 
     folder = RECIPES / "accelerate"
     configs = {path.stem: load_config_from_file(str(path)) for path in folder.glob("*.yaml")}
-    assert set(configs) == {"single", "ddp", "fsdp2", "zero2", "zero3", "multinode_zero2"}
-    kinds = {
-        name: str(getattr(config.distributed_type, "value", config.distributed_type))
-        for name, config in configs.items()
-    }
+    kinds = {name: str(config.distributed_type) for name, config in configs.items()}
+    kinds = {name: kind.removeprefix("DistributedType.") for name, kind in kinds.items()}
     deepspeed = dict.fromkeys(("zero2", "zero3", "multinode_zero2"), "DEEPSPEED")
     assert kinds == {"single": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", **deepspeed}
     assert [configs[name].deepspeed_config["zero_stage"] for name in deepspeed] == [2, 3, 2]
-    assert configs["fsdp2"].fsdp_config["fsdp_version"] == 2
-    assert hasattr(
-        modeling_neobert, configs["fsdp2"].fsdp_config["fsdp_transformer_layer_cls_to_wrap"]
-    ), "the wrapped class must exist"
-    assert (configs["multinode_zero2"].num_machines, configs["multinode_zero2"].num_processes) == (
-        2,
-        16,
-    )
+    fsdp, two = configs["fsdp2"].fsdp_config, configs["multinode_zero2"]
+    assert fsdp["fsdp_version"] == 2
+    assert hasattr(modeling_neobert, fsdp["fsdp_transformer_layer_cls_to_wrap"])
+    assert (two.num_machines, two.num_processes) == (2, 16)
     guide = (folder.parents[1] / "docs" / "pretraining.md").read_text()
-    assert all(f"{name}.yaml" in guide for name in configs), (
-        "the guide must name every configuration"
-    )
+    assert all(f"{name}.yaml" in guide for name in configs), "the guide must name each of them"

@@ -24,25 +24,22 @@ from .reference import (
 
 
 K = 16
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 
 
-def table(config, positions, length=None):
-    length = length or int(positions.max()) + 1
-    (angles,) = rotary_embeddings(config, positions[None], length)
-    assert angles.dtype == torch.complex64 and angles.shape == (
-        1,
-        len(positions),
-        1,
-        1,
-        config.head_dim // 2,
-    )
+def table(config, positions):
+    """Real and imaginary part of the model's angles, (L, K / 2) each."""
+    (angles,) = rotary_embeddings(config, positions[None], int(positions.max()) + 1)
+    assert angles.dtype == torch.complex64
+    assert angles.shape == (1, len(positions), 1, 1, config.head_dim // 2)
     return angles.real[0, :, 0, 0].double(), angles.imag[0, :, 0, 0].double()
 
 
-def linear(factor):
-    return rotary_angles(
-        torch.arange(1), K
-    ), lambda positions, length: rotary_angles(positions, K) / factor
+def check_angles(config, angles, scale=1.0, tolerance=5e-5):
+    """The model's table for positions 0, 1, ... holds these angles, (L, K / 2)."""
+    cos, sin = table(config, torch.arange(len(angles)))
+    assert (cos - scale * angles.cos()).abs().max() < tolerance
+    assert (sin - scale * angles.sin()).abs().max() < tolerance
 
 
 def dynamic_theta(factor, length, limit, theta=10000.0):
@@ -58,10 +55,8 @@ def yarn_frequencies(factor, original, theta=10000.0, beta_fast=32, beta_slow=1)
     def pair_that_turns(times):
         return K * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        max(math.floor(pair_that_turns(beta_fast)), 0),
-        min(math.ceil(pair_that_turns(beta_slow)), K - 1),
-    )
+    low = max(math.floor(pair_that_turns(beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(beta_slow)), K - 1)
     pairs = torch.arange(K // 2, dtype=torch.float64)
     interpolated = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     plain = theta ** (-2 * pairs / K)
@@ -82,9 +77,8 @@ def test_angles_are_the_formulas():
 
 @pytest.mark.parametrize("theta", (100.0, 160000))
 def test_theta_is_used(theta):
-    positions = torch.arange(40)
-    cos, _ = table(NeoBERTConfig(**FIELDS, rope_theta=theta), positions)
-    assert (cos - rotary_angles(positions, K, theta).cos()).abs().max() < 5e-6
+    config = NeoBERTConfig(**FIELDS, rope_theta=theta)
+    check_angles(config, rotary_angles(torch.arange(40), K, theta), tolerance=5e-6)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -92,73 +86,50 @@ def test_theta_is_used(theta):
 def test_adjacent_pairs_are_rotated(form, dtype):
     """300 tokens are several slices of the in-place form. Low precision is rounded once, at the
     end."""
-    positions = torch.arange(300)
+    positions, config = torch.arange(300), NeoBERTConfig(**FIELDS)
     qkv = torch.randn(1, 300, 2, 3, K).to(dtype)
     x, value = qkv.clone().split((2, 1), dim=-2)
-    angles = rotary_embeddings(
-        NeoBERTConfig(**FIELDS), positions[None], 300, compiled=form == "real"
-    )
+    angles = rotary_embeddings(config, positions[None], 300, compiled=form == "real")
     assert len(angles) == (2 if form == "real" else 1), "another form than asked for"
     turned = apply_rotary_pos_emb(x, angles, in_place=form == "in place")
     assert turned.dtype == dtype and (turned.data_ptr() == x.data_ptr()) == (form == "in place")
     assert torch.equal(value, qkv[..., 2:, :]), "the values were rotated too"
+    tolerance = {torch.float32: 2e-5, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}[dtype]
     for head in range(2):
         for part in range(2):
             expected = rotate(qkv[0, :, head, part].double(), rotary_angles(positions, K))
-            assert_same(
-                turned[0, :, head, part],
-                expected,
-                {torch.float32: 2e-5, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}[dtype],
-                "pair",
-            )
-
-
-def _captured_rotary(model, **inputs):
-    """cos + i sin, (L, K / 2), that the first block of a running model receives."""
-    seen = []
-    handle = model.transformer_encoder[0].register_forward_pre_hook(
-        lambda module, args: seen.append(args[1])
-    )
-    with torch.no_grad():
-        model(**inputs)
-    handle.remove()
-    return seen[0][0].flatten(0, -2).squeeze()
+            assert_same(turned[0, :, head, part], expected, tolerance)
 
 
 @pytest.mark.parametrize("cast", ("to", "half_load", "autocast"))
+@torch.no_grad()
 def test_a_bf16_model_has_float32_angles(cast, tmp_path):
     fields = {**FIELDS, "num_hidden_layers": 1, "max_position_embeddings": 4200}
-    model = NeoBERTModel(NeoBERTConfig(**fields)).eval()
+    model, seen = NeoBERTModel(NeoBERTConfig(**fields)).eval(), []
     if cast == "to":
         model = model.to(torch.bfloat16)
     elif cast == "half_load":
         model.save_pretrained(tmp_path)
         model = NeoBERTModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     positions = torch.tensor([[3, 255, 4095, 4097, 4099, 8191]])
-    ids = torch.randint(1, 200, positions.shape)
+    block = model.transformer_encoder[0]
+    block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
     with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
-        rotary = _captured_rotary(model, input_ids=ids, position_ids=positions)
-    assert rotary.dtype == torch.complex64, f"The angles must be float32, not {rotary.dtype}."
-    angles = rotary_angles(positions[0], K)
-    gap = (
-        (rotary.to(torch.complex128) - torch.polar(torch.ones_like(angles), angles))
-        .abs()
-        .max()
-        .item()
-    )
-    assert gap < 1e-3
+        model(torch.ones_like(positions), position_ids=positions)
+    rotary, angles = seen[0][0].squeeze(), rotary_angles(positions[0], K)
+    assert rotary.dtype == torch.complex64, "the angles must be float32"
+    expected = torch.polar(torch.ones_like(angles), angles)
+    assert (rotary.to(torch.complex128) - expected).abs().max() < 1e-3
 
 
 def test_there_are_no_buffers():
-    assert not list(NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS)).buffers()), (
-        "A buffer is cast by .to() and lost by transformers 5 loading."
-    )
+    """A buffer is cast by .to() and lost by transformers 5 loading."""
+    assert not list(NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS)).buffers())
 
 
 @torch.no_grad()
 def test_only_relative_positions_matter():
-    model = make_model(NeoBERTModel)
-    ids, _ = random_batch([20, 20])
+    model, (ids, _) = make_model(NeoBERTModel), random_batch([20, 20])
     here = model(ids).last_hidden_state
     shifted = model(ids, position_ids=torch.arange(20) + 50).last_hidden_state
     assert_same(shifted, here, 5e-5, "hidden state of a shifted text")
@@ -173,19 +144,16 @@ def test_position_ids_per_row():
     positions = torch.stack((torch.arange(12) * 3, torch.arange(12).flip(0)))
     out = model(ids, position_ids=positions).last_hidden_state
     for row in range(2):
-        assert_same(
-            out[row], reference_states(model, ids[row], positions[row])[0][-1], 1e-5, f"row {row}"
-        )
+        assert_same(out[row], reference_states(model, ids[row], positions[row])[0][-1])
+
+
+def by_older_name(rope):
+    return {"type" if name == "rope_type" else name: value for name, value in rope.items()}
 
 
 WAYS = {
     "4": lambda rope: {"rope_scaling": rope},
-    "4, type": lambda rope: {
-        "rope_scaling": {
-            **{k: v for k, v in rope.items() if k != "rope_type"},
-            "type": rope["rope_type"],
-        }
-    },
+    "4, type": lambda rope: {"rope_scaling": by_older_name(rope)},
     "4, theta beside": lambda rope: {"rope_theta": 10000.0, "rope_scaling": rope},
     "5": lambda rope: {"rope_parameters": {**rope, "rope_theta": 10000.0}},
 }
@@ -212,53 +180,30 @@ def configured(request, tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 def test_linear_scaling(configured, way):
     config = configured(**WAYS[way]({"rope_type": "linear", "factor": 4.0}))
-    positions = torch.arange(300)
-    cos, sin = table(config, positions)
-    angles = rotary_angles(positions, K) / 4
-    assert (cos - angles.cos()).abs().max() < 5e-5 and (sin - angles.sin()).abs().max() < 5e-5
+    check_angles(config, rotary_angles(torch.arange(300), K) / 4)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dynamic_scaling(configured, way):
     config = configured(**WAYS[way]({"rope_type": "dynamic", "factor": 2.0}))
     for length in (50, 128, 200, 400):
-        positions = torch.arange(length)
-        cos, _ = table(config, positions)
         theta = dynamic_theta(2.0, length, 128)
-        assert (theta == 10000.0) == (length <= 128), (
-            "Dynamic scaling starts past the trained length."
-        )
-        gap = (cos - rotary_angles(positions, K, theta).cos()).abs().max()
-        assert gap < 5e-5, f"At {length} tokens the angles are off by {gap}."
+        assert (theta == 10000.0) == (length <= 128)
+        check_angles(config, rotary_angles(torch.arange(length), K, theta))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_yarn(configured, way):
     config = configured(**WAYS[way]({"rope_type": "yarn", "factor": 4.0}))
-    positions = torch.arange(400)
-    cos, sin = table(config, positions)
-    angles = positions.double()[:, None] * yarn_frequencies(4.0, 128)
-    scale = 0.1 * math.log(4.0) + 1
-    assert (cos - scale * angles.cos()).abs().max() < 1e-4 and (
-        sin - scale * angles.sin()
-    ).abs().max() < 1e-4
+    angles = torch.arange(400).double()[:, None] * yarn_frequencies(4.0, 128)
+    check_angles(config, angles, scale=0.1 * math.log(4.0) + 1, tolerance=1e-4)
 
 
 def test_yarn_with_its_own_attention_factor_and_original_length():
-    rope = {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.5,
-    }
-    for config in (
-        NeoBERTConfig(**FIELDS, rope_scaling=rope),
-        NeoBERTConfig(**FIELDS, rope_parameters={**rope, "rope_theta": 10000.0}),
-    ):
-        positions = torch.arange(200)
-        cos, _ = table(config, positions)
-        angles = positions.double()[:, None] * yarn_frequencies(2.0, 64)
-        assert (cos - 1.5 * angles.cos()).abs().max() < 5e-5
+    rope = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
+    rope |= {"original_max_position_embeddings": 64}
+    angles = torch.arange(200).double()[:, None] * yarn_frequencies(2.0, 64)
+    check_angles(NeoBERTConfig(**FIELDS, rope_scaling=rope), angles, scale=1.5)
 
 
 @pytest.mark.parametrize("order", ("length first", "scaling first"))
@@ -269,10 +214,8 @@ def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
     fields = {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     given = dict(fields if order == "length first" else reversed(fields.items()))
     config = NeoBERTConfig.from_pretrained(tmp_path, **given)
-    assert (
-        config.rope_parameters["original_max_position_embeddings"] == 128
-        and config.max_position_embeddings == 256
-    )
+    assert config.rope_parameters["original_max_position_embeddings"] == 128
+    assert config.max_position_embeddings == 256
     config.save_pretrained(tmp_path / "extended")
     again = NeoBERTConfig.from_pretrained(tmp_path / "extended")
     assert again.rope_parameters == config.rope_parameters and again == config
@@ -282,79 +225,48 @@ def test_yarn_extends_the_trained_length_in_any_order(order, tmp_path):
 @torch.no_grad()
 def test_the_model_uses_the_scaled_angles():
     ids, _ = random_batch([40])
-    plain = make_model(NeoBERTModel)
     model = make_model(NeoBERTModel, rope_scaling={"rope_type": "linear", "factor": 4.0})
     angles = rotary_angles(torch.arange(40), K) / 4
-    assert_same(
-        model(ids).last_hidden_state[0],
-        reference_states(model, ids[0], angles=angles)[0][-1],
-        1e-5,
-        "scaled model",
-    )
-    assert (model(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
-    yarn = make_model(
-        NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3}
-    )
-    assert (yarn(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
+    assert_same(model(ids)[0][0], reference_states(model, ids[0], angles=angles)[0][-1])
+    yarn = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.3}
+    plain, scaled = make_model(NeoBERTModel), make_model(NeoBERTModel, rope_scaling=yarn)
+    assert (scaled(ids).last_hidden_state - plain(ids).last_hidden_state).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("implementation", ("eager", "sdpa", "flex_attention"))
 @torch.no_grad()
 def test_dynamic_scaling_depends_on_the_text_not_on_its_padding(implementation):
-    """A text of 100 tokens in a row of 200 is not a long text: padded, packed and alone agree."""
-    model = make_model(
-        NeoBERTModel,
-        attn_implementation=implementation,
-        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
-        unpad_inputs=False,
-    )
+    """A text of 100 tokens in a row of 200 is not a long text."""
+    fields = {"attn_implementation": implementation, "unpad_inputs": False}
+    model = make_model(NeoBERTModel, **DYNAMIC, **fields)
     ids, mask = random_batch([100, 60], length=200)
     padded = model(ids, attention_mask=mask).last_hidden_state
-    alone = model(ids[:1, :100]).last_hidden_state
-    assert_same(padded[0, :100], alone[0], 1e-5, "padded text")
+    assert_same(padded[0, :100], model(ids[:1, :100]).last_hidden_state[0])
 
 
 @pytest.mark.parametrize("compiled", (False, True))
 @torch.no_grad()
 def test_dynamic_scaling_of_packed_texts(compiled):
-    """By the longest text: neither by the packed row nor by a `max_length_q` above it; also while
-    traced."""
-    model = make_model(
-        NeoBERTModel,
-        max_position_embeddings=6,
-        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
-    )
-    lengths = (9, 5)
-    ids, _ = random_batch([14])
-    # Both are scaled by the longest, as in a padded batch.
-    both = torch.zeros(2, 9, dtype=torch.long)
-    both[0], both[1, :5] = ids[0, :9], ids[0, 9:]
-    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
-    expected = model(both, attention_mask=mask).last_hidden_state[mask.bool()]
+    """By the longest text, as in a padded batch: neither by the packed row nor by a `max_length_q`
+    above it; also while traced."""
+    model = make_model(NeoBERTModel, max_position_embeddings=6, **DYNAMIC)
+    ids, mask = random_batch([9, 5])
+    expected = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     run = torch.compile(model, backend="eager") if compiled else model
     torch._dynamo.reset()
-    packed = packing_arguments(lengths, longest=14)
-    positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    for given in (packed, positions):
-        assert_same(
-            run(ids, **given).last_hidden_state[0],
-            expected,
-            1e-5,
-            f"output, packed by {sorted(given)}",
-        )
+    positions = torch.cat([torch.arange(9), torch.arange(5)])[None]
+    for given in (packing_arguments([9, 5], longest=14), {"position_ids": positions}):
+        hidden = run(ids[mask.bool()][None], **given).last_hidden_state
+        assert_same(hidden[0], expected, what=f"output, packed by {sorted(given)}")
     torch._dynamo.reset()
 
 
 def test_scaling_survives_saving(tmp_path):
-    for number, rope in enumerate(
-        (
-            {"rope_type": "linear", "factor": 3.0},
-            {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16},
-        )
-    ):
+    linear = {"rope_type": "linear", "factor": 3.0}
+    for rope in (linear, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}):
         config = NeoBERTConfig(**FIELDS, rope_scaling=rope, rope_theta=500.0)
-        config.save_pretrained(tmp_path / str(number))
-        again = NeoBERTConfig.from_pretrained(tmp_path / str(number))
+        config.save_pretrained(tmp_path)
+        again = NeoBERTConfig.from_pretrained(tmp_path)
         assert again.rope_parameters == config.rope_parameters and again.rope_theta == 500.0
         assert rope.items() <= again.rope_scaling.items()
     assert NeoBERTConfig(**FIELDS).rope_scaling is None

@@ -5,7 +5,6 @@ recompilation for other lengths, and how often a forward waits for a GPU.
 
 import ast
 import inspect
-import logging
 import re
 import textwrap
 
@@ -28,11 +27,16 @@ from .reference import (
     FIELDS,
     FlashReference,
     assert_same,
+    last_states,
     make_model,
+    packed_batch,
     packing_arguments,
     random_batch,
-    reference_states,
+    texts_of,
 )
+
+
+by_torch = pytest.mark.parametrize("implementation", ("eager", "sdpa"))
 
 
 def packed_ids(lengths):
@@ -115,7 +119,7 @@ def test_the_call_of_vllm(vllm, compiled):
         actual = call_of_vllm(run, ids, positions, lengths)
         expected = model(ids, position_ids=positions).last_hidden_state
         assert actual.shape == expected.shape
-        assert_same(actual, expected, 1e-5, f"texts of {lengths}")
+        assert_same(actual, expected, what=f"texts of {lengths}")
     assert not compiled or graphs["stats"]["unique_graphs"] == 1
     ids, _ = packed_ids([12])
     assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all(), (
@@ -125,64 +129,47 @@ def test_the_call_of_vllm(vllm, compiled):
 
 
 @torch.no_grad()
-def test_an_engine_is_not_told_of_packing_arguments(vllm, caplog):
+def test_an_engine_is_not_told_of_packing_arguments(vllm, warnings):
     """It knows from elsewhere where texts end; to other callers positions alone are a warning."""
     model = make_model(NeoBERTModel)
     ids, positions = packed_ids([9, 3])
-    modeling.logger.warning_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=modeling.logger.name):
-        model.config._attn_implementation = "vllm"
-        call_of_vllm(model, ids, positions, [9, 3])
-        assert not caplog.messages
-        model.config._attn_implementation = "sdpa"
-        model(ids, position_ids=positions)
-    assert len(caplog.messages) == 1 and "cu_seq_lens_q" in caplog.messages[0]
+    model.config._attn_implementation = "vllm"
+    call_of_vllm(model, ids, positions, [9, 3])
+    assert not warnings("")
+    model.config._attn_implementation = "sdpa"
+    model(ids, position_ids=positions)
+    assert len(warnings("")) == len(warnings("cu_seq_lens_q")) == 1
 
 
 def test_the_source_that_vllm_reads():
     """It parses the block's `forward`: one call through a local name that was read from
     ALL_ATTENTION_FUNCTIONS, with its scaling."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(modeling.NeoBERTBlock.forward)))
-    names = set()
+    names, calls = set(), []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(
-            ("ALL_ATTENTION_FUNCTIONS[", "ALL_ATTENTION_FUNCTIONS.")
-        ):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
-    ]
-    assert len(calls) == 1, (
-        "vLLM says: does not dispatch through the Transformers attention interface"
-    )
-    assert [ast.unparse(word.value) for word in calls[0].keywords if word.arg == "scaling"] == [
-        "self.scaling"
-    ]
+        if isinstance(node, ast.Assign):
+            if re.match(r"ALL_ATTENTION_FUNCTIONS[.\[]", ast.unparse(node.value)):
+                names |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.Call):
+            calls.append(node)
+    (call,) = (node for node in calls if ast.unparse(node.func) in names)
+    scalings = [ast.unparse(word.value) for word in call.keywords if word.arg == "scaling"]
+    assert scalings == ["self.scaling"]
 
 
 def test_what_vllm_reads_of_the_model():
     assert NeoBERTModel._supports_attention_backend
-    model = make_model(NeoBERTModel)
-    assert [(block.is_causal, block.layer_idx) for block in model.transformer_encoder] == [
-        (False, 0),
-        (False, 1),
-        (False, 2),
+    blocks = make_model(NeoBERTModel).transformer_encoder
+    assert [(block.is_causal, block.layer_idx) for block in blocks] == [
+        (False, layer) for layer in range(3)
     ]
-    model.config._attn_implementation = "vllm"
-    assert "There is no attention implementation 'vllm'" in model.attention_backend()
 
 
 # ------------------------------------------------------------------------------------------------
 # masks of the caller
 
 
-def block_mask(lengths):
-    return torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()[None, None]
-
-
-@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+@by_torch
 @pytest.mark.parametrize("kind", ("boolean", "whole numbers", "additive", "additive per head"))
 @torch.no_grad()
 def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
@@ -191,57 +178,35 @@ def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
     lengths = [6, 4]
     ids, positions = packed_ids(lengths)
     model = make_model(NeoBERTModel, attn_implementation=implementation)
-    mask = block_mask(lengths)
+    mask = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()[None, None]
     if kind.startswith("additive"):
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        mask = mask.expand(1, 4, 10, 10) if kind == "additive per head" else mask
-    out = model(
-        ids, attention_mask=mask.long() if kind == "whole numbers" else mask, position_ids=positions
-    ).last_hidden_state[0]
-    expected = torch.cat([reference_states(model, part)[0][-1] for part in ids[0].split(lengths)])
-    assert_same(out, expected, 1e-5, f"output under a mask ({kind})")
+    if kind == "additive per head":
+        mask = mask.expand(1, 4, 10, 10)
+    if kind == "whole numbers":
+        mask = mask.long()
+    hidden = model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    assert_same(hidden[0], last_states(model, *ids[0].split(lengths)))
 
 
-@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+@by_torch
 @torch.no_grad()
 def test_a_mask_of_one_row_for_all_tokens(implementation):
     """(B, 1, 1, L), boolean or additive: what `get_extended_attention_mask` makes for BERT."""
     ids, mask = random_batch([8, 5])
     model = make_model(NeoBERTModel, attn_implementation=implementation)
-    expected = model(ids, attention_mask=mask).last_hidden_state
     for extended in (mask[:, None, None].bool(), (1 - mask[:, None, None].float()) * -1e4):
-        actual = model(ids, attention_mask=extended).last_hidden_state
-        assert_same(actual[mask.bool()], expected[mask.bool()], 1e-5, str(extended.dtype))
+        hidden = model(ids, attention_mask=extended).last_hidden_state
+        assert_same(hidden[mask.bool()], last_states(model, *texts_of(ids, mask)))
     for shape in ((2, 1, 2, 8), (3, 1, 8, 8)):
-        with pytest.raises(
-            ValueError,
-            match=rf"attention_mask must have shape .* but {re.escape(str(shape))} was given",
-        ):
+        with pytest.raises(ValueError, match=f"must have shape .* but {re.escape(str(shape))} was"):
             model(ids, attention_mask=torch.ones(shape))
 
 
-@torch.no_grad()
-def test_a_mask_of_four_dimensions_in_a_batch_and_a_head():
-    """Each token sees two neighbours to each side: against weights computed by hand."""
-    ids, _ = random_batch([8, 8])
-    steps = torch.arange(8)
-    near = ((steps[:, None] - steps).abs() <= 2)[None, None].expand(2, 1, 8, 8)
-    model = make_model(NeoBERTForTokenClassification, attn_implementation="eager", num_labels=3)
-    weights = model(ids, attention_mask=near, output_attentions=True).attentions
-    assert all((w.masked_select(~near.expand_as(w)) == 0).all() and (w > 0).any() for w in weights)
-    with_sdpa = make_model(NeoBERTForTokenClassification, num_labels=3)(
-        ids, attention_mask=near
-    ).logits
-    assert_same(with_sdpa, model(ids, attention_mask=near).logits, 1e-5, "sdpa")
-
-
 def test_a_mask_of_four_dimensions_where_none_can_be_used():
-    for implementation in ("flex_attention",):
-        model = make_model(NeoBERTModel, attn_implementation=implementation)
-        with pytest.raises(
-            ValueError, match="takes no 4-D attention_mask; choose 'sdpa' or 'eager'"
-        ):
-            model(random_batch([8])[0], attention_mask=torch.ones(1, 1, 8, 8))
+    model = make_model(NeoBERTModel, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="takes no 4-D attention_mask; choose 'sdpa' or 'eager'"):
+        model(random_batch([8])[0], attention_mask=torch.ones(1, 1, 8, 8))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -251,47 +216,31 @@ def test_a_registered_mask_function_is_called(dtype):
     function what it returns."""
     seen = []
 
-    def my_mask(
-        batch_size, kv_length, mask_function, attention_mask=None, dtype=torch.float32, **kwargs
-    ):
+    def my_mask(batch_size, kv_length, mask_function, attention_mask=None, dtype=None, **kwargs):
         seen.append((batch_size, kv_length, dtype, sorted(kwargs)))
         steps = torch.arange(kv_length)
         index = (torch.arange(batch_size)[:, None, None, None], torch.zeros(1, 1, 1, 1).long())
         allowed = mask_function(*index, steps[None, None, :, None], steps[None, None, None, :])
-        return torch.zeros(batch_size, 1, kv_length, kv_length, dtype=dtype).masked_fill(
-            ~allowed, torch.finfo(dtype).min
-        )
+        mask = torch.zeros(batch_size, 1, kv_length, kv_length, dtype=dtype)
+        return mask.masked_fill(~allowed, torch.finfo(dtype).min)
 
     def my_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        assert attention_mask.dtype == dtype and attention_mask.shape[-2:] == (
-            query.shape[2],
-            key.shape[2],
-        )
-        scores = query @ key.transpose(-1, -2) * scaling + attention_mask
-        return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(
-            1, 2
-        ), None
+        scores = query @ key.transpose(-1, -2) * scaling
+        assert attention_mask.dtype == dtype and attention_mask.shape[-2:] == scores.shape[-2:]
+        weights = (scores + attention_mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+        return (weights @ value).transpose(1, 2), None
 
     AttentionInterface.register("with_a_mask", my_function)
     AttentionMaskInterface.register("with_a_mask", my_mask)
-    model = make_model(NeoBERTModel).to(dtype)
-    expected = make_model(NeoBERTModel).to(dtype)
+    model, expected = (make_model(NeoBERTModel).to(dtype) for _ in range(2))
     model.config._attn_implementation = "with_a_mask"
-    ids, mask = random_batch([9, 5])
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert_same(
-        model(ids, attention_mask=mask)[0][mask.bool()],
-        expected(ids, attention_mask=mask)[0][mask.bool()],
-        tolerance,
-        "padded",
-    )
+    ids, mask = random_batch([9, 5])
+    both = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (model, expected))
+    assert_same(*both, tolerance, "padded")
     packed, positions = packed_ids([6, 4])
-    assert_same(
-        model(packed, position_ids=positions)[0],
-        expected(packed, position_ids=positions)[0],
-        tolerance,
-        "packed",
-    )
+    both = (m(packed, position_ids=positions)[0] for m in (model, expected))
+    assert_same(*both, tolerance, "packed")
     assert [call[:3] for call in seen] == [(2, 9, dtype), (1, 10, dtype)], "once a forward"
     assert {"cache_position", "config", "q_length", "kv_offset"} <= set(seen[0][3])
 
@@ -300,55 +249,32 @@ def test_a_registered_mask_function_is_called(dtype):
 # arguments and labels
 
 
-def test_arguments_that_nobody_reads_are_named_once(caplog):
-    modeling.logger.warning_once.cache_clear()
+def test_arguments_that_nobody_reads_are_named_once(warnings):
     model, ids = make_model(NeoBERTModel), random_batch([5])[0]
-    with caplog.at_level(logging.WARNING, logger=modeling.logger.name):
-        model(
-            ids,
-            use_cache=False,
-            attention_instances={},
-            past_key_values=None,
-            num_items_in_batch=3,
-            output_router_logits=False,
-        )
-        assert not caplog.records, "known arguments, and None, pass in silence"
-        for _ in range(2):
-            model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
-    # transformers 4's sdpa function has a word of its own about head_mask.
-    (message,) = [
-        record.getMessage()
-        for record in caplog.records
-        if "`sdpa` attention" not in record.getMessage()
-    ]
-    assert "attentionmask, head_mask, past_key_values" in message and "name right?" in message
+    known = {"use_cache": False, "attention_instances": {}, "past_key_values": None}
+    model(ids, num_items_in_batch=3, output_router_logits=False, **known)
+    assert not warnings(""), "known arguments, and None, pass in silence"
+    for _ in range(2):
+        model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
+    (message,) = warnings("name right?")
+    assert "attentionmask, head_mask, past_key_values" in message
 
 
 @pytest.mark.parametrize("unpad_inputs", (True, False))
 def test_flat_labels_and_labels_of_one_column(unpad_inputs):
-    """As BERT takes them: (B * L,) for tokens, (B, 1) for classes."""
+    """As BERT takes them: (B * L,) for tokens, (B, 1) for classes; and labels at padding."""
     ids, mask = random_batch([9, 5])
+
+    def loss(model, labels):
+        return model(ids, attention_mask=mask, labels=labels).loss
+
     for model_class, classes in ((NeoBERTForMaskedLM, 200), (NeoBERTForTokenClassification, 3)):
         model = make_model(model_class, num_labels=3, unpad_inputs=unpad_inputs)
         labels = torch.where(mask == 1, ids % classes, -100)
-        expected = model(ids, attention_mask=mask, labels=labels).loss
-        assert_same(
-            model(ids, attention_mask=mask, labels=labels.flatten()).loss,
-            expected,
-            1e-6,
-            "loss of flat labels",
-        )
-        everywhere = model(ids, attention_mask=mask, labels=ids % classes).loss
-        assert_same(everywhere, expected, 1e-6, "loss of labels at padding too")
-    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
-    labels = torch.tensor([2, 0])
-    expected = model(ids, attention_mask=mask, labels=labels).loss
-    assert_same(
-        model(ids, attention_mask=mask, labels=labels[:, None]).loss,
-        expected,
-        1e-6,
-        "loss of one column",
-    )
+        assert_same(loss(model, labels.flatten()), loss(model, labels), 1e-6, "flat")
+        assert_same(loss(model, ids % classes), loss(model, labels), 1e-6, "labels at padding")
+    model, labels = make_model(NeoBERTForSequenceClassification, num_labels=3), torch.tensor([2, 0])
+    assert_same(loss(model, labels[:, None]), loss(model, labels), 1e-6, "one column")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -361,8 +287,6 @@ def test_flat_labels_and_labels_of_one_column(unpad_inputs):
 def test_one_graph_for_packed_rows_of_all_lengths(backend):
     """`F.pad` with a symbolic fill made the length a constant, and eight recompilations later torch
     gave up."""
-    if backend == "inductor":
-        pytest.importorskip("torch._inductor")
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -370,15 +294,11 @@ def test_one_graph_for_packed_rows_of_all_lengths(backend):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([5, 7], [9, 3, 7], [12], [4, 4, 4, 4], [20, 11]):
         ids, positions = packed_ids(lengths)
-        assert_same(
-            compiled(ids, position_ids=positions)[0],
-            model(ids, position_ids=positions)[0],
-            1e-5,
-            f"texts of {lengths}",
-        )
+        actual, expected = (m(ids, position_ids=positions)[0] for m in (compiled, model))
+        assert_same(actual, expected, what=f"texts of {lengths}")
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    assert graphs == 1, f"{graphs} graphs were made"
+    assert graphs == 1
 
 
 @pytest.mark.parametrize("pooling", ("cls", "mean"))
@@ -390,12 +310,9 @@ def test_a_sequence_head_compiles_completely_with_positions(pooling):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for lengths in ([12], [5, 7]):
         ids, positions = packed_ids(lengths)
-        actual, expected = (
-            compiled(ids, position_ids=positions).logits,
-            model(ids, position_ids=positions).logits,
-        )
-        assert actual.shape == expected.shape == (len(lengths), 3)
-        assert_same(actual, expected, 1e-5, f"texts of {lengths}")
+        actual, expected = (m(ids, position_ids=positions).logits for m in (compiled, model))
+        assert actual.shape == (len(lengths), 3)
+        assert_same(actual, expected, what=f"texts of {lengths}")
     torch._dynamo.reset()
 
 
@@ -426,73 +343,54 @@ def cuda(monkeypatch):
     return calls
 
 
+READS = "item tolist __bool__ __int__ __float__ __index__ nonzero numpy cpu".split()
+
+
 def count_waits(monkeypatch):
     """Every read of a tensor's values by the host, which waits for a GPU."""
     waits = []
-    for name in (
-        "item",
-        "tolist",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "nonzero",
-        "numpy",
-        "cpu",
-    ):
-        function = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda *args, name=name, function=function, **kwargs: (
-                waits.append(name) or function(*args, **kwargs)
-            ),
-        )
-    equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda *args: waits.append("equal") or equal(*args))
+
+    def noted(function):
+        def read(*args, **kwargs):
+            waits.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return read
+
+    for owner, name in (*((torch.Tensor, name) for name in READS), (torch, "equal")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
     return waits
 
 
-@pytest.mark.parametrize(
-    "model_class",
-    (
-        NeoBERTModel,
-        NeoBERTForMaskedLM,
-        NeoBERTForSequenceClassification,
-        NeoBERTForTokenClassification,
-    ),
+HEADS = (
+    NeoBERTModel,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
 )
+
+
+@pytest.mark.parametrize("model_class", HEADS)
 def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
     """A padded batch: one, for the lengths of its rows. Packed with numbers as longest lengths:
     none. None a layer, and none for labels."""
     ids, mask = random_batch([9, 3, 7])
-    packed = {"input_ids": ids[mask.bool()][None], **packing_arguments([9, 3, 7])}
-    padded = {"input_ids": ids, "attention_mask": mask}
+    padded, packed = {"input_ids": ids, "attention_mask": mask}, packed_batch(texts_of(ids, mask))
     if model_class is NeoBERTForSequenceClassification:
         packed["labels"] = padded["labels"] = torch.tensor([0, 2, 1])
     elif model_class is not NeoBERTModel:
         padded["labels"] = torch.where(mask == 1, ids % 3, -100)
         packed["labels"] = padded["labels"][mask.bool()][None]
+    fields = {"num_labels": 3, "problem_type": "single_label_classification"}
     for batch, allowed in ((padded, 1), (packed, 0), ({**padded, "attention_mask": None}, 0)):
-        seen = []
         for layers in (1, 4):
-            model = make_model(
-                model_class,
-                num_hidden_layers=layers,
-                num_labels=3,
-                problem_type="single_label_classification",
-            )
+            model = make_model(model_class, num_hidden_layers=layers, **fields)
             model = model.to(torch.bfloat16).train()
             with monkeypatch.context() as patch:
                 waits = count_waits(patch)
                 model(**batch)
-            seen.append(len(waits))
-        assert seen == [allowed, allowed], (
-            f"{seen} waits with 1 and 4 layers in place of {allowed}: {waits}"
-        )
-    assert cuda and all(call[1] == 9 and isinstance(call[1], int) for call in cuda), (
-        "the kernel did not run"
-    )
+            assert len(waits) == allowed, f"{layers} layers wait for {waits}"
+    assert cuda and all(call[1] == 9 and isinstance(call[1], int) for call in cuda)
 
 
 def test_attention_dropout_on_cuda(cuda):
@@ -505,22 +403,6 @@ def test_attention_dropout_on_cuda(cuda):
     assert not cuda and not torch.equal(first, second), "attention dropout does nothing"
     model.eval()(ids, attention_mask=mask)
     assert len(cuda) == 3
-
-
-def test_what_reaches_the_re_padded_kernel(cuda):
-    calls = []
-
-    def function(module, query, key, value, mask, **kwargs):
-        calls.append((query.shape, mask.shape, kwargs))
-        return query.transpose(1, 2), None
-
-    packing = modeling.Packing(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
-    q = torch.randn(1, 2, 6, 8)
-    out, _ = attention_neobert._repadded(
-        function, packing.padding(6), None, q, q, q, dropout=0.3, scaling=0.2, more=1
-    )
-    assert calls == [((2, 2, 4, 8), (2, 1, 1, 4), {"dropout": 0.3, "scaling": 0.2, "more": 1})]
-    assert torch.equal(out, q.transpose(1, 2))
 
 
 @pytest.mark.parametrize("longest", (6, torch.tensor(6)))
@@ -544,12 +426,8 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     monkeypatch.setattr(
         attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25)
     )
-    model, expected = (
-        make_model(NeoBERTModel, num_hidden_layers=1, max_position_embeddings=600).to(
-            torch.bfloat16
-        )
-        for _ in range(2)
-    )
+    fields = {"num_hidden_layers": 1, "max_position_embeddings": 600}
+    model, expected = (make_model(NeoBERTModel, **fields).to(torch.bfloat16) for _ in range(2))
     graphs = []
 
     def backend(graph, inputs):
@@ -560,15 +438,9 @@ def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     ids, _ = random_batch([600])
     packed = packing_arguments([250, 350])
-    assert_same(
-        compiled(ids, **packed)[0].float(), expected(ids, **packed)[0].float(), 0.1, "compiled"
-    )
-    sizes = [
-        node.meta["example_value"].numel()
-        for node in graphs[0].graph.nodes
-        if torch.is_tensor(node.meta.get("example_value"))
-    ]
+    actual, wanted = (m(ids, **packed)[0].float() for m in (compiled, expected))
     torch._dynamo.reset()
-    assert sizes and max(int(size) for size in sizes) < 600 * 600, (
-        "a mask of all pairs of tokens was made"
-    )
+    assert_same(actual, wanted, 0.1, "compiled")
+    values = (node.meta.get("example_value") for node in graphs[0].graph.nodes)
+    sizes = [int(value.numel()) for value in values if torch.is_tensor(value)]
+    assert 0 < max(sizes) < 600 * 600, "a mask of all pairs of tokens was made"

@@ -18,36 +18,29 @@ def tokenizer(tokenizer_dir):
 
 def test_is_bert_uncased(tokenizer, tokenizer_dir):
     vocabulary = (tokenizer_dir / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    assert tokenizer.is_fast, "the tokenizer is the slow one"
-    assert len(tokenizer) == len(vocabulary) == 30522, "the vocabulary is not BERT's"
-    assert [
-        tokenizer.convert_tokens_to_ids(t) for t in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    ] == [0, 100, 101, 102, 103]
+    assert tokenizer.is_fast and len(tokenizer) == len(vocabulary) == 30522
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert tokenizer.convert_tokens_to_ids(special) == [0, 100, 101, 102, 103]
     # Lower case, accents stripped, punctuation split, longest word pieces first: worked out by hand
     # from vocab.txt.
-    tokens = ["[CLS]", "na", "##ive", "cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
     ids = tokenizer("Naïve Café, playing NeoBERT!")["input_ids"]
-    assert ids == [vocabulary.index(t) for t in tokenizer.convert_ids_to_tokens(ids)], (
-        "ids do not follow vocab.txt"
-    )
-    assert tokenizer.convert_ids_to_tokens(ids) in (tokens, ["[CLS]", "naive", *tokens[3:]]), (
-        "the text is not split as BERT uncased splits it"
-    )
+    found = tokenizer.convert_ids_to_tokens(ids)
+    assert ids == [vocabulary.index(token) for token in found]
+    tail = ["cafe", ",", "playing", "neo", "##bert", "!", "[SEP]"]
+    assert found in (["[CLS]", "na", "##ive", *tail], ["[CLS]", "naive", *tail])
 
 
 def test_settings(tokenizer, tokenizer_dir):
     assert tokenizer.model_max_length == 4096
-    assert tokenizer.model_input_names == ["input_ids", "attention_mask"], (
-        "token_type_ids would be made for nothing"
-    )
+    # token_type_ids would be made for nothing
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
     assert tokenizer.padding_side == "right"
     batch = tokenizer(["a", "a b c"], padding=True)
     assert set(batch) == {"input_ids", "attention_mask"}
     assert batch["attention_mask"] == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "BertTokenizer", (
-        "transformers 4 does not know the class that 5 would write"
-    )
+    # transformers 4 does not know the class that 5 would write
+    assert config["tokenizer_class"] == "BertTokenizer"
 
 
 def test_survives_a_save(tokenizer_dir, tmp_path):
@@ -58,15 +51,10 @@ def test_survives_a_save(tokenizer_dir, tmp_path):
     )
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again.is_fast
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())[
-        "tokenizer_class"
-    ].startswith("BertTokenizer")
-    assert (again.model_max_length, again.model_input_names, again.padding_side) == (
-        4096,
-        ["input_ids", "attention_mask"],
-        "right",
-    )
+    assert again.is_fast and again.model_max_length == 4096 and again.padding_side == "right"
+    assert again.model_input_names == ["input_ids", "attention_mask"]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"].startswith("BertTokenizer")
     text = "Masks are [MASK] by the model; 3.14 is pi."
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
@@ -86,14 +74,9 @@ def test_a_tokenizer_is_saved_for_both_major_versions(tmp_path, space):
     )
     save_tokenizer(made, tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert (
-        written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["pad_token"] == "[PAD]"
-    )
-    assert written["add_prefix_space"] is space and not isinstance(
-        written.get("extra_special_tokens"), list
-    )
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["pad_token"] == "[PAD]" and written["add_prefix_space"] is space
+    assert not isinstance(written.get("extra_special_tokens"), list)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    assert (
-        again("a<x>")["input_ids"] == ([1, 0, 3] if space else [0, 3])
-        and "<x>" in again.all_special_tokens
-    )
+    assert again("a<x>")["input_ids"] == ([1, 0, 3] if space else [0, 3])
+    assert "<x>" in again.all_special_tokens

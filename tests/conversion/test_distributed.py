@@ -4,7 +4,6 @@ refused.
 """
 
 import dataclasses
-import os
 import pickle
 import shutil
 
@@ -48,16 +47,6 @@ def test_incomplete_or_truncated_fsdp(distributed, tmp_path, part):
     )
     with pytest.raises(UserError, match="cannot be read, it is truncated"):
         open_checkpoint(tmp_path / "cut")
-
-
-def test_metadata_may_not_point_outside(distributed, tmp_path):
-    shutil.copytree(distributed / "fsdp_all", tmp_path / "run")
-    data = (tmp_path / "run" / ".metadata").read_bytes()
-    assert b"__1_0.distcp" in data
-    (tmp_path / "run" / ".metadata").write_bytes(data.replace(b"__1_0.distcp", b"../_0.distcp"))
-    shutil.copyfile(distributed / "fsdp_all" / "__1_0.distcp", tmp_path / "_0.distcp")
-    with pytest.raises(UserError, match="missing"):
-        open_checkpoint(tmp_path / "run")
 
 
 NAME = "model.model.transformer_encoder.0.qkv.weight"
@@ -124,14 +113,6 @@ def _placed(**values):
     return edit
 
 
-def _chunk(**values):
-    def edit(metadata):
-        entry = _entry(metadata)
-        entry.chunks[0] = dataclasses.replace(entry.chunks[0], **values)
-
-    return edit
-
-
 @pytest.mark.parametrize(
     "edit, message",
     [
@@ -139,25 +120,16 @@ def _chunk(**values):
         (_overlapping, "lacks numbers, or holds NaN, for: .*qkv"),
         (lambda metadata: _entry(metadata).chunks.pop(), "lacks numbers, or holds NaN, for: .*qkv"),
         (_set(size=torch.Size([1 << 40, 64])), "cannot be read"),
-        (_set(size=(-1, 64)), "cannot be read"),
-        (_set(size=None), "cannot be read"),
-        (_set(properties=None), "cannot be read"),
         (_set(chunks=None), "cannot be read|lacks numbers"),
-        (_chunk(offsets=torch.Size([1 << 30, 0])), "cannot be read|lacks numbers"),
-        (_chunk(sizes=torch.Size([96])), "cannot be read|lacks numbers"),
         (_placed(offset=-5), "cannot be read"),
         (_placed(length=300), "cannot be read"),
-        (_placed(offset=1), "cannot be read"),
         (_placed(relative_path="../__0_0.distcp"), "is missing"),
         (_placed(relative_path="/etc/passwd"), "is missing"),
-        (_placed(relative_path=".."), "is missing"),
-        (_placed(relative_path=5), "is missing"),
         (_placed(transform_descriptors=["zstd"]), "cannot be read"),
         (lambda metadata: metadata.storage_data.clear(), "cannot be read"),
-        (lambda metadata: setattr(metadata, "storage_data", 3), "cannot be read"),
         (lambda metadata: delattr(metadata, "state_dict_metadata"), "cannot be read"),
     ],
-    ids=range(21),
+    ids=range(12),
 )
 def test_damaged_metadata(change, edit, message):
     run = change(edit)
@@ -182,20 +154,10 @@ def test_a_flipped_bit_of_a_part_is_found(distributed, tmp_path):
         open_checkpoint(run)
 
 
-def test_metadata_that_is_not_a_file(tmp_path):
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / ".metadata")
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        open_checkpoint(tmp_path / "run")
-
-
 def test_whole_tensors_of_one_process(tmp_path):
     state = {"model": {"encoder.weight": torch.randn(5, 3), "scalar": torch.tensor(2.0)}}
-    beside = {
-        "optim": {"m": torch.ones(3)},
-        "lr_scheduler": {"rate": torch.ones(1)},
-        "scheduler": {"rate": torch.ones(1)},
-    }
+    rates = {name: {"rate": torch.ones(1)} for name in ("lr_scheduler", "scheduler")}
+    beside = {"optim": {"m": torch.ones(3)}, **rates}
     dcp.save(state | beside, checkpoint_id=str(tmp_path / "run"))
     found = open_checkpoint(tmp_path / "run").tensors
     assert sorted(found) == ["model.encoder.weight", "model.scalar"]

@@ -23,14 +23,9 @@ def small(tmp_path):
     folder.mkdir()
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqr", "nest"]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    settings = {
-        f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
-    }
-    settings |= {
-        "tokenizer_class": "BertTokenizer",
-        "do_lower_case": True,
-        "model_max_length": 4096,
-    }
+    names = ("pad", "unk", "cls", "sep", "mask")
+    settings = {f"{name}_token": f"[{name.upper()}]" for name in names}
+    settings |= {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = AutoTokenizer.from_pretrained(folder)
     (folder / "tokenizer.json").write_text(loaded.backend_tokenizer.to_str())
@@ -72,56 +67,28 @@ def test_which_tokenizer(tmp_path, tokenizer_dir):
             find_tokenizer(str(folder), [])
 
 
-@pytest.mark.parametrize(
-    "rows, fits",
-    [
-        (30522, True),
-        (30528, True),
-        (30592, True),
-        (30720, True),
-        (30521, False),
-        (30523, False),
-        (31000, False),
-    ],
-)
-def test_vocabulary_rows_against_the_tokenizer(rows, fits):
+@pytest.mark.parametrize("rows", [30522, 30528, 30592, 30720, 30521, 30523, 31000])
+def test_vocabulary_rows_against_the_tokenizer(rows):
     """Exactly 30,522, or rounded up to a multiple of 8 ... 512."""
-    if fits:
+    if rows in (30522, 30528, 30592, 30720):
         check_rows(30522, rows, "it")
-    else:
-        with pytest.raises(
-            UserError,
-            match=(
-                f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, "
-                "30528, 30592, 30720"
-            ),
-        ):
-            check_rows(30522, rows, "it")
+        return
+    words = f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, 30528, 30592"
+    with pytest.raises(UserError, match=words):
+        check_rows(30522, rows, "it")
 
 
 def test_llama_vocabulary(tmp_path, tokenizer_dir, without_proof):
     """32,064 rows: the bundled tokenizer of 30,522 does not fit; one with 32,003 tokens, rounded up
     to a multiple of 64, does."""
-    model = NeoBERTModel(
-        NeoBERTConfig(
-            vocab_size=32064,
-            hidden_size=64,
-            num_hidden_layers=1,
-            intermediate_size=96,
-            num_attention_heads=1,
-        )
-    )
-    source = save(tmp_path / "run", model.state_dict())
-    with pytest.raises(
-        UserError, match="32064 vocabulary rows, but the tokenizer .* has 30522 tokens"
-    ):
+    sizes = {"vocab_size": 32064, "hidden_size": 64, "num_hidden_layers": 1}
+    config = NeoBERTConfig(num_attention_heads=1, intermediate_size=96, **sizes)
+    source = save(tmp_path / "run", NeoBERTModel(config).state_dict())
+    with pytest.raises(UserError, match="32064 vocabulary rows, but the tokenizer .* has 30522"):
         convert(source, tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
     loaded.add_tokens([f"extra{i}" for i in range(32003 - 30522)])
-    for name in ("vocab.txt", "tokenizer_config.json"):
-        (tmp_path / "llama").mkdir(exist_ok=True)
-        shutil.copyfile(tokenizer_dir / name, tmp_path / "llama" / name)
-    loaded._tokenizer.save(str(tmp_path / "llama" / "tokenizer.json"))
+    loaded.save_pretrained(tmp_path / "llama")
     convert(source, tmp_path / "out", "--tokenizer", tmp_path / "llama")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("extra7") == 30529
 
@@ -134,8 +101,7 @@ def test_parts_of_a_tokenizer_are_enough(small, write, files):
         if path.name not in files:
             path.unlink()
     written = AutoTokenizer.from_pretrained(write(small))
-    ids = written("nest a b")["input_ids"]
-    assert ids == [2, 23, 5, 6, 3], "not what BERT's tokenizer makes of it"
+    assert written("nest a b")["input_ids"] == [2, 23, 5, 6, 3]
 
 
 def test_ids_with_gaps_stay(small, write):
@@ -146,14 +112,9 @@ def test_ids_with_gaps_stay(small, write):
     (small / "tokenizer.json").write_text(json.dumps(backend))
     (small / "vocab.txt").unlink()
     target = write(small, rows=31)
-    assert (
-        AutoTokenizer.from_pretrained(target)("nest a").input_ids
-        == AutoTokenizer.from_pretrained(small)("nest a").input_ids
-    )
-    assert (
-        AutoTokenizer.from_pretrained(target).convert_tokens_to_ids("nest") == 30
-        and not (target / "vocab.txt").exists()
-    )
+    written, source = (AutoTokenizer.from_pretrained(folder) for folder in (target, small))
+    assert written("nest a").input_ids == source("nest a").input_ids
+    assert written.convert_tokens_to_ids("nest") == 30 and not (target / "vocab.txt").exists()
     with pytest.raises(UserError, match="has 31 tokens"):
         write(small, rows=24)
 
@@ -177,15 +138,11 @@ def test_a_tokenizer_of_another_kind(tmp_path, write):
     target = write(tmp_path / "bpe", rows=-(-len(loaded) // 8) * 8)
     written = AutoTokenizer.from_pretrained(target)
     text = "the owl <mask> caf\u00e9"
-    assert (
-        written(text)["input_ids"] == loaded(text)["input_ids"]
-        and written.mask_token == "<mask>"
-        and written.padding_side == "left"
-    )
+    assert written(text)["input_ids"] == loaded(text)["input_ids"]
+    assert written.mask_token == "<mask>" and written.padding_side == "left"
     assert not (target / "vocab.txt").exists() and written.model_max_length == 128
-    assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True, (
-        "transformers 4 would leave it out"
-    )
+    # transformers 4 would leave it out
+    assert json.loads((target / "tokenizer_config.json").read_text())["add_prefix_space"] is True
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,59 +157,33 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(
     run = save(tmp_path / "run", NeoBERTForMaskedLM(NeoBERTConfig(**fields)).state_dict(), **fields)
     for path in tokenizer_dir.iterdir():
         shutil.copyfile(path, run / path.name)
-    change(
-        run,
-        auto_map={"AutoTokenizer": ["other/repo--file.Class"] * 2},
-        name_or_path="/home/me/secret",
-    )
+    change(run, auto_map={"AutoTokenizer": ["other/repo--file.Class"] * 2}, name_or_path="/home/me")
     change(run, custom={"nested": "/home/me"}, chat_template="{{ x }}", model_max_length=None)
     (run / "file.py").write_text("raise SystemExit('ran')")
     (run / "chat_template.jinja").write_text("/home/me")
     assert convert(run, tmp_path / "out") == 0
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     expected = json.loads((tokenizer_dir / "tokenizer_config.json").read_text())
-    assert written == {**expected, "model_max_length": 128}, (
-        "a foreign key was copied, or one of ours lost"
-    )
+    assert written == {**expected, "model_max_length": 128}
     for name in ("tokenizer.json", "vocab.txt", "special_tokens_map.json"):
         ours, theirs = ((folder / name).read_text() for folder in (tmp_path / "out", tokenizer_dir))
-        assert ours == theirs or json.loads(ours) == json.loads(theirs), (
-            f"{name} is not what was read"
-        )
-    assert "home/me" not in "".join(
-        path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"
-    )
-    assert not {"file.py", "chat_template.jinja"} & {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
+        assert ours == theirs or json.loads(ours) == json.loads(theirs), name
+    for path in (tmp_path / "out").iterdir():
+        assert path.suffix == ".safetensors" or "home/me" not in path.read_text()
+        assert path.name not in ("file.py", "chat_template.jinja")
 
 
 @pytest.mark.parametrize(
     "settings, is_read",
     [
-        *(({"model_max_length": value}, True) for value in (None, -5, 1e30, True, 10**40)),
+        ({"model_max_length": None}, True),
+        ({"model_max_length": 1e30}, True),
         ({"tokenizer_class": None}, True),
-        (
-            {
-                "cls_token": {
-                    "__type": "AddedToken",
-                    "content": "[CLS]",
-                    "lstrip": False,
-                    "special": True,
-                }
-            },
-            True,
-        ),
+        ({"cls_token": {"__type": "AddedToken", "content": "[CLS]", "special": True}}, True),
         ({"added_tokens_decoder": {"0": {"content": "[PAD]", "special": True}}}, True),
-        ({"model_input_names": ["input_ids", "attention_mask"]}, True),
-        *(({"model_max_length": "long"}, False), ({"pad_token": 5, "mask_token": None}, False)),
-        *(
-            ({"added_tokens_decoder": {"x": 1}}, False),
-            ({"strip_accents": 3}, False),
-            ({"extra_special_tokens": 7}, False),
-        ),
+        ({"model_max_length": "long"}, False),
+        ({"added_tokens_decoder": {"x": 1}}, False),
     ],
-    ids=range(14),
 )
 def test_settings_of_any_type(small, write, settings, is_read):
     change(small, **settings)
@@ -269,20 +200,13 @@ def test_settings_of_any_type(small, write, settings, is_read):
     [
         ("tokenizer.json", "{", "cannot be loaded"),
         ("tokenizer.json", '{"model": {"type": "WordPiece"}}', "cannot be loaded"),
-        ("tokenizer.json", "[" * 10**5, "cannot be loaded"),
-        ("tokenizer.json", b"\xff", "cannot be loaded"),
-        ("tokenizer.json", "", "cannot be loaded"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", "[" * 10**5, "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", b"\xff", "cannot be read"),
-        ("special_tokens_map.json", "{]", "cannot be loaded"),
         ("tokenizer_config.json", "[]", "cannot be loaded"),
-        ("tokenizer_config.json", "5", "cannot be loaded"),
+        ("special_tokens_map.json", "{]", "cannot be loaded"),
     ],
-    ids=range(11),
 )
 def test_damaged_files(small, write, name, content, message):
-    (small / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (small / name).write_text(content)
     with pytest.raises(UserError, match=message) as refusal:
         write(small)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 1000

@@ -42,12 +42,8 @@ ONNX = {name: onnx.PRECISIONS[name].file for name in ("fp32", "fp16", "int8")}
 OPENVINO = {name: precision.file for name, precision in openvino.PRECISIONS.items()}
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 # Least cosines to torch in float32, (token, pooled), by precision.
-BOUNDS = {
-    "fp32": (0.9999, 0.9999),
-    "fp16": (0.995, 0.999),
-    "q8_0": (0.97, 0.99),
-    "int8": (0.9, 0.99),
-}
+BOUNDS = {"fp32": (0.9999, 0.9999), "fp16": (0.995, 0.999), "q8_0": (0.97, 0.99)}
+BOUNDS["int8"] = (0.9, 0.99)
 NO_NODE = "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"
 
 
@@ -86,12 +82,10 @@ class Model:
     def __post_init__(self):
         self.tokenizer = load_tokenizer(self.folder)
         longest = read_json(self.folder / "sentence_bert_config.json")["max_seq_length"]
-        self.texts = [
-            text for text in self.texts if len(self.tokenizer(text)["input_ids"]) <= longest
-        ]
-        model = NeoBERTModel.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        lengths = [len(self.tokenizer(text)["input_ids"]) for text in self.texts]
+        self.texts = [text for text, length in zip(self.texts, lengths) if length <= longest]
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        model = NeoBERTModel.from_pretrained(self.folder, **options).eval()
         ids = [torch.tensor([self.tokenizer(text)["input_ids"]]) for text in self.texts]
         with torch.inference_mode():
             self.tokens = [model(row).last_hidden_state[0].numpy() for row in ids]
@@ -132,13 +126,8 @@ def random_model(model_class, folder, pooling=None, **changes):
     """A Hub folder with wide random weights: outputs of attention and feed-forward as large as what
     they are added to."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "max_position_embeddings": 1024,
-    }
+    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 512, "max_position_embeddings": 1024}
     model = model_class(NeoBERTConfig(**sizes, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -189,23 +178,15 @@ def onnx_runtime(model, work):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     for precision, name in ONNX.items():
-        session = onnxruntime.InferenceSession(
-            str(folder / "onnx" / name), options, providers=["CPUExecutionProvider"]
-        )
+        path = str(folder / "onnx" / name)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         outputs = [output.name for output in session.get_outputs()]
         found = dict(zip(outputs, session.run(None, inputs)))
         seconds = timed(partial(session.run, outputs[:1]), single_rows(model))
         tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
         pooled = found.get("sentence_embedding", means(tokens))
-        yield Answer(
-            "ONNX Runtime",
-            onnxruntime.__version__,
-            precision,
-            tokens,
-            pooled,
-            seconds,
-            size_of(folder / "onnx", name),
-        )
+        size, version = size_of(folder / "onnx", name), onnxruntime.__version__
+        yield Answer("ONNX Runtime", version, precision, tokens, pooled, seconds, size)
 
 
 def openvino_runtime(model, work):
@@ -216,48 +197,28 @@ def openvino_runtime(model, work):
     folder = model.export("openvino", "openvino", "--precisions", *OPENVINO) / "openvino"
     settings = {**read_json(folder / openvino.OPTIONS_FILE), "INFERENCE_NUM_THREADS": 1}
     for precision, name in OPENVINO.items():
-        path = folder / name
-        compiled = core.compile_model(core.read_model(str(path)), "CPU", settings)
+        compiled = core.compile_model(core.read_model(str(folder / name)), "CPU", settings)
         names = [output.get_any_name() for output in compiled.outputs]
         found = dict(zip(names, (np.array(value) for value in compiled(inputs).values())))
         seconds = timed(compiled, single_rows(model))
         tokens = real_tokens(found["last_hidden_state"], inputs["attention_mask"])
         pooled = found.get("sentence_embedding", means(tokens))
-        yield Answer(
-            "OpenVINO",
-            runtime.__version__.split("-")[0],
-            precision,
-            tokens,
-            pooled,
-            seconds,
-            size_of(folder, path.name),
-        )
+        size, version = size_of(folder, name), runtime.__version__.split("-")[0]
+        yield Answer("OpenVINO", version, precision, tokens, pooled, seconds, size)
 
 
 def transformers_js(model, work):
     """transformers.js in node: its tokenizer, its reading of the folder, its mean pooling."""
     modules = node_modules(work)
     folder = onnx_folder(model)
+    version = package_version(modules, "@huggingface/transformers")
     for precision, name in ONNX.items():
-        found = in_node(
-            "transformers.mjs",
-            modules,
-            folder,
-            {"int8": "q8"}.get(precision, precision),
-            texts=model.texts,
-        )
-        version = package_version(modules, "@huggingface/transformers")
+        dtype = {"int8": "q8"}.get(precision, precision)
+        found = in_node("transformers.mjs", modules, folder, dtype, texts=model.texts)
         tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
+        pooled, seconds = np.array(found["pooled"]), found["seconds"]
         size = size_of(folder / "onnx", name)
-        yield Answer(
-            "transformers.js",
-            version,
-            precision,
-            tokens,
-            np.array(found["pooled"]),
-            found["seconds"],
-            size,
-        )
+        yield Answer("transformers.js", version, precision, tokens, pooled, seconds, size)
 
 
 def llama_cpp(model, work):
@@ -270,40 +231,25 @@ def llama_cpp(model, work):
         for pooling in (2, 3, None):  # the first token's, the last one's, and what the file says
             engine = Llama(modules, path, 1, pooling)
             vectors[pooling] = engine(model.texts)
-            seconds = (
-                statistics.median(seconds_of(engine, model.texts) for _ in range(3))
-                if pooling is None
-                else None
-            )
+            if pooling is None:
+                seconds = statistics.median(seconds_of(engine, model.texts) for _ in range(3))
             engine.close()
         precision = {"f32": "fp32", "f16": "fp16"}.get(dtype, dtype)
         version = f"{package_version(modules, 'node-llama-cpp')} (node-llama-cpp)"
-        tokens = {0: vectors[2], -1: vectors[3]}
-        yield Answer(
-            "llama.cpp", version, precision, tokens, vectors[None], seconds, path.stat().st_size
-        )
+        tokens, size = {0: vectors[2], -1: vectors[3]}, path.stat().st_size
+        yield Answer("llama.cpp", version, precision, tokens, vectors[None], seconds, size)
 
 
 def sentence_transformers_onnx(model, work):
     """sentence-transformers 5.1 with backend="onnx", on transformers 4.57."""
-    python = work / "st" / "bin" / "python"
     if not (work / "st" / ".ready").exists():
-        raise Skipped(
-            f"{python.parent.parent} is not installed: make {python.parent.parent}/.ready"
-        )
-    folder = onnx_folder(model)
-    found = in_process([python, HERE / "sentence_transformers_onnx.py", folder], model.texts)
+        raise Skipped(f"{work / 'st'} is not installed: make {work / 'st' / '.ready'}")
+    folder, script = onnx_folder(model), HERE / "sentence_transformers_onnx.py"
+    found = in_process([work / "st" / "bin" / "python", script, folder], model.texts)
     tokens = [np.array(vectors, np.float32) for vectors in found["tokens"]]
-    size = size_of(folder / "onnx", ONNX["fp32"])
-    yield Answer(
-        "sentence-transformers, ONNX",
-        found["version"],
-        "fp32",
-        tokens,
-        np.array(found["pooled"]),
-        found["seconds"],
-        size,
-    )
+    pooled, seconds = np.array(found["pooled"]), found["seconds"]
+    size, name = size_of(folder / "onnx", ONNX["fp32"]), "sentence-transformers, ONNX"
+    yield Answer(name, found["version"], "fp32", tokens, pooled, seconds, size)
 
 
 ENGINES = {
@@ -346,12 +292,8 @@ def means(tokens):
 
 def size_of(folder, name):
     """Bytes of a model file and of the weights beside it."""
-    stem = Path(name).stem
-    return sum(
-        p.stat().st_size
-        for p in folder.iterdir()
-        if p.name == name or p.name in (f"{name}_data", f"{name}.data", f"{stem}.bin")
-    )
+    names = (name, f"{name}_data", f"{name}.data", f"{Path(name).stem}.bin")
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name in names)
 
 
 def node_modules(work):
@@ -402,17 +344,13 @@ def worst_cosine(given, expected):
 def compared(answer, model):
     """A row: the worst cosines of an Answer."""
     if isinstance(answer.tokens, dict):
-        token = min(
-            worst_cosine(given, np.stack([x[place] for x in model.tokens]))
+        pairs = [
+            (given, np.stack([states[place] for states in model.tokens]))
             for place, given in answer.tokens.items()
-        )
+        ]
     else:
-        pairs = (
-            list(zip(answer.tokens, model.tokens))
-            if len(answer.tokens) == len(model.tokens)
-            else [([0.0], [[0.0]])]
-        )
-        token = min(worst_cosine(given, expected) for given, expected in pairs)
+        pairs = zip(answer.tokens, model.tokens, strict=True)
+    token = min(worst_cosine(given, expected) for given, expected in pairs)
     return {
         "model": model.name,
         "engine": answer.engine,
@@ -433,15 +371,11 @@ def check_classifier(modules, work):
     random_model(NeoBERTForSequenceClassification, folder, num_labels=2)
     if not path.exists():
         export_command.main(["gguf", str(folder), str(path), "--dtype", "f32"])
-    model, tokenizer = (
-        NeoBERTForSequenceClassification.from_pretrained(folder).eval(),
-        load_tokenizer(folder),
-    )
-    texts = make_texts()
+    model = NeoBERTForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer, texts = load_tokenizer(folder), make_texts()
     with torch.inference_mode():
-        expected = np.stack(
-            [model(**tokenizer(text, return_tensors="pt")).logits[0].numpy() for text in texts]
-        )
+        batches = [tokenizer(text, return_tensors="pt") for text in texts]
+        expected = np.stack([model(**batch).logits[0].numpy() for batch in batches])
     given = np.array(in_node("classifier.mjs", modules, path, "2", texts=texts)["logits"])
     return float(np.abs(given - expected).max() / np.abs(expected).max())
 
@@ -456,32 +390,16 @@ def page(rows, classifier, skipped):
         "another on one thread, relative to torch in float32 measured beside it (above 1 is "
         "faster); docs/performance.md has speeds in batches.",
     ]
-    header = [
-        "engine",
-        "version",
-        "precision",
-        "worst token cosine",
-        "worst pooled cosine",
-        "MB",
-        "speed",
-    ]
+    header = ["engine", "version", "precision", "worst token cosine", "worst pooled cosine"]
     for name in dict.fromkeys(row["model"] for row in rows):
         parts.append(f"## {name[0].upper()}{name[1:]}")
-        lines = [
-            [
-                *(
-                    row["engine"],
-                    row["version"],
-                    row["precision"],
-                    f"{row['token']:.6f}",
-                    f"{row['pooled']:.6f}",
-                ),
-                *(f"{row['bytes'] / 1e6:.1f}", f"{row['speed']:.2f}"),
-            ]
-            for row in rows
-            if row["model"] == name
-        ]
-        parts.append(markdown_table(header, lines))
+        lines = []
+        for row in rows:
+            if row["model"] == name:
+                cosines = [f"{row['token']:.6f}", f"{row['pooled']:.6f}"]
+                sizes = [f"{row['bytes'] / 1e6:.1f}", f"{row['speed']:.2f}"]
+                lines.append([row["engine"], row["version"], row["precision"], *cosines, *sizes])
+        parts.append(markdown_table([*header, "MB", "speed"], lines))
     if classifier is not None:
         parts.append(
             "A sequence classifier with two labels in llama.cpp (f32): logits within "
@@ -532,24 +450,14 @@ def main():
                 )
     if "llama.cpp" in given.engines and "llama.cpp" not in skipped:
         classifier = check_classifier(node_modules(given.work.resolve()), folder)
-        print(
-            f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} llama.cpp, a classifier: logits within "
-            f"{classifier:.1e}"
-        )
-        failed += (
-            []
-            if classifier <= 5e-3
-            else [f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"]
-        )
+        told = f"llama.cpp, a classifier: logits differ by {classifier:.1e} of the largest one"
+        print(f"{'ok  ' if classifier <= 5e-3 else 'FAIL'} {told}")
+        if classifier > 5e-3:
+            failed.append(told)
     if given.output:
-        packages = ("onnxruntime", "openvino", "gguf")
-        write_result(
-            given.output,
-            "NeoBERT in other engines",
-            environment(packages),
-            {"rows": rows, "classifier": classifier},
-            page(rows, classifier, skipped),
-        )
+        env = environment(("onnxruntime", "openvino", "gguf"))
+        text, figures = page(rows, classifier, skipped), {"rows": rows, "classifier": classifier}
+        write_result(given.output, "NeoBERT in other engines", env, figures, text)
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
     for line in failed:

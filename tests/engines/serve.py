@@ -10,15 +10,8 @@ skipped, and the last lines say why.
 """
 
 import argparse
-import contextlib
-import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +19,8 @@ import torch
 
 from neobert import NeoBERTModel
 from neobert.benchmarks.engines import Llama
-from neobert.common.errors import UserError, one_line
+from neobert.benchmarks.server import free_port, server
+from neobert.common.errors import one_line
 from neobert.common.files import read_json
 
 
@@ -63,41 +57,9 @@ def environment_of(work, name):
     return python
 
 
-@contextlib.contextmanager
-def server(command, health, log):
-    """A server that answers; it ends with the block. Raises UserError if it does not start."""
-    with open(log, "wb") as file:
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, env=environment)
-        try:
-            for _ in range(1500):
-                if process.poll() is not None:
-                    break
-                with contextlib.suppress(urllib.error.URLError, OSError):
-                    urllib.request.urlopen(health, timeout=5).read()
-                    yield
-                    return
-                time.sleep(0.5)
-            said = one_line(log.read_text(errors="replace")[-1500:], 1500)
-            raise UserError(f"{Path(str(command[0])).name} did not start: {said}")
-        finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
 def longest(model):
     """Tokens of a text that the folder says are read."""
     return read_json(model.folder / "sentence_bert_config.json")["max_seq_length"]
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def asked(python, address, model):

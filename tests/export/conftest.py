@@ -11,49 +11,28 @@ from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.common.pooling import save_for_all_versions
 
 
-SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
-WORDS = [
-    *SPECIAL.values(),
-    "rain",
-    "the",
-    "a",
-    "server",
-    *string.ascii_lowercase,
-    *(f"##{c}" for c in string.ascii_lowercase),
-]
+SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+LETTERS = string.ascii_lowercase
+WORDS = [*SPECIAL.values(), "rain", "the", "a", "server", *LETTERS, *(f"##{c}" for c in LETTERS)]
 WORDS += [*string.digits, *string.punctuation]
 
 
 def write_tokenizer(folder):
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    backend.normalizer, backend.pre_tokenizer = (
-        normalizers.BertNormalizer(),
-        pre_tokenizers.BertPreTokenizer(),
-    )
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=300, **SPECIAL
-    ).save_pretrained(folder)
+    options = {"model_max_length": 300, **SPECIAL}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(folder)
 
 
 def build(model_class=NeoBERTModel, **changes):
     """A tiny model whose attention is far from uniform, with no bias or norm that does nothing."""
     torch.manual_seed(0)
-    fields = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "max_position_embeddings": 300,
-    }
-    model = model_class(NeoBERTConfig(**{"vocab_size": len(WORDS), **fields, **changes})).eval()
+    fields = {"vocab_size": len(WORDS), "hidden_size": 64, "num_hidden_layers": 2}
+    fields |= {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 300}
+    model = model_class(NeoBERTConfig(**{**fields, **changes})).eval()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape)
         if parameter.dim() == 1:

@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice, __main__
-from neobert import __main__ as cli
 from neobert.common.errors import UserError
-from neobert.common.pooling import pooling_config, pooling_mode
 from neobert.conversion import command as converter
 from neobert.export import check, command, folder
 from neobert.export.check import Agreement, Reference
@@ -48,41 +46,18 @@ def test_a_bad_command_is_one_sentence(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help(capsys):
-    assert cli.main(["export", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in command.TARGETS)
-    assert cli.main(["export", "onnx", "--help"]) == 0
-    assert "--precisions" in capsys.readouterr().out
-
-
 def test_a_missing_engine(monkeypatch):
     monkeypatch.setitem(command.TARGETS, "onnx", ("onnx", ("onnx", "no_such_engine")))
-    with pytest.raises(
-        ImportError,
-        match=(
-            r"needs no_such_engine, not installed here: pip install no-such-engine, or pip "
-            r"install -e '.\[onnx\]'"
-        ),
-    ):
+    with pytest.raises(ImportError, match=r"pip install no-such-engine, or .* '.\[onnx\]'"):
         command.main(["onnx", "model", "out"])
 
 
-def test_outputs_that_are_refused(hub_folder, tmp_path):
-    """What is there stays as it is; before the model is read."""
+def test_an_output_inside_of_the_model(hub_folder):
     given = hub_folder()
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("x")
-    for output, message in (
-        (tmp_path / "full", "is there already, a folder with files in it"),
-        (tmp_path / "full" / "mine.txt", "is there already, a file"),
-        (given / "out", "are in one another"),
-        ("", "is empty"),
-    ):
-        for name in ("onnx", "openvino"):
-            pytest.importorskip(name)
-            with pytest.raises(UserError, match=message):
-                command.main([name, str(given), str(output)])
+    for name in ("onnx", "openvino"):
+        pytest.importorskip(name)
+        with pytest.raises(UserError, match="are in one another"):
+            command.main([name, str(given), str(given / "out")])
     assert not (given / "out").exists()
 
 
@@ -115,28 +90,18 @@ def test_prompts_that_do_not_count(sentence_folder, tmp_path):
     its readers."""
     found = opened(sentence_folder)
     left_out = replace(found, pooling=replace(found.pooling, include_prompt=False))
-    assert Graph(found).outputs == ["last_hidden_state", "sentence_embedding"] and Graph(
-        left_out
-    ).outputs == ["last_hidden_state"]
-    assert Graph(replace(left_out, prompts={"query": ""})).outputs == [
-        "last_hidden_state",
-        "sentence_embedding",
-    ]
+    both = ["last_hidden_state", "sentence_embedding"]
+    assert Graph(found).outputs == Graph(replace(left_out, prompts={"query": ""})).outputs == both
+    assert Graph(left_out).outputs == both[:1]
     (tmp_path / "tokenizer").mkdir()
     for given, counts in ((found, True), (left_out, False)):
         place = tmp_path / str(counts)
         place.mkdir()
         folder._write_common(place, replace(given, tokenizer_folder=tmp_path / "tokenizer"))
-        assert (
-            json.loads((place / "1_Pooling" / "config.json").read_text())["include_prompt"]
-            is counts
-        )
-        assert (
-            json.loads((place / "config_sentence_transformers.json").read_text())["prompts"][
-                "query"
-            ]
-            == "a "
-        )
+        pooling = json.loads((place / "1_Pooling" / "config.json").read_text())
+        assert pooling["include_prompt"] is counts
+        settings = json.loads((place / "config_sentence_transformers.json").read_text())
+        assert settings["prompts"]["query"] == "a "
 
 
 def test_the_head_is_what_the_weights_are(hub_folder):
@@ -157,9 +122,8 @@ def test_a_raw_checkpoint_is_converted_first(hub_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(converter, "verify", lambda folder, conversion, expected, scratch: expected)
     found, expected = opened(raw), opened(given)
     assert found.head.option == "masked-lm"
-    assert all(
-        torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters())
-    )
+    for actual, wanted in zip(found.model.parameters(), expected.model.parameters()):
+        assert torch.equal(actual, wanted)
 
 
 def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
@@ -179,16 +143,11 @@ def test_what_cannot_be_exported(hub_folder, sentence_folder, tmp_path):
     shutil.copytree(sentence_folder, other)
     modules = json.loads((other / "modules.json").read_text())
     for kinds, message in (
-        (
-            ["Transformer", "Pooling", "LSTM"],
-            "has the modules Transformer, Pooling, LSTM; exported are",
-        ),
-        (["Transformer", "Pooling", "Normalize", "Dense"], "and last Normalize"),
+        ("Transformer, Pooling, LSTM", "has the modules Transformer, Pooling, LSTM; exported are"),
+        ("Transformer, Pooling, Normalize, Dense", "and last Normalize"),
     ):
-        changed = [
-            {**module, "type": f"sentence_transformers.models.{kind}"}
-            for module, kind in zip(modules, kinds)
-        ]
+        pairs = zip(modules, kinds.split(", "))
+        changed = [{**part, "type": f"sentence_transformers.models.{kind}"} for part, kind in pairs]
         (other / "modules.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=message):
             opened(other)
@@ -203,15 +162,14 @@ def test_pooling_by_its_formulas():
 
     hidden, mask = torch.randn(2, 5, 3), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     rows = [hidden[0, :3].numpy(), hidden[1].numpy()]
+    weights = [np.arange(1, len(row) + 1)[:, None] for row in rows]
     expected = {
         "mean": [row.mean(0) for row in rows],
         "cls": [row[0] for row in rows],
         "lasttoken": [row[-1] for row in rows],
         "max": [row.max(0) for row in rows],
         "mean_sqrt_len_tokens": [row.sum(0) / np.sqrt(len(row)) for row in rows],
-        "weightedmean": [
-            (row * (w := np.arange(1, len(row) + 1))[:, None]).sum(0) / w.sum() for row in rows
-        ],
+        "weightedmean": [(row * w).sum(0) / w.sum() for row, w in zip(rows, weights)],
     }
     for mode, vectors in expected.items():
         vectors = np.stack(vectors)
@@ -220,28 +178,6 @@ def test_pooling_by_its_formulas():
         normed = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         pooling = Pooling(mode, True, (*pooling.modules, models.Normalize()))
         assert np.allclose(pooling(hidden, mask).numpy(), normed, atol=1e-6), mode
-
-
-def test_both_forms_of_the_pooling_mode():
-    config = pooling_config(8, "lasttoken")
-    older, newer = (
-        {name: value for name, value in config.items() if name != "pooling_mode"},
-        {"pooling_mode": "lasttoken"},
-    )
-    assert (
-        pooling_mode(config)
-        == pooling_mode(older)
-        == pooling_mode(newer)
-        == pooling_mode({"pooling_mode": ["lasttoken"]})
-        == "lasttoken"
-    )
-    for wrong in (
-        {},
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-        {"pooling_mode": "median"},
-    ):
-        with pytest.raises(UserError, match="the pooling mode must be one of"):
-            pooling_mode(wrong)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -259,11 +195,8 @@ def test_texts_of_many_lengths(reference):
     lengths = sorted(int(n) for _, mask in made.batches for n in mask.sum(1))
     assert lengths[:4] == [3, 4, 5, 7] and lengths[-1] == 120 and len(set(lengths)) >= 9
     for ids, mask in made.batches[:2]:
-        assert (
-            (mask.diff(dim=1) <= 0).all()
-            and (mask == 0).any()
-            and (ids[mask == 0] == found.config.pad_token_id).all()
-        )
+        assert (mask.diff(dim=1) <= 0).all() and (mask == 0).any()
+        assert (ids[mask == 0] == found.config.pad_token_id).all()
         assert (ids[:, 0] == 2).all() and all(row[n - 1] == 3 for row, n in zip(ids, mask.sum(1)))
 
 
@@ -286,24 +219,21 @@ def test_the_comparison_sees_one_wrong_token(reference):
 
     for spoil in (None, "padding"):
         agreement = made.agreement(partial(run, spoil=spoil))
-        assert agreement.token == pytest.approx(1, abs=1e-6) and agreement.pooled == pytest.approx(
-            1, abs=1e-6
-        )
-    assert made.agreement(partial(run, spoil="token")).token == pytest.approx(-1, abs=1e-6)
-    assert made.agreement(partial(run, spoil="pooled")).pooled == pytest.approx(-1, abs=1e-6)
+        assert (agreement.token, agreement.pooled) == pytest.approx((1, 1), abs=1e-6)
+    for spoil in ("token", "pooled"):
+        worst = getattr(made.agreement(partial(run, spoil=spoil)), spoil)
+        assert worst == pytest.approx(-1, abs=1e-6)
     with pytest.raises(UserError, match="the output last_hidden_state should be .* but is nothing"):
         made.agreement(lambda ids, mask: {})
 
 
 def test_bounds():
     Agreement(None, 0.99).check("x", 0.9, 0.99)
-    with pytest.raises(
-        UserError, match="x: the worst pooled cosine to torch is 0.980000, below 0.99"
-    ):
+    words = "x: the worst pooled cosine to torch is 0.980000, below 0.99"
+    with pytest.raises(UserError, match=words):
         Agreement(0.95, 0.98).check("x", 0.9, 0.99)
     with pytest.raises(UserError, match="the worst token cosine to torch is nan"):
         Agreement(float("nan"), 1.0).check("x", 0.9, 0.99)
-    assert check._worst([torch.tensor([0.5, float("nan")]), torch.tensor([0.1])]) != 0.1
 
 
 def test_a_cosine_that_is_not_a_number_is_the_worst():
@@ -319,20 +249,13 @@ def test_few_numbers_are_compared_together():
     logits = torch.tensor([[1.0, 2.0], [0.01, -0.01]])
     made._source, made._expected = SimpleNamespace(pooling=None), [{"logits": logits}]
     made.batches = [(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))]
-    agreement = made.agreement(
-        lambda ids, mask: {"logits": logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])}
-    )
+    other = logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])
+    agreement = made.agreement(lambda ids, mask: {"logits": other})
     assert agreement.token is None and agreement.pooled > 0.9999
 
 
 def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):
-    assert (
-        __main__.main(
-            ["export", "onnx", str(hub_folder()), str(tmp_path / "out"), "--tokenizer", "none"]
-        )
-        == 2
-    )
-    assert (
-        "--tokenizer takes a folder here, not none" in capsys.readouterr().err
-        and not (tmp_path / "out").exists()
-    )
+    output = tmp_path / "out"
+    command = ["export", "onnx", str(hub_folder()), str(output), "--tokenizer", "none"]
+    assert __main__.main(command) == 2 and not output.exists()
+    assert "--tokenizer takes a folder here, not none" in capsys.readouterr().err

@@ -48,12 +48,10 @@ def test_its_commands_are_understood():
 
 def test_its_file_names():
     for name in ("onnx", "openvino"):
-        for precision, written in importlib.import_module(
-            f"neobert.export.{name}"
-        ).PRECISIONS.items():
-            assert re.search(
-                rf"^\| `{precision}` \| `{name}/{re.escape(written.file)}`", PAGE, re.MULTILINE
-            ), f"{name} {precision}"
+        module = importlib.import_module(f"neobert.export.{name}")
+        for precision, written in module.PRECISIONS.items():
+            row = rf"^\| `{precision}` \| `{name}/{re.escape(written.file)}`"
+            assert re.search(row, PAGE, re.MULTILINE), f"{name} {precision}"
 
 
 def test_the_head_outside_of_the_engine(tmp_path, monkeypatch):
@@ -104,12 +102,6 @@ def test_every_place_names_its_test():
             assert not named and (word == "read" or len(how) > 40), f"{place}: no reason"
         for name in named:
             assert missing(name) is None, f"{place}: {missing(name)}"
-
-
-def test_the_reader_of_names_sees_what_is_missing():
-    assert missing("make test-nothing") and missing("tests/none.py")
-    assert missing("tests/export/test_serving_page.py::test_none")
-    assert missing("tests/export/test_serving_page.py::test_its_file_names") is None
 
 
 def test_every_block_is_run_or_marked_as_read():
@@ -173,17 +165,18 @@ def check(vectors, expected, least):
 
 @pytest.mark.slow
 def test_the_lines_for_onnx_runtime(outputs, inputs, expected, monkeypatch):
-    monkeypatch.chdir(outputs)
-    names = dict(inputs)
-    exec(block("test_the_lines_for_onnx_runtime"), names)
-    check(names["vectors"], expected, 1 - 1e-5)
+    check_lines("test_the_lines_for_onnx_runtime", outputs, inputs, expected, monkeypatch)
 
 
 @pytest.mark.slow
 def test_the_lines_for_openvino(outputs, inputs, expected, monkeypatch):
+    check_lines("test_the_lines_for_openvino", outputs, inputs, expected, monkeypatch)
+
+
+def check_lines(name, outputs, inputs, expected, monkeypatch):
     monkeypatch.chdir(outputs)
     names = dict(inputs)
-    exec(block("test_the_lines_for_openvino"), names)
+    exec(block(name), names)
     check(names["vectors"], expected, 1 - 1e-5)
 
 

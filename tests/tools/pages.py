@@ -41,7 +41,7 @@ PUBLISHED, WIDTH = "chandar-lab/NeoBERT", "768"
 # The pages of results/ whose figures are of the bundled encoder.
 ENCODERS = [
     *("distillation", "distill/distill", "engines", "int8_cpu_bundled", "long_documents"),
-    *("open_text", "open_text_first", "sentiment_encoder/sentiment"),
+    *("open_text", "open_text_first", "sentiment_encoder/sentiment", "small_vectors"),
 ]
 
 _BLOCK = re.compile(r"(?:^<!-- (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -40,18 +40,13 @@ STAND_INS = {
 PACKAGES = ("parameterized",)
 
 # Tests that cannot apply to a class, with the reason. Everything else that skips does so by
-# transformers' own rules. The pipeline mixin
-# is left out because the archive lacks tests/pipelines and its tests need checkpoints from the Hub;
-# the training, tensor-parallel and
-# expert-parallel mixins because they generate text or need several processes.
+# transformers' own rules. The pipeline mixin is left out because its tests need checkpoints from
+# the Hub; those of training and of parallel tensors and experts because they generate text or need
+# several processes.
 _NO_ROPE = "learned positions have no RoPE to scale and end at max_position_embeddings"
+_OF_ROPE = "from_config_0_linear", "from_config_1_dynamic", "from_config_2_yarn", "frequencies"
 INAPPLICABLE = {
-    "AblationM0ModelTest": {
-        "test_model_rope_scaling_from_config_0_linear": _NO_ROPE,
-        "test_model_rope_scaling_from_config_1_dynamic": _NO_ROPE,
-        "test_model_rope_scaling_from_config_2_yarn": _NO_ROPE,
-        "test_model_rope_scaling_frequencies": _NO_ROPE,
-    },
+    "AblationM0ModelTest": {f"test_model_rope_scaling_{name}": _NO_ROPE for name in _OF_ROPE}
 }
 
 MODEL_TEST = '''
@@ -147,6 +142,9 @@ for case, tests in INAPPLICABLE.items():
 '''  # noqa: E501
 
 
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
 def fetch_archive(cache):
     """Path of transformers' source archive for the installed version, downloaded with pip where the
     cache lacks it."""
@@ -154,67 +152,32 @@ def fetch_archive(cache):
     archive = cache / f"transformers-{version}.tar.gz"
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            result = subprocess.run(
-                [*pip, "--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
-            )
-            found = list(Path(folder).glob("transformers-*.tar.gz"))
-            if result.returncode or not found:
-                raise SystemExit(
-                    f"pip could not download the source archive of transformers {version}; is PyPI "
-                    "reachable?"
-                )
-            found[0].replace(archive)
+            source = ["--no-deps", "--no-binary", "transformers", f"transformers=={version}"]
+            subprocess.run([*PIP, "download", *source, "--dest", folder], check=True)
+            (found,) = Path(folder).glob("transformers-*.tar.gz")
+            found.replace(archive)
     return archive
 
 
 def fetch_packages(cache):
     """Folder with those of `PACKAGES` that cannot be imported."""
     folder = cache / "packages"
-    missing = [
-        name
-        for name in PACKAGES
-        if importlib.util.find_spec(name) is None and not (folder / name).exists()
-    ]
-    if missing:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--target",
-            str(folder),
-        ]
-        if subprocess.run([*pip, *missing]).returncode:
-            raise SystemExit(f"pip could not install {', '.join(missing)}; is PyPI reachable?")
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None and not (folder / name).exists():
+            install = ["install", "--no-deps", "--target", str(folder), name]
+            subprocess.run([*PIP, *install], check=True)
     return folder
 
 
 def unpack_tests(archive, folder):
     """Puts the archive's tests/ folder, the stand-ins and our test file into `folder`."""
     with tarfile.open(archive) as tar:
-        members = [
-            m
-            for m in tar.getmembers()
-            if m.isfile() and m.name.split("/")[1:2] == ["tests"] and "/models/" not in m.name
-        ]
-        if not members:
-            raise SystemExit(f"{archive.name} holds no tests.")
-        for member in members:
-            member.name = member.name.split("/", 1)[1]
-            tar.extract(member, folder, filter="data")
+        for member in tar.getmembers():
+            _, *place = member.name.split("/", 2)
+            if place[:1] == ["tests"] and member.isfile() and "/models/" not in member.name:
+                member.name = "/".join(place)
+                tar.extract(member, folder, filter="data")
     for name, text in STAND_INS.items():
         path = folder / "tests" / name
         if not path.exists():
@@ -243,17 +206,8 @@ def main():
             f"transformers {transformers.__version__}: the common model tests of {archive.name}",
             flush=True,
         )
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore",
-            "tests/test_modeling_neobert.py",
-        ]
+        options = ["-rs", "-p", "no:cacheprovider", "-W", "ignore"]
+        command = [sys.executable, "-m", "pytest", *options, "tests/test_modeling_neobert.py"]
         return subprocess.run([*command, *pytest_arguments], cwd=folder, env=environment).returncode
 
 
