@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,7 @@ test-slow: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # The oldest supported 4.x line, and the loader of 5.0.0, the harshest of the 5.x.
 test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
@@ -75,6 +76,10 @@ test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
 # Servers on the CPU, each in an environment of its own, against torch: vLLM, infinity over HTTP, llama.cpp, Weaviate's loader.
 test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/serve.py --work $(ENGINES)
+
+# examples/serve.py with the clients of OpenAI and Cohere, which have an environment of their own.
+test-server: $(VENV)/.test $(ENGINES)/server/.ready
+	$(BIN)/python -m pytest tests/test_serve.py
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready
@@ -134,11 +139,16 @@ $(ENGINES)/infinity/.ready: constraints/infinity.txt
 	$(@D)/bin/python $(PIP_INSTALL) constraints/infinity.txt torch 'infinity-emb[server,torch]' openai
 	touch $@
 
+$(ENGINES)/server/.ready: constraints/server.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) constraints/server.txt openai cohere
+	touch $@
+
 $(ENGINES)/clients/.ready: constraints/clients.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) constraints/clients.txt torch transformers sentence-transformers lancedb pandas \
 		langchain-huggingface llama-index-embeddings-huggingface haystack-ai sentence-transformers-haystack txtai bertopic chromadb \
-		chonkie semantic-kernel fastembed
+		chonkie semantic-kernel fastembed qdrant-client dspy duckdb scikit-learn
 	touch $@
 
 $(OLDEST)/.ready: setup.cfg constraints/oldest.txt

@@ -32,9 +32,8 @@ class Command:
 
     @property
     def room(self):
-        return (
-            "conversion" if self.module == "convert_checkpoint" else self.module.partition(".")[0]
-        )
+        room = self.module.partition(".")[0]
+        return "conversion" if room == "convert_checkpoint" else room
 
 
 _TRAIN = ("train", "accelerate", "datasets")
@@ -155,14 +154,8 @@ def _run(name, arguments):
     """Runs a command, or prints its help, for which none of what it needs is imported."""
     command = COMMANDS[name]
     if {"-h", "--help"} & set(arguments):
-        print(
-            importlib.import_module(f".{command.room}.options", __package__)
-            .OPTIONS[name]
-            .help(arguments)
-        )
-        return 0
-    if "--version" in arguments:
-        print(f"neobert {__version__}")
+        options = importlib.import_module(f".{command.room}.options", __package__).OPTIONS[name]
+        print(options.help(arguments))
         return 0
     if command.needs:
         require(*command.needs)

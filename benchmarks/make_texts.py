@@ -31,12 +31,10 @@ of its package, which the lists do not name: "DFSG-free" stands for it.
 
 import argparse
 import gzip
-import hashlib
 import importlib.metadata
 import json
 import re
 import subprocess
-import tarfile
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -44,9 +42,10 @@ from pathlib import Path
 import numpy as np
 
 from ..common.constants import ROOT
+from ..common.data import fraction
 from ..common.folders import new_file
 from ..common.results import markdown_table
-from .local_text import write_rows
+from .local_text import deb_files, write_rows
 from .open_text import Row, chosen, corpus, plain_readme, python_rows, readmes
 
 
@@ -208,20 +207,11 @@ def manual_rows(folder):
     for package, stated in MANUALS.items():
         for deb in sorted(folder.glob(f"{package}_*.deb")):
             rows = []
-            with subprocess.Popen(
-                ["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE
-            ) as process:
-                with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-                    for member in archive:
-                        page = re.search(r"/man/man\d\w*/([^/]*)\.\d\w*(\.gz)?$", member.name)
-                        if (
-                            page
-                            and member.isfile()
-                            and order(page[1]) < MANUAL_SHARE.get(package, 1)
-                        ):
-                            data = archive.extractfile(member).read()
-                            row = manual_row(page[1], gzip.decompress(data) if page[2] else data)
-                            rows += [row] if row else []
+            for name, data in deb_files(deb):
+                page = re.search(r"/man/man\d\w*/([^/]*)\.\d\w*(\.gz)?$", name)
+                if page and fraction(page[1]) < MANUAL_SHARE.get(package, 1):
+                    row = manual_row(page[1], gzip.decompress(data) if page[2] else data)
+                    rows += [row] if row else []
             yield "manual", stated, rows
 
 
@@ -261,14 +251,9 @@ def description_rows(folder):
         source = known.get("Source", known["Package"]).split()[0]
         synopsis, _, text = row["Description-en"].partition("\n")
         found = Row(source, synopsis, re.sub(r"(?m)^ \.$", "", text))
-        if order(source) < DESCRIPTION_SHARE.get(known.get("Section", "").strip(), 0.6):
+        if fraction(source) < DESCRIPTION_SHARE.get(known.get("Section", "").strip(), 0.6):
             longest[source] = max(longest.get(source, found), found, key=lambda row: len(row.long))
     yield "description", "DFSG-free", list(longest.values())
-
-
-def order(text):
-    """A number from 0 to 1 that is a fixed function of the text."""
-    return int.from_bytes(hashlib.sha1(text.encode()).digest()[:8], "big") / 2**64
 
 
 def pairs(groups, measured):
@@ -298,7 +283,7 @@ def pairs(groups, measured):
 def questions(rows):
     """A question instead of the synopsis, for a third of the descriptions and READMEs."""
     for row in rows:
-        title, number = row["anchor"], order(row["anchor"])
+        title, number = row["anchor"], fraction(row["anchor"])
         if row["kind"] in ("description", "node", "readme") and number < 1 / 3:
             form = QUESTIONS[int(number * 3 * len(QUESTIONS))]
             question = form.format(title[0].lower() + title[1:].rstrip("."))
@@ -308,8 +293,8 @@ def questions(rows):
 def behind(rows):
     """A long text behind 20 to 100 words of another one, for a quarter of the rows."""
     previous = None
-    for row in sorted(rows, key=lambda row: order(row["positive"])):
-        number = order("behind" + row["positive"])
+    for row in sorted(rows, key=lambda row: fraction(row["positive"])):
+        number = fraction("behind" + row["positive"])
         if previous and number < 1 / 4 and row["kind"] != "changelog":
             words = " ".join(previous.split()[: 20 + int(320 * number)])
             text = f"{words} {' '.join(row['positive'].split()[:110])}"
@@ -339,7 +324,7 @@ def main(argv=None):
     rows = list(pairs((group for found in groups for group in found), measured))
     kept = {True: [], False: []}
     for row in rows:
-        kept[order(f"dev {normal(row['package'])}") < args.dev_share].append(row)
+        kept[fraction(f"dev {normal(row['package'])}") < args.dev_share].append(row)
     for dev, part in kept.items():
         if part:
             write(args.output / "dev" if dev else args.output, part)

@@ -9,6 +9,14 @@ from unittest import mock
 from ..common.errors import UserError
 
 
+WORDS = "time year people way day man thing woman life child world school".split()
+
+
+def equal_texts(count, draw):
+    """`count` texts of 60 words, each a token; `draw` is a random.Random."""
+    return [" ".join(draw.choices(WORDS, k=60)) for _ in range(count)]
+
+
 def mib(count):
     """Bytes in MiB for a table; "" for None."""
     return "" if count is None else f"{count / 2**20:,.0f}"

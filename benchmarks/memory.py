@@ -152,9 +152,8 @@ def table(rows):
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     (options,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(
-        argv
+        sys.argv[1:] if argv is None else argv
     )
     first = Case(
         "neobert",

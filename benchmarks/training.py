@@ -254,24 +254,22 @@ def table(rows):
 
 def main(argv=None):
     """Measures, writes and prints the table; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    (given,) = Options("python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)).read(
-        argv
-    )
-    runs = {case: [] for case in given.cases()}
-    for _ in tqdm(range(given.repeats), desc="repeats", disable=None):
+    (options,) = Options(
+        "python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)
+    ).read(sys.argv[1:] if argv is None else argv)
+    runs = {case: [] for case in options.cases()}
+    for _ in tqdm(range(options.repeats), desc="repeats", disable=None):
         for case in runs:
             runs[case].append(in_a_process(Steps.measure, case))
     rows = [summary(case, found) for case, found in runs.items()]
     text = (
-        f"A step has about {given.tokens:,} real tokens. Model: {given.layers} layers of "
-        f"{given.hidden}, vocabulary 30,522. Times as fast: as the "
-        f"last way in {given.dtypes[0]}, step by step. Peak: beyond the process before there was a "
-        "model. Activations: the peak without weights, "
-        "gradients and Adam's moments.\n\n" + table(rows)
+        f"A step has about {options.tokens:,} real tokens. Model: {options.layers} layers of "
+        f"{options.hidden}, vocabulary 30,522. Times as fast: as the last way in "
+        f"{options.dtypes[0]}, step by step. Peak: beyond the process before there was a model. "
+        "Activations: the peak without weights, gradients and Adam's moments.\n\n" + table(rows)
     )
-    env = {**environment(dtype=given.dtypes, device=given.device), "threads": given.threads}
-    print(write_result(given.output, "Training steps", env, {"rows": rows}, text))
+    env = {**environment(dtype=options.dtypes, device=options.device), "threads": options.threads}
+    print(write_result(options.output, "Training steps", env, {"rows": rows}, text))
     return 0
 
 

@@ -11,19 +11,18 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import math
 import operator
 import re
-import types
 import typing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from types import NoneType, UnionType
 
 import msgspec
 
 from .constants import ROOT
 from .errors import UserError, listed
-from .yaml_files import read_brackets, read_yaml
+from .files import read_brackets, read_yaml
 
 
 # What an option's range is called, and when a value is in it.
@@ -33,13 +32,6 @@ _BOUNDS = {
     "above": ("above", operator.gt),
     "below": ("below", operator.lt),
     "choices": ("one of", lambda value, choices: value in choices),
-}
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    list: "a list",
-    dict: "a mapping",
 }
 
 
@@ -55,7 +47,6 @@ def option(
         bounds: `least`, `most` (inclusive), `above`, `below` (exclusive), `choices`; of each item
             where the value is a list.
     """
-    assert bounds.keys() <= _BOUNDS.keys(), f"option() has no {bounds.keys() - _BOUNDS.keys()}"
     metadata = {"help": help, "positional": positional, "free": free, "bounds": bounds}
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
@@ -70,11 +61,10 @@ class Arguments:
 
 
 def check_ranges(arguments, where=""):
-    """Raises UserError for the first field whose value is not finite or outside of the range in the
-    field's metadata. None passes.
+    """Raises UserError for the first field of a dataclass whose value is outside of the range in
+    the field's metadata. None passes.
 
     Args:
-        arguments: object of a dataclass.
         where: follows the field's name in the message.
     """
     bounds = {f.name: f.metadata.get("bounds", {}) for f in dataclasses.fields(arguments)}
@@ -82,21 +72,16 @@ def check_ranges(arguments, where=""):
 
 
 def check_values(values, bounds, where=""):
-    """Raises UserError for the first of `values` that is not finite or outside of its `bounds`,
+    """Raises UserError for the first of `values` that is outside of its `bounds`,
     {name: {bound: limit}}."""
     for name, value in values.items():
-        for item in (item for item in _items(value) if item is not None):
-            problem = [
-                _limit(bound, limit)
-                for bound, limit in bounds.get(name, {}).items()
-                if not _BOUNDS[bound][1](item, limit)
-            ]
-            if isinstance(item, float) and not math.isfinite(item):
-                problem = ["a finite number"]
-            if problem:
-                raise UserError(
-                    f"{name.rstrip('_')}{where} must be {problem[0]}, but {item!r} was given"
-                )
+        for bound, limit in bounds.get(name, {}).items():
+            for item in _items(value):
+                if item is not None and not _BOUNDS[bound][1](item, limit):
+                    limit = _limit(bound, limit)
+                    raise UserError(
+                        f"{name.rstrip('_')}{where} must be {limit}, but {item!r} was given"
+                    )
 
 
 def _items(value):
@@ -110,23 +95,10 @@ def _limit(bound, limit):
 
 
 def _kinds(hint):
-    """The types that a hint allows: {list: list[str], NoneType: NoneType} of `list[str] | None`."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return {
-        typing.get_origin(kind) or kind: kind
-        for kind in (typing.get_args(hint) if union else [hint])
-    }
-
-
-def _words(hint):
-    """The type hint for a message."""
-    words = []
-    for kind, complete in _kinds(hint).items():
-        inner = typing.get_args(complete)[-1:] if kind in (list, dict) else ()
-        each = f", each {_words(*inner)}" if inner and inner != (typing.Any,) else ""
-        if kind is not types.NoneType:
-            words.append(_WORDS.get(kind, "text") + each)
-    return " or ".join(words)
+    """The types that a hint allows: {list, NoneType} of `list[str] | None`."""
+    union = typing.get_origin(hint) in (typing.Union, UnionType)
+    hints = typing.get_args(hint) if union else [hint]
+    return {typing.get_origin(kind) or kind for kind in hints}
 
 
 def typed(section, hints, where, otherwise="--help lists the options"):
@@ -143,22 +115,21 @@ def typed(section, hints, where, otherwise="--help lists the options"):
     values = {}
     for name, value in section.items():
         if name not in hints:
-            raise UserError(
-                f"unknown key {name!r} {where}{nearest(name, hints, otherwise=otherwise)}"
-            )
-        kinds = _kinds(hints[name]).keys()
-        if types.NoneType in kinds and value in ("null", "None"):
+            close = nearest(name, hints, otherwise=otherwise)
+            raise UserError(f"unknown key {name!r} {where}{close}")
+        kinds = _kinds(hints[name])
+        if NoneType in kinds and value in ("null", "None"):
             value = None
-        if kinds - {types.NoneType} == {list} and isinstance(value, (str, int, float)):
+        if kinds <= {list, NoneType} and isinstance(value, (str, int, float)):
             value = [value]
-        if kinds - {types.NoneType} == {str} and type(value) in (int, float):
+        if kinds <= {str, NoneType} and type(value) in (int, float):
             value = str(value)  # subset: 20231101
         try:
             values[name] = msgspec.convert(value, hints[name], strict=False)
-        except msgspec.ValidationError:
-            words = _words(hints[name])
+        except msgspec.ValidationError as error:
+            wanted = re.sub("Expected `(.*)`, got .*", r"\1", str(error))
             raise UserError(
-                f"{name.rstrip('_')} {where} must be {words}, but {value!r} was given"
+                f"{name.rstrip('_')} {where} must be {wanted}, but {value!r} was given"
             ) from None
         except TypeError:  # some hints of Trainer's are not among those that msgspec has
             values[name] = value
@@ -175,22 +146,8 @@ def nearest(name, names, dashes="", otherwise="--help lists the options"):
     return f"; did you mean {dashes}{close[0].replace('_', '-') if dashes else close[0]}?"
 
 
-def trainer_hints():
-    """{option: type hint} of transformers' TrainingArguments."""
-    from transformers import TrainingArguments
-
-    hints = typing.get_type_hints(TrainingArguments)
-    return {f.name: hints[f.name] for f in dataclasses.fields(TrainingArguments) if f.init}
-
-
 # ------------------------------------------------------------------------------------------------
 # a command
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        message = re.sub("^argument (.*): expected .*", r"\1 needs a value", message)
-        raise UserError(f"{message}; --help lists the options")
 
 
 @dataclass
@@ -217,14 +174,6 @@ class Options:
         """{option: dataclass field}."""
         return {f.name: f for group in self.groups for f in dataclasses.fields(group) if f.init}
 
-    @property
-    def hints(self):
-        """{option: type hint}."""
-        hints = {}
-        for group in self.groups:
-            hints |= typing.get_type_hints(group)
-        return {name: hints[name] for name in self.fields}
-
     def read(self, argv):
         """Fills the groups.
 
@@ -232,23 +181,26 @@ class Options:
             argv: positional values and YAML recipes (later ones win), then `--name value`.
         Returns:
             list with one object for each group; with `trainer` also the dict of Trainer's options:
-            the defaults, then `trainer:` of the recipes, then what the command line gives.
+            the defaults, then those of the recipes, then what the command line gives.
         Raises:
             UserError: an unknown option, a value that is empty, of a wrong type or out of its
                 range, a recipe that cannot be read.
         """
-        if {"-h", "--help"} & set(argv):
-            print(self.help())
-            raise SystemExit(0)
-        fields, hints = self.fields, self.hints
-        of_trainer = trainer_hints() if self.trainer is not None else {}
+        fields, groups = self.fields, self.groups
+        if self.trainer is not None:
+            from transformers import TrainingArguments
+
+            groups = (TrainingArguments, *groups)
+        hints = _hints(groups)
         words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
         recipes = [word for word in words if word.endswith((".yaml", ".yml"))]
         argv = [word for word in words if word not in recipes] + argv[len(words) :]
         values = {}
         for path in recipes:
-            values |= self._recipe(path, hints, of_trainer)
-        values |= self._command_line(argv, {**of_trainer, **hints})
+            recipe = _recipe(path)
+            recipe |= recipe.pop("trainer", None) or {}
+            values |= typed(recipe, hints, f"in the recipe {path}")
+        values |= typed(self._command_line(argv, hints), hints, "on the command line")
         for name, value in values.items():
             may_be_empty = name in fields and fields[name].default == ""
             if not may_be_empty and "" in _items(value):
@@ -256,100 +208,99 @@ class Options:
                     f"{name.rstrip('_')} is empty, as a variable is that was not set; give it a "
                     "value, or leave it out"
                 )
-        lacking = [
-            _spelled(f)
-            for name, f in fields.items()
-            if f.default is MISSING and f.default_factory is MISSING and name not in values
+        missing = [f for f in fields.values() if _default(f) is MISSING and f.name not in values]
+        if missing:
+            raise UserError(f"give {listed(map(_spelled, missing))}; --help lists the options")
+        objects = [
+            group(**{name: values.pop(name) for name in _hints([group]) if name in values})
+            for group in self.groups
         ]
-        if lacking:
-            raise UserError(f"give {listed(lacking)}; --help lists the options")
-        objects = []
-        for group in self.groups:
-            names = [f.name for f in dataclasses.fields(group) if f.init and f.name in values]
-            objects.append(group(**{name: values.pop(name) for name in names}))
         return objects if self.trainer is None else [*objects, {**self.trainer, **values}]
 
-    def _recipe(self, path, hints, of_trainer):
-        """The values of one recipe, those for Trainer among them."""
-        shipped = ROOT / path  # "recipes/contrastive.yaml" of the package
-        is_shipped = shipped.parent.name == "recipes" and shipped.is_file()
-        recipe = read_yaml(shipped if is_shipped and not Path(path).exists() else path) or {}
-        if not isinstance(recipe, dict):
-            raise UserError(f"{path} must hold 'name: value' lines, but holds {recipe!r:.80}")
-        section = recipe.pop("trainer", None) or {}
-        if section and self.trainer is None:
-            raise UserError(
-                f"the recipe {path} has a section trainer, but this command has no Trainer"
-            )
-        values = typed(recipe, hints, f"in the recipe {path}")
-        return values | typed(section, of_trainer, f"under trainer: in the recipe {path}")
-
     def _command_line(self, argv, hints):
-        """The values of the command line without its recipes."""
+        """{option: text or list of texts} of the command line without its recipes; what is in
+        brackets as the list or mapping that it is."""
         # --max_length is --max-length
         argv = [re.sub(r"^--\w[\w-]*", lambda name: name[0].replace("_", "-"), a) for a in argv]
-        given, rest = self._parser(hints).parse_known_args(argv)
+        try:
+            values, rest = self._parser(hints).parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise UserError(error) from None
         if rest:
             name = rest[0].partition("=")[0].lstrip("-").replace("-", "_")
             raise UserError(f"unknown argument {rest[0]!r}{nearest(name, hints, '--')}")
-        values = vars(given)
-        for name, value in values.items():
-            if {list, dict} & _kinds(hints[name]).keys():
-                items = [read_brackets(text) for text in _items(value)]
-                values[name] = items[0] if len(items) == 1 else items
-        return typed(values, hints, "on the command line")
+        values = vars(values).items()
+        return {
+            name: value[0] if isinstance(value, list) and len(value) == 1 else value
+            for name, value in values
+        }
 
     def _parser(self, hints):
         """argparse's reader of the options in `hints`, and writer of the help on those that are not
         Trainer's."""
-        fields = self.fields
+        fields, topics = self.fields, {}
         positional = [_spelled(f) for f in fields.values() if f.metadata.get("positional")]
-        parser = _Parser(
+        defaults = [f"  {_dashed(name)} (default: {v})" for name, v in (self.trainer or {}).items()]
+        about_trainer = "Every option of transformers.TrainingArguments; with other defaults here:"
+        parser = argparse.ArgumentParser(
             usage=" ".join([self.command, *positional, "[RECIPE.yaml] [--option value ...]"]),
             description=self.about + (f"\n\nexample:\n  {self.example}" if self.example else ""),
+            epilog=None if self.trainer is None else "\n".join([about_trainer, *defaults]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            add_help=False,
             allow_abbrev=False,
+            exit_on_error=False,
             argument_default=argparse.SUPPRESS,
         )
         # An option stands under the first line of the class that declares it.
-        titles = {
-            name: base.__doc__.splitlines()[0].rstrip(".")
-            for group in self.groups
-            for base in group.__mro__
-            for name in inspect.get_annotations(base)
-        }
-        topics = {
-            title: parser.add_argument_group(title)
-            for title in dict.fromkeys(titles[name] for name in fields)
-        }
+        bases = [base for group in self.groups for base in group.__mro__]
+        classes = {name: base for base in bases for name in inspect.get_annotations(base)}
         for name, hint in hints.items():
-            kinds, group = _kinds(hint), parser
-            settings = {"dest": name, "metavar": "VALUE", "help": argparse.SUPPRESS}
+            kinds, topic, settings = _kinds(hint), parser, {"help": argparse.SUPPRESS}
+            settings |= {"dest": name, "metavar": "VALUE"}
+            if {list, dict} & kinds:
+                settings["type"] = read_brackets
             if list in kinds:
                 settings["nargs"] = "+"
             elif bool in kinds:
                 settings |= {"nargs": "?", "const": "true", "metavar": "true|false"}
-            if name in fields:
-                group, settings["help"] = topics[titles[name]], _described(fields[name])
-            if name in fields and fields[name].metadata.get("positional"):
+            if f := fields.get(name):
+                title = classes[name].__doc__.splitlines()[0].rstrip(".")
+                if title not in topics:
+                    topics[title] = parser.add_argument_group(title)
+                topic, settings["help"] = topics[title], _described(f)
+            if f and f.metadata.get("positional"):
                 several = "*" if list in kinds else "?"
-                group.add_argument(name, nargs=several, metavar=name.upper(), help=settings["help"])
+                topic.add_argument(name, nargs=several, metavar=name.upper(), help=_described(f))
                 settings["help"] = argparse.SUPPRESS  # by its name too, in place of its position
-            group.add_argument(_dashed(name), **settings)
+            topic.add_argument(_dashed(name), **settings)
         return parser
 
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
-        parser = self._parser(self.hints)
-        if self.trainer is not None:
-            parser.epilog = "\n".join(
-                [
-                    "Every option of transformers.TrainingArguments; with other defaults here:",
-                    *(f"  {_dashed(name)} (default: {v})" for name, v in self.trainer.items()),
-                ]
-            )
-        return parser.format_help()
+        return self._parser(_hints(self.groups)).format_help()
+
+
+def _recipe(path):
+    """The content of a recipe: a file, or one of the package, such as recipes/contrastive.yaml."""
+    shipped = ROOT / path
+    is_shipped = shipped.parent.name == "recipes" and shipped.is_file()
+    recipe = read_yaml(shipped if is_shipped and not Path(path).exists() else path) or {}
+    if not isinstance(recipe, dict):
+        raise UserError(f"{path} must hold 'name: value' lines, but holds {recipe!r:.80}")
+    return recipe
+
+
+def _hints(groups):
+    """{option: type hint} of dataclasses."""
+    hints = {}
+    for group in groups:
+        every = typing.get_type_hints(group)
+        hints |= {f.name: every[f.name] for f in dataclasses.fields(group) if f.init}
+    return hints
+
+
+def _default(f):
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def _dashed(name):
@@ -364,10 +315,9 @@ def _spelled(f):
 
 def _described(f):
     """What --help says of an option."""
-    default = f.default if f.default_factory is MISSING else f.default_factory()
-    bounds = f.metadata.get("bounds", {})
-    parts = [f.metadata.get("help"), *(_limit(*bound) for bound in bounds.items())]
-    if default is MISSING and not f.metadata.get("positional"):
-        parts.append("required")
+    default = _default(f)
+    required = default is MISSING and not f.metadata.get("positional")
+    limits = [_limit(*bound) for bound in f.metadata.get("bounds", {}).items()]
+    parts = [f.metadata.get("help"), *limits, "required" if required else ""]
     shown = "" if default in (MISSING, None, [], {}) else f" (default: {default})"
     return ("; ".join(filter(None, parts)) + shown).replace("%", "%%")

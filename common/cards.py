@@ -26,26 +26,23 @@ def read_card(folder):
     return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}
 
 
-def licence(given, card):
-    """The keys that state the licence: `given`, else those of `card`, as `read_card` found them."""
-    return (
-        {"license": given}
-        if given
-        else {key: card[key] for key in card if key.startswith("license")}
-    )
+def licence(name, card):
+    """The keys that state the licence: `name`, else those of `card`, as `read_card` has them."""
+    stated = {key: card[key] for key in card if key.startswith("license")}
+    return {"license": name} if name else stated
 
 
-def base_model(given, model=None, relation="finetune"):
+def base_model(name, model=None, relation="finetune"):
     """The keys that name the model that this one was made from; {} where its name on the Hub is not
     known.
 
     Args:
-        given: USER/NAME, or None.
-        model: a folder or a Hub name, which counts where `given` is None.
+        name: USER/NAME, or None.
+        model: a folder or a Hub name, which counts where `name` is None.
         relation: as the Hub has it: "finetune", "quantized", ...
     """
     of_hub = model and model.count("/") == 1 and not Path(model).exists()
-    name = given or (model if of_hub else None)
+    name = name or (model if of_hub else None)
     return {"base_model": name, "base_model_relation": relation} if name else {}
 
 

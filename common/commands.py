@@ -15,8 +15,6 @@ def _in_words(error):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; run the same command again to continue"
-    if isinstance(error, MemoryError):
-        return "there is not enough memory"
     full, name = is_disk_full(error), getattr(error, "filename", None)
     if full or (isinstance(error, OSError) and error.errno is not None):
         reason = "no space is left on the disk" if full else error.strerror or one_line(error)

@@ -11,6 +11,7 @@ nothing more. Nothing is kept between two readings, so that a changed file is ne
 """
 
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -174,13 +175,6 @@ def _checked(row, columns, texts):
     return row if columns is None else {name: row[name] for name in columns}
 
 
-def _json_row(line):
-    row = json.loads(line)
-    if "\\u" in line:  # "\\ud800" is half a character, which no tokenizer and no file takes
-        json.dumps(row, ensure_ascii=False).encode()
-    return row
-
-
 def _table_row(row):
     if None in row:
         raise ValueError("it has more columns than the first line; a separator in a text?")
@@ -188,7 +182,7 @@ def _table_row(row):
 
 
 _PARSERS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _json_row),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), json.loads),
     **dict.fromkeys((".csv", ".tsv"), _table_row),
     ".txt": lambda line: {"text": line.rstrip("\r\n")},
 }
@@ -228,3 +222,19 @@ def _parquet_rows(file, columns, wanted):
             else:
                 yield from itertools.repeat(None, stop - start)
             start = stop
+
+
+# ------------------------------------------------------------------------------------------------
+# which rows are kept out of training
+
+
+def fraction(key):
+    """A number from 0 to 1 that is a fixed function of a text, the same on every machine."""
+    digest = hashlib.sha1(key.encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def is_held_out(key, percent):
+    """Whether a row belongs to the held-out part of `percent`, by the SHA-1 of its key: the same
+    whatever the order."""
+    return fraction(key) < percent / 100

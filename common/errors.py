@@ -1,7 +1,6 @@
 """UserError, escaping of untrusted text, and detection of a full disk: bad input is one sentence
 for the user."""
 
-import errno
 import importlib.util
 import re
 from importlib.metadata import version
@@ -60,12 +59,10 @@ def listed(names, limit=20):
     return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
 
 
-# torch.save says one of the last three.
+# torch.save says one of the last four.
 _DISK_FULL = (
-    "No space left on device|os error 28|Disk quota exceeded|os error 122|\\d requested and \\d+ "
-    "written"
-    "|PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|basic_ios::clear: iostream "
-    "error"
+    "No space left on device|Disk quota exceeded|os error (28|122)|\\d requested and \\d+ written|"
+    "PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|iostream error"
 )
 
 
@@ -73,8 +70,6 @@ def is_disk_full(error):
     """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch,
     safetensors and Python report it."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
         if re.search(_DISK_FULL, str(error)):
             return True
         error = error.__cause__ or error.__context__
@@ -94,22 +89,14 @@ def require(extra, *modules):
     Raises:
         ImportError: one sentence with the missing modules and the pip line that brings them.
     """
-    wanted = dict(name.partition(">=")[::2] for name in modules)
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    missing = []
+    for name, least in (module.partition(">=")[::2] for module in modules):
+        is_there = importlib.util.find_spec(name) is not None
+        if not is_there or (least and Version(version(name)) < Version(least)):
+            name = _DISTRIBUTIONS.get(name, name.replace("_", "-"))
+            missing.append(f"'{name}>={least}'" if least else name)
     if missing:
-        names = " ".join(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in missing)
         raise ImportError(
-            f"this needs {', '.join(missing)}, not installed here: pip install {names}, or pip "
+            f"this needs what is not installed here: pip install {' '.join(missing)}, or pip "
             f"install -e '.[{extra}]' in a clone"
-        )
-    old = [
-        name for name, least in wanted.items() if least and Version(version(name)) < Version(least)
-    ]
-    if old:
-        told = ", ".join(
-            f"{name} {wanted[name]} or newer ({version(name)} is installed)" for name in old
-        )
-        raise ImportError(
-            f"this needs {told}: pip install --upgrade "
-            f"{' '.join(name.replace('_', '-') for name in old)}"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .errors import require
 from .folders import new_file
+from .results import environment_line
 
 
 # Colours of Okabe and Ito, which colour-blind readers tell apart. The model of this repository is
@@ -97,23 +98,11 @@ def save(figure, path, environment=None):
             become the caption.
     """
     if environment:
-        text = textwrap.fill(caption(environment), int(20 * figure.get_figwidth()))
+        shown = ("hardware", "threads", "dtype", "commit", "date")
+        text = environment_line({name: environment.get(name) for name in shown})
+        text = textwrap.fill(text, int(20 * figure.get_figwidth()))
         figure.text(0.5, -0.01, text, ha="center", va="top", fontsize=6, color="#666666")
     image = io.BytesIO()
     figure.savefig(image, format=Path(path).suffix[1:], dpi=150, bbox_inches="tight")
     with new_file(path) as file:
         file.write(image.getvalue())
-
-
-def caption(environment):
-    """Hardware, threads, dtype, commit and date of a result, on one line."""
-    dtype, commit = environment.get("dtype"), environment.get("commit")
-    threads = environment.get("threads")
-    parts = [
-        environment.get("hardware"),
-        threads and f"threads {threads}",
-        dtype if isinstance(dtype, str) else dtype and ", ".join(dtype),
-        commit and f"commit {commit}",
-        environment.get("date"),
-    ]
-    return ", ".join(str(part) for part in parts if part)

@@ -1,15 +1,25 @@
-"""Text and JSON files: read within bounds, written completely or not at all, without secrets."""
+"""Text, JSON and YAML files: written completely or not at all, without secrets.
+
+YAML has numbers and truths as its version 1.2 (1e-4 is a number, no is text), and `${a.b}` stands
+for what is there. Secrets are options and keys named token, key, password or secret, and the user
+part of an address: by name alone.
+"""
 
 import json
 import os
+import re
 from pathlib import Path
+
+import yaml
 
 from .errors import UserError, one_line
 from .folders import new_file
-from .secrets import redacted
 
 
-LARGEST = 64 * 2**20  # bytes of a file that is read at once: a stranger's may be anything
+HIDDEN = "<hidden>"
+_SECRET = re.compile(r"(^|[_-])(token|key|password|secret)$", re.IGNORECASE)
+_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def check_file(path):
@@ -19,14 +29,23 @@ def check_file(path):
 
 
 def read_text(path):
-    """The content of a UTF-8 file; UserError where it cannot be read or is too large."""
+    """The content of a UTF-8 file; UserError where it cannot be read."""
     check_file(path)
     try:
-        if os.path.getsize(path) > LARGEST:
-            raise UserError(f"{path} has more than {LARGEST:,} bytes, too large for what it is")
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)})") from None
+
+
+def write_text(path, text):
+    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are
+    written as escapes: "\\udce9"."""
+    with new_file(path) as file:
+        file.write(bytes(text, "utf-8", "backslashreplace"))
+
+
+# ------------------------------------------------------------------------------------------------
+# JSON
 
 
 def read_json(path):
@@ -38,13 +57,6 @@ def read_json(path):
         raise UserError(f"{path} is not valid JSON ({one_line(error)})") from None
 
 
-def write_text(path, text):
-    """Writes a file completely or not at all. Lone surrogates (file names that are not UTF-8) are
-    written as escapes: "\\udce9"."""
-    with new_file(path) as file:
-        file.write(bytes(text, "utf-8", "backslashreplace"))
-
-
 def json_text(data):
     """The one form of JSON files here: indented, characters as they are."""
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
@@ -53,3 +65,99 @@ def json_text(data):
 def write_json(path, data):
     """Writes `data` as `json_text`, completely or not at all, without secrets (`redacted`)."""
     write_text(path, json_text(redacted(data)))
+
+
+# ------------------------------------------------------------------------------------------------
+# YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-4, without a dot, as text, and no, off, yes and on as truths."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path):
+    """The content of a YAML file with its references resolved.
+
+    Returns:
+        what it holds: a mapping, a list, a scalar, or None for an empty file. A reference to
+        nothing is None.
+    Raises:
+        UserError: no such file, or not valid YAML.
+    """
+    text = read_text(path)
+    try:
+        data = yaml.load(text, _Loader)
+        return _resolved(data, data)
+    except Exception as error:  # PyYAML's own, and those of int(), of dates, of a deep file
+        raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
+
+
+def read_brackets(text):
+    """A list or mapping in YAML's or JSON's brackets as what it is, any other text unchanged: a
+    pattern such as [ab]*.txt."""
+    try:
+        return yaml.load(text, _Loader) if text.startswith(("[", "{")) else text
+    except Exception:
+        return text
+
+
+def _resolved(value, data):
+    """`value` with every text that is one reference, `${section.name}`, replaced by what it names
+    in `data`."""
+    if isinstance(value, dict):
+        return {key: _resolved(part, data) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_resolved(part, data) for part in value]
+    reference = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if reference is None:
+        return value
+    target = data
+    for key in reference[1].split("."):
+        target = target.get(key) if isinstance(target, dict) else None
+    return _resolved(target, data)
+
+
+# ------------------------------------------------------------------------------------------------
+# secrets
+
+
+def redacted(data):
+    """`data` (of JSON types) with the text under such keys, and the users in addresses, hidden."""
+    if isinstance(data, dict):
+        return {
+            key: HIDDEN
+            if value and isinstance(value, str) and _SECRET.search(str(key))
+            else redacted(value)
+            for key, value in data.items()
+        }
+    if isinstance(data, (list, tuple)):
+        return [redacted(value) for value in data]
+    return _USER.sub(HIDDEN, data) if isinstance(data, str) else data
+
+
+def redacted_arguments(argv):
+    """A command line with the values of such options hidden: `--hub_token X`, `--api-key=X`."""
+    output, hide = [], False
+    for argument in argv:
+        option, equals, _ = argument.partition("=")
+        is_secret = option.startswith("-") and bool(_SECRET.search(option))
+        if hide and not argument.startswith("--"):
+            output.append(HIDDEN)
+        else:
+            output.append(f"{option}={HIDDEN}" if is_secret and equals else redacted(argument))
+        hide = is_secret and not equals
+    return output

@@ -19,8 +19,6 @@ LOCK = ".lock"
 
 def check_place(output, name="the output"):
     """Raises UserError when nothing can be made at `output`, the value of the argument `name`."""
-    if not str(output):
-        raise UserError(f"{name} is empty; give a name that is not there yet")
     for parent in Path(os.path.realpath(output)).parents:
         if parent.exists() and not parent.is_dir():
             raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
@@ -62,7 +60,7 @@ def apart(output, *inputs):
 @contextlib.contextmanager
 def new_folder(output):
     """An empty folder that takes the place `output` when the block ends well, and vanishes when it
-    does not; parents that were made for it too.
+    does not.
 
     Raises:
         UserError: as `check_new`, also for what came meanwhile; another process is making it.
@@ -71,7 +69,7 @@ def new_folder(output):
     place = Path(os.path.realpath(output))
     work = place.with_name(f".{place.name}.tmp")
     busy = f"another process is making {output}; wait until it has ended"
-    with _parents(place), locked(work, busy):
+    with locked(work, busy):
         try:
             folder = work / "new"
             shutil.rmtree(folder, ignore_errors=True)
@@ -91,17 +89,17 @@ def new_file(path):
     """A binary file that takes the name `path` when the block ends well, and vanishes when it does
     not. One process at a time may make it."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with _parents(path):
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def flush(path):
@@ -113,20 +111,6 @@ def flush(path):
     os.umask(umask)
     with contextlib.suppress(OSError):  # FAT, SMB and some FUSE mounts know no rights
         os.chmod(path, 0o666 & ~umask)
-
-
-@contextlib.contextmanager
-def _parents(path):
-    """The folders above `path`; those that were made here are removed after an error."""
-    made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for parent in made:
-            with contextlib.suppress(OSError):  # another process has put something into it
-                parent.rmdir()
-        raise
 
 
 @contextlib.contextmanager

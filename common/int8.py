@@ -153,9 +153,6 @@ class Int8Linear(nn.Module):
 
     _save_to_state_dict = __getstate__ = _refuse
 
-    def extra_repr(self):
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
 
 class Int8FeedForward(nn.Module):
     """down(silu(a) * b) with (a, b) the halves of up(x), or down(gelu(up(x))).
@@ -213,7 +210,7 @@ def _project(block, hidden, position_embeddings):
 # -------------------------------------------------------------------------------------- the model
 
 
-def quantize_int8(model, even_if_slow=False):
+def quantize_int8(model: nn.Module, even_if_slow: bool = False) -> nn.Module:
     """Gives the blocks of a NeoBERT linear layers of 8 bits, in place, for inference on a CPU.
 
     Drawn tokens run through the model before and after. Outliers among its channels are smoothed,

@@ -8,6 +8,7 @@ most 64, with which the product is exact again.
 Shape legend: R rows, K inputs, N outputs.
 """
 
+import contextlib
 import functools
 import time
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from .errors import UserError
-from .timing import best_times, one_thread
 
 
 ZERO = 128  # what stands for 0 among the bytes
@@ -105,8 +105,6 @@ def int8_product():
     Raises:
         UserError: there is none, or it is not exact.
     """
-    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
-        raise UserError(f"torch {torch.__version__} has no int8 product here; give float32")
     try:
         with one_thread(), torch.inference_mode():
             # A reference kernel takes seconds for what is timed below.
@@ -115,7 +113,7 @@ def int8_product():
                 steps for steps in WEIGHT_STEPS if all(is_exact(steps, rows) for rows in (1, 16))
             ]
             times = slow if slow[1] > 50 * slow[0] else _seconds(128, 768, 9)
-    except RuntimeError as error:
+    except (AttributeError, RuntimeError) as error:
         raise UserError(f"this processor has no int8 product in torch ({error})") from None
     if not exact:
         raise UserError("the int8 product of this processor is not exact; give float32")
@@ -147,3 +145,35 @@ def usable_product(even_if_slow=False):
             "Python, neobert.quantize_int8(model, even_if_slow=True))"
         )
     return measured
+
+
+# ------------------------------------------------------------------------------------------------
+# short measurements
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Within it torch computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def best_times(calls, repeats, clock=time.perf_counter):
+    """The shortest of `repeats` times of each call, in seconds of `clock`; the calls take turns.
+
+    Args:
+        calls: {name: function without arguments}.
+    Returns:
+        {name: seconds}.
+    """
+    times = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    return {name: min(seconds[1:]) for name, seconds in times.items()}  # the first makes the kernel

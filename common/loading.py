@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from .constants import DTYPES, ROOT
+from ..configuration_neobert import ALIASES, NeoBERTConfig
+from .arguments import nearest
+from .constants import ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
-from .int8_product import usable_product
-from .timing import best_times, one_thread
+from .int8_product import best_times, one_thread, usable_product
 
 
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")
@@ -50,10 +51,8 @@ def choose_dtype(dtype, device):
     floating point by a short measurement, printed with its reason.
 
     Raises:
-        UserError: there is no such dtype, or int8 does not pay or is not exact on this CPU.
+        UserError: int8 does not pay or is not exact on this CPU.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(DTYPES)}, but {dtype!r} was given")
     if dtype == "auto":
         kind = torch.device(device).type
         dtype = "float16" if kind == "cuda" else _fastest_on_cpu() if kind == "cpu" else "float32"
@@ -68,20 +67,10 @@ def _fastest_on_cpu():
     dtype = fastest_dtype(rates)
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
     print(
-        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}"
-        f"{_told_of_int8(rates, dtype)}",
+        f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}",
         file=sys.stderr,
     )
     return dtype
-
-
-def _told_of_int8(rates, dtype):
-    """What int8 would give over `dtype`, "" where nothing; the vectors are not those of float32."""
-    try:
-        speed = usable_product().speed * rates["float32"] / rates[dtype]
-    except UserError:
-        return ""
-    return f"; in int8 (NeoBERT alone) they would be {speed:.1f} times as fast" if speed > 1 else ""
 
 
 @functools.cache
@@ -134,19 +123,6 @@ def matrix_rates(width=768, rows=128, repeats=5):
         name: 2 * width * width * (rows / large[name] if name in large else 16 / small[name])
         for name in names
     }
-
-
-def set_attention(model, implementation):
-    """Sets an attention implementation; None for the model's own. UserError for one that cannot be
-    used here."""
-    try:
-        model.set_attn_implementation(implementation or model.config._attn_implementation)
-    # ValueError for an unknown name, ImportError for a missing package, others for a kernel of the
-    # Hub
-    except Exception as error:
-        raise UserError(
-            f"attn_implementation {implementation} cannot be used here ({one_line(error, 400)})"
-        ) from error
 
 
 def check_there(name):
@@ -276,3 +252,22 @@ def text_limit(model, tokenizer):
     limits = [position_limit(model.base_model), tokenizer.model_max_length]
     limits = [limit for limit in limits if limit and 0 < limit < 1_000_000]
     return min(limits) if limits else None
+
+
+def spellings(field):
+    """The set of all names of a field of NeoBERTConfig."""
+    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
+
+
+def check_model_fields(fields, where):
+    """Raises UserError for a name that NeoBERTConfig does not know.
+
+    Args:
+        fields: {field: value} of a model's configuration, as a recipe gives them.
+        where: the option that holds them, for the message.
+    """
+    known = [*NeoBERTConfig().to_dict(), "rope_theta", "rope_scaling", *ALIASES]
+    for name in fields:
+        if name not in known:
+            close = nearest(name, known, otherwise="NeoBERTConfig lists the fields")
+            raise UserError(f"{where} has an unknown field {name!r}{close}")

@@ -9,7 +9,7 @@ model's outputs stay the same bits.
 import torch
 
 from ..modeling_neobert import NeoBERTModel
-from .timing import one_thread
+from .int8_product import one_thread
 
 
 TIMES = 8  # the median channel: what is an outlier

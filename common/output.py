@@ -21,9 +21,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from .errors import UserError, listed, shortened
-from .files import read_json, write_json
+from .files import read_json, redacted, write_json
 from .folders import LOCK, check_folder, flush, locked
-from .secrets import redacted
 
 
 RUN, RESULT = "run.json", "result.json"

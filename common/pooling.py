@@ -23,6 +23,11 @@ _MODES = {
 }
 
 
+# What the model's code needs; setup.cfg has the same. Where older versions are installed,
+# sentence-transformers says so in a sentence.
+REQUIREMENTS = {"torch": ">=2.6", "transformers": ">=4.56"}
+
+
 def pooling_config(width, mode="mean", include_prompt=True):
     """Content of `1_Pooling/config.json`.
 
@@ -30,13 +35,7 @@ def pooling_config(width, mode="mean", include_prompt=True):
         width: numbers D of a vector.
         mode: "cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "lasttoken".
         include_prompt: whether tokens of a prompt count.
-    Raises:
-        UserError: another mode.
     """
-    if mode not in _MODES:
-        raise UserError(
-            f"the pooling mode must be one of {', '.join(_MODES)}, but {mode!r} was given"
-        )
     flags = {key: name == mode for name, key in _MODES.items()}
     return {
         "word_embedding_dimension": width,
@@ -52,12 +51,8 @@ def pooling_mode(config):
     Raises:
         UserError: none, several at once, or one that is not known.
     """
-    given = config.get("pooling_mode")
-    modes = (
-        [given]
-        if isinstance(given, str)
-        else list(given or [name for name, key in _MODES.items() if config.get(key)])
-    )
+    modes = config.get("pooling_mode") or [n for n, key in _MODES.items() if config.get(key)]
+    modes = [modes] if isinstance(modes, str) else modes
     if len(modes) != 1 or modes[0] not in _MODES:
         raise UserError(
             f"the pooling mode must be one of {', '.join(_MODES)}, but "
@@ -75,8 +70,8 @@ def write_pooling(folder, width, mode="mean", include_prompt=True):
 
 
 def write_sentence_transformers(folder, width, max_length, mode="mean"):
-    """Writes modules.json, sentence_bert_config.json and 1_Pooling/config.json beside a transformer
-    in the top folder.
+    """Writes modules.json, sentence_bert_config.json, config_sentence_transformers.json and
+    1_Pooling/config.json beside a transformer in the top folder.
 
     Args:
         folder: that of the model.
@@ -98,6 +93,7 @@ def write_sentence_transformers(folder, width, max_length, mode="mean"):
         {"max_seq_length": max_length, "do_lower_case": False},
     )
     write_pooling(folder, width, mode)
+    write_json(Path(folder) / "config_sentence_transformers.json", {"requirements": REQUIREMENTS})
 
 
 def save_for_all_versions(model, folder):
@@ -139,3 +135,5 @@ def save_for_all_versions(model, folder):
         folder / "sentence_bert_config.json",
         {"max_seq_length": model.max_seq_length, "do_lower_case": False},
     )
+    further = folder / "config_sentence_transformers.json"
+    write_json(further, {**read_json(further), "requirements": REQUIREMENTS})

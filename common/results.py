@@ -7,16 +7,14 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 from .constants import ROOT
 from .errors import UserError
-from .files import read_json
+from .files import read_json, redacted_arguments
 from .folders import new_file
-from .secrets import redacted_arguments
 
 
 _PACKAGES = (
@@ -210,13 +208,6 @@ def _version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def mean_and_deviation(values, form=".1f"):
-    """ "mean ± standard deviation" (of a sample), both in `form`; the mean alone of a single
-    value."""
-    deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{deviation}"
 
 
 def markdown_table(header, rows):

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..common.errors import UserError, listed, one_line
-from ..common.loading import WEIGHT_DTYPES
-from ..common.model_fields import spellings
+from ..common.loading import WEIGHT_DTYPES, spellings
 from ..configuration_neobert import NeoBERTConfig
 from .heads import Head, choose_head
 

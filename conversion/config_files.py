@@ -5,8 +5,7 @@ import inspect
 from pathlib import Path
 
 from ..common.errors import UserError
-from ..common.files import read_json
-from ..common.yaml_files import read_yaml
+from ..common.files import read_json, read_yaml
 from ..configuration_neobert import ALIASES, NeoBERTConfig
 
 

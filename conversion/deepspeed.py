@@ -137,11 +137,16 @@ def _shards(folder, files):
     return shards
 
 
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+
+
 def _plain(value):
     """A number or text as itself, an enum as its value, a tensor of one number as the number, and
     anything else as None."""
     if isinstance(value, StandIn):
-        value = value.args[0] if value.args else None
+        # ZeroStageEnum(2), or getattr(ZeroStageEnum, "gradients") of Python before 3.11.4
+        value = value.args[-1] if value.args else None
+        value = _STAGES.get(value, value) if isinstance(value, str) else value
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else None
     return value if isinstance(value, (bool, int, float, str)) else None

@@ -29,6 +29,7 @@ class StandIn:
 # What training loops save beside the weights.
 _STAND_INS = """
     argparse.Namespace
+    builtins.getattr
     deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum

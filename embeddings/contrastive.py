@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -20,11 +19,10 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
-from ..common.errors import UserError, one_line
-from ..common.files import read_json
+from ..common.errors import UserError
 from ..common.folders import apart
 from ..common.identity import files_digest, known_by
-from ..common.output import RESULT, Output, run_settings
+from ..common.output import Output, run_settings
 from ..common.pooling import save_for_all_versions
 from ..common.results import environment
 from ..training import checkpoints
@@ -46,8 +44,10 @@ from .packed_encoder import load_sentence_transformer
 from .retrieval import described, measure, read_questions
 
 
-# Trainer's options that a run could not be continued with, or that would be ignored.
+# Trainer's options that a run could not be continued with, or that would be ignored; there are no
+# rows to evaluate on.
 FIXED = {
+    "eval_strategy": "no",
     "ignore_data_skip": False,
     "save_only_model": False,
     "auto_find_batch_size": False,
@@ -69,11 +69,6 @@ def check(arguments, training):
     Returns:
         the `PairSource`s.
     """
-    if training.eval_strategy != "no":
-        raise UserError(
-            f"eval_strategy is {training.eval_strategy.value!r}, but there are no rows to evaluate "
-            "on; use neobert mteb"
-        )
     if training.per_device_train_batch_size < 2:
         raise UserError(
             "per_device_train_batch_size must be at least 2: the others of a batch are the "
@@ -115,7 +110,7 @@ def build_datasets(arguments, training, sources):
 
     data, prompts = DatasetDict(), {}
     for source in sources:
-        part = data[source.name] = load_source(source, seed=training.seed)
+        part = data[source.name] = load_source(source)
         rows = rows_per_batch(part, training.train_batch_size, arguments.texts_per_batch)
         check_batch(source, part, rows)
         if text := prompt(arguments.instruction_template, source.instruction):
@@ -145,12 +140,8 @@ def build_trainer(model, data, prompts, arguments, training):
     training.multi_dataset_batch_sampler = functools.partial(
         SizeAlphaBatchSampler, alpha=arguments.alpha, group=training.world_size
     )
-    try:
-        return ContrastiveTrainer(
-            model=model, args=training, train_dataset=data, loss=build_loss(model, arguments)
-        )
-    except ValueError as error:  # options that do not go together
-        raise UserError(one_line(error)) from error
+    loss = build_loss(model, arguments)
+    return ContrastiveTrainer(model=model, args=training, train_dataset=data, loss=loss)
 
 
 def model_prompts(prompts, arguments):
@@ -168,9 +159,7 @@ def merge_lora(model, adapter_folder, arguments):
 
     model[0].auto_model.save_pretrained(adapter_folder)
     plain = load_sentence_transformer(arguments.model, **arguments.loading())
-    adapted = PeftModel.from_pretrained(plain[0].auto_model, adapter_folder)
-    merged = adapted.merge_and_unload()
-    assert merged is plain[0].auto_model, "merging changed the model object"
+    PeftModel.from_pretrained(plain[0].auto_model, adapter_folder).merge_and_unload()
     return plain
 
 
@@ -198,8 +187,8 @@ def train(arguments, training):
         training: SentenceTransformerTrainingArguments whose output_dir is the folder of the
             checkpoints.
     Returns:
-        dict: data set sizes and probabilities, losses of the log, steps, seconds. None if the
-        folder was finished already and there is nothing new to measure.
+        dict: data set sizes and probabilities, losses of the log, steps, seconds; None if the
+        folder was finished already.
     Raises:
         UserError: bad input, before any work. Stopped: SIGTERM came; the step is saved.
     """
@@ -207,7 +196,7 @@ def train(arguments, training):
     output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
     if output.state() == "finished":
         shutil.rmtree(training.output_dir, ignore_errors=True)
-        return _measured_later(arguments, training, sources)
+        return None
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
         heldout = held_out(arguments, data)
@@ -229,7 +218,8 @@ def train(arguments, training):
                 trained.prompts = model_prompts(prompts, arguments)
                 if heldout:
                     summary["heldout"] = {
-                        **_counts(arguments, heldout),
+                        "questions": len(heldout[0]),
+                        "texts": len(heldout[1]),
                         "before": before,
                         "after": measure(trained.to(training.device), *heldout),
                     }
@@ -244,28 +234,6 @@ def train(arguments, training):
     return summary
 
 
-def _counts(arguments, heldout):
-    """What is told of held-out rows beside the measures."""
-    relevant, texts = heldout
-    digest = files_digest([arguments.heldout])
-    return {"questions": len(relevant), "texts": len(texts), "file": digest}
-
-
-def _measured_later(arguments, training, sources):
-    """The summary of an encoder that is finished, on a file of held-out rows that its training did
-    not have; None where it had, or without such a file."""
-    if arguments.heldout is None or training.process_index:
-        return None
-    summary = read_json(Path(arguments.output) / RESULT)["training"]
-    if summary.get("heldout", {}).get("file") == files_digest([arguments.heldout]):
-        return None
-    data, _ = build_datasets(arguments, training, sources)
-    heldout = held_out(arguments, data)
-    model = load_sentence_transformer(arguments.output, trust_remote_code=True)
-    measured = measure(model.to(training.device), *heldout)
-    return {**summary, "heldout": {**_counts(arguments, heldout), "after": measured}}
-
-
 def _train(trainer, data, arguments):
     """Runs the trainer; returns what is told about it."""
     sizes = {name: len(part) for name, part in data.items()}
@@ -273,13 +241,12 @@ def _train(trainer, data, arguments):
     rows = {name: rows_per_batch(part, *batch) for name, part in data.items()}
     drawn = dict(zip(sizes, probabilities(sizes.values(), arguments.alpha)))
     if trainer.is_world_process_zero():
-        for name, size in sizes.items():
-            print(
-                f"{name}: {size:,} rows, {rows[name]} a batch, drawn with probability "
-                f"{drawn[name]:.3f}"
-            )
+        for name in data:
+            share = f"drawn with probability {drawn[name]:.3f}"
+            print(f"{name}: {sizes[name]:,} rows, {rows[name]} a batch, {share}")
     checkpoints.train(trainer)
     trainable, total = trainable_parameters(trainer.model)
+    log = trainer.state.log_history
     return {
         "rows": sizes,
         "rows_per_batch": rows,
@@ -288,9 +255,7 @@ def _train(trainer, data, arguments):
         "seconds": checkpoints.spent(trainer)["seconds"],
         "trainable_parameters": trainable,
         "parameters": total,
-        "losses": [
-            [entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry
-        ],
+        "losses": [[entry["step"], entry["loss"]] for entry in log if "loss" in entry],
     }
 
 
@@ -302,12 +267,6 @@ def parse(argv):
             f"max_steps {given['max_steps']} decides, so that num_train_epochs would be ignored; "
             "give --max-steps -1 with it"
         )
-    if given.get("bf16") and not torch.cuda.is_available() and not given.get("use_cpu"):
-        given["bf16"] = False
-        print(
-            "neobert contrastive: no GPU here, training in float32 instead of bfloat16",
-            file=sys.stderr,
-        )
     base = SentenceTransformerTrainingArguments
     return arguments, training_arguments(Path(arguments.output) / "checkpoints", given, FIXED, base)
 
@@ -316,18 +275,16 @@ def main(argv=None):
     """`neobert contrastive [RECIPE.yaml] [--option value ...]`; returns the exit code."""
     arguments, training = parse(argv or [])
     summary = train(arguments, training)
-    if training.process_index == 0:
-        if summary is None:
-            print(f"{arguments.output}: finished already with this recipe")
-        else:
-            seconds = f" in {summary['seconds']:.0f} s" if summary["seconds"] else ""
-            print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps{seconds}")
-            if found := summary.get("heldout"):
-                print(
-                    f"retrieval of {found['questions']:,} held-out questions among "
-                    f"{found['texts']:,} texts"
-                )
-                for when in ("before", "after"):
-                    if when in found:
-                        print(f"  {when:<6}  {described(found[when])}")
+    if training.process_index:
+        return 0
+    if summary is None:
+        print(f"{arguments.output}: finished already with this recipe")
+        return 0
+    print(f"{arguments.output}: sentence encoder after {summary['steps']:,} steps")
+    if found := summary.get("heldout"):
+        print(
+            f"retrieval of {found['questions']:,} held-out questions among {found['texts']:,} texts"
+        )
+        for when in ("before", "after"):
+            print(f"  {when:<6}  {described(found[when])}")
     return 0

@@ -10,7 +10,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import get_type_hints
 
 import torch
@@ -20,14 +19,14 @@ from sentence_transformers.base.sampler import (
 )
 
 from ..common.arguments import check_ranges, option, typed
-from ..common.data import FORMATS, file_format, files, rows, schema
-from ..common.errors import UserError, listed, one_line
+from ..common.data import file_format, files, rows, schema
+from ..common.errors import UserError, one_line
 from ..common.identity import files_digest
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """One data set: an entry of `datasets` in a recipe, or a file of `--pairs`.
+    """One data set: an entry of `datasets` in a recipe, or one of `--pairs`.
 
     A text is named by a path into the row: `question`, `set.0`, `set.query`, `pos_paras.0.text`;
     `*` is every item: `neg_paras.*.text`.
@@ -49,7 +48,6 @@ class PairSource:
     # the split lists query-id and corpus-id; the texts are in the subsets queries and corpus
     # (MTEB's layout)
     qrels: bool = False
-    max_rows: int | None = option(None, least=1)  # a random sample of this many
     instruction: str = ""  # what the query asks for; put before the anchor
 
     @property
@@ -69,10 +67,6 @@ class PairSource:
         Raises:
             UserError: unknown or missing keys, values of a wrong type or out of their range.
         """
-        if not isinstance(values, dict):
-            raise UserError(
-                f"each of datasets must be a mapping with name and path, but {values!r} was given"
-            )
         missing = [key for key in ("name", "path") if not values.get(key)]
         if missing:
             raise UserError(f"datasets: an entry has no {missing[0]!r}: {values}")
@@ -80,16 +74,6 @@ class PairSource:
         source = cls(**typed(values, hints, where, f"allowed are {', '.join(hints)}"))
         check_ranges(source, f" {where}")
         return source
-
-    @classmethod
-    def from_file(cls, path, instruction=""):
-        """A local file with columns anchor, positive and perhaps negative, negative_1, ...; its
-        name is the file's."""
-        if file_format(path) is None:
-            raise UserError(
-                f"pairs must be files that end in {', '.join(FORMATS)}, but {path} was given"
-            )
-        return cls(name=Path(path).name.split(".")[0], path=str(path), instruction=instruction)
 
 
 def lookup(value, path):
@@ -115,7 +99,7 @@ def unusable(row, source, negative_count):
     if negative_count and not _negatives(row, source):
         return "without negative"
     for column, lowest in source.above.items():
-        if row[column] is None or not row[column] > lowest:
+        if row[column] is None or not float(row[column]) > lowest:
             return f"with a {column} not above {lowest:g}"
     return None
 
@@ -147,155 +131,89 @@ def _is_text(value):
     return isinstance(value, str) and value.strip() != ""
 
 
-def _is_negative(column):
-    return column == "negative" or column.startswith("negative_")
-
-
-def _names(negative_count):
-    return ["anchor", "positive", *(f"negative_{i + 1}" for i in range(negative_count))]
-
-
 def with_negatives(source):
     """The source with the negative columns of its file named, where it names none itself."""
-    if source.is_local and not source.negatives:
-        columns = filter(_is_negative, schema(files(source.path)[0]).names)
-        columns = sorted(columns, key=lambda name: (len(name), name))
-        return replace(source, negatives=columns)
-    return source
+    if not source.is_local or source.negatives:
+        return source
+    columns = schema(files(source.path)[0]).names
+    names = [name for name in columns if name == "negative" or name.startswith("negative_")]
+    return replace(source, negatives=names)
 
 
-def _local_examples(source, count, digest):
-    """Examples of a local file; `digest` is that of its content, which the library's cache goes
-    by."""
-    for row in rows(source.path, source.columns):
-        if unusable(row, source, count) is None:
-            yield example(row, source, count)
-
-
-def _load_local(source):
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetsError
-
-    try:
-        every = rows(source.path, source.columns)
-        count = max((len(_negatives(row, source)) for row in every), default=0)
-        every = rows(source.path, source.columns)
-        _say_left_out(source, Counter(unusable(row, source, count) for row in every))
-        features = Features({name: Value("string") for name in _names(count)})
-        settings = {"source": source, "count": count, "digest": files_digest([source.path])}
-        return Dataset.from_generator(_local_examples, features=features, gen_kwargs=settings)
-    except UserError:
-        raise
-    except (TypeError, ValueError, DatasetsError) as error:  # `above` of what has no order
-        raise UserError(
-            f"{source.name} ({source.path}) has no usable row "
-            f"({one_line(error.__cause__ or error)})"
-        ) from error
-
-
-def _say_left_out(source, reasons):
-    """Prints how many rows are not trained on, and why.
-
-    Args:
-        reasons: {what `unusable` says: rows}.
-    """
-    used = reasons.pop(None, 0)
-    if reasons:
-        print(
-            f"{source.name}: {reasons.total():,} of {used + reasons.total():,} rows left out: "
-            + ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()),
-            file=sys.stderr,
-        )
-
-
-def _load_from_hub(source, seed):
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
-
-    try:
-        if source.qrels:
-            return _load_qrels(source)
-        data = load_dataset(
-            source.path, source.subset, split=source.split, revision=source.revision
-        )
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(
-            f"the data set {source.path} cannot be loaded: {one_line(error)}"
-        ) from error
-    for column in source.columns:
-        if column not in data.column_names:
-            raise UserError(
-                f"{source.name} ({source.path}) has no column {column!r}; it has: "
-                f"{listed(data.column_names)}"
-            )
-    for column, lowest in source.above.items():
-        data = data.filter(
-            lambda values, lowest=lowest: [
-                value is not None and value > lowest for value in values
-            ],
-            input_columns=column,
-            batched=True,
-        )
-    data = _sampled(data, source, seed)  # before the work of the conversion
-    first = data.select(range(min(1000, len(data))))
-    count = max((len(_negatives(row, source)) for row in first), default=0)
-
-    def convert(batch):
-        every = (dict(zip(batch, values)) for values in zip(*batch.values()))
-        made = [
-            example(row, source, count) for row in every if unusable(row, source, count) is None
-        ]
-        return {name: [row[name] for row in made] for name in _names(count)}
-
-    used = data.map(convert, batched=True, remove_columns=data.column_names, desc=source.name)
-    left_out = {"without anchor, positive or negative": len(data) - len(used)}
-    _say_left_out(source, Counter({None: len(used)}) + Counter(left_out))
-    return used
-
-
-def _sampled(data, source, seed):
-    """At most `max_rows` of the rows, by the seed."""
-    if source.max_rows is None or len(data) <= source.max_rows:
-        return data
-    return data.shuffle(seed=seed).select(range(source.max_rows))
-
-
-def load_source(source, seed=0):
+def load_source(source):
     """A data set as a `datasets.Dataset` with columns anchor, positive, negative_1, ....
 
     Raises:
         UserError: it cannot be loaded, has other columns, or no usable row.
     """
-    data = _load_local(source) if source.is_local else _load_from_hub(source, seed)
-    data = _sampled(data, source, seed)
-    if not len(data):
-        raise UserError(f"{source.name} ({source.path}) has no usable row")
-    return data
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
+
+    try:
+        # What the library's cache goes by.
+        content = files_digest([source.path]) if source.is_local else _rows(source)
+        every = _rows(source) if source.negatives else ()
+        count = max((len(_negatives(row, source)) for row in every), default=0)
+        names = ["anchor", "positive", *(f"negative_{i + 1}" for i in range(count))]
+        return Dataset.from_generator(
+            _examples,
+            features=Features({name: Value("string") for name in names}),
+            gen_kwargs={"source": source, "count": count, "content": content},
+        )
+    except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        raise UserError(
+            f"the data set {source.name} ({source.path}) gives no pairs: {one_line(cause, 400)}"
+        ) from error
 
 
-def _load_qrels(source):
+def _rows(source):
+    """The rows of a data set, dicts with the columns that are read."""
+    from datasets import load_dataset
+
+    if source.is_local:
+        return rows(source.path, source.columns)
+    if source.qrels:
+        return _qrels(source)
+    data = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+    return data.select_columns(source.columns)
+
+
+def _examples(source, count, content):
+    """The examples of a data set; says on stderr how many rows are left out, and why."""
+    reasons = Counter()
+    for row in _rows(source):
+        reason = unusable(row, source, count)
+        reasons[reason] += 1
+        if reason is None:
+            yield example(row, source, count)
+    total, used = reasons.total(), reasons.pop(None, 0)
+    if reasons:
+        words = ", ".join(f"{number:,} {reason}" for reason, number in reasons.items())
+        print(
+            f"{source.name}: {total - used:,} of {total:,} rows left out: {words}", file=sys.stderr
+        )
+
+
+def _qrels(source):
     """anchor and positive from the three subsets of MTEB's retrieval layout; a document's title
     comes before its text, as in MTEB."""
     from datasets import Dataset, load_dataset
 
-    qrels = load_dataset(source.path, "default", split=source.split, revision=source.revision)
-    if "score" in qrels.column_names:
-        qrels = qrels.filter(
-            lambda scores: [score > 0 for score in scores], input_columns="score", batched=True
-        )
-    wanted = {"queries": qrels["query-id"], "corpus": qrels["corpus-id"]}
+    def load(subset, split):
+        return load_dataset(source.path, subset, split=split, revision=source.revision)
+
+    judgements = [row for row in load("default", source.split) if row["score"] > 0]
     texts = {}
-    for subset, ids in wanted.items():
-        ids = set(ids)
-        data = load_dataset(source.path, subset, split=subset, revision=source.revision)
-        wanted_rows = [row for row, identifier in enumerate(data["_id"]) if identifier in ids]
-        texts[subset] = {
-            row["_id"]: f"{row.get('title') or ''} {row['text']}".strip()
-            for row in data.select(wanted_rows)
-        }
-    queries = [texts["queries"].get(identifier) for identifier in wanted["queries"]]
-    documents = [texts["corpus"].get(identifier) for identifier in wanted["corpus"]]
-    return Dataset.from_dict({"anchor": queries, "positive": documents})
+    for subset, key in (("queries", "query-id"), ("corpus", "corpus-id")):
+        wanted, data = {row[key] for row in judgements}, load(subset, subset)
+        numbers = [number for number, name in enumerate(data["_id"]) if name in wanted]
+        for row in data.select(numbers):
+            texts[key, row["_id"]] = f"{row.get('title') or ''} {row['text']}".strip()
+    columns = (("anchor", "query-id"), ("positive", "corpus-id"))
+    return Dataset.from_dict(
+        {name: [texts.get((key, row[key])) for row in judgements] for name, key in columns}
+    )
 
 
 def probabilities(sizes, alpha):

@@ -1,6 +1,7 @@
 """Options of `neobert contrastive`."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..common.arguments import Arguments, option
 from ..common.cards import BASE_MODEL_HELP, LICENSE_HELP
@@ -94,29 +95,25 @@ class ContrastiveArguments(
         from .contrastive_data import PairSource, with_negatives
 
         sources = [PairSource.from_dict(entry) for entry in self.datasets]
-        sources += [PairSource.from_file(path, self.instruction) for path in self.pairs]
-        if not sources:
-            raise UserError(
-                "no training data: give datasets in a recipe (neobert contrastive "
-                "recipes/contrastive.yaml) or --pairs FILE"
-            )
+        for path in self.pairs:
+            name = Path(path).name.split(".")[0]
+            sources.append(PairSource(name=name, path=path, instruction=self.instruction))
         names = [source.name for source in sources]
-        for name in names:
-            if names.count(name) > 1:
-                raise UserError(f"two data sets are called {name!r}; names must differ")
-        return [with_negatives(source) for source in self._instructed(sources, names)]
-
-    def _instructed(self, sources, names):
-        """`sources` with the instructions of the file."""
-        if self.instructions is None:
-            return sources
-        texts = read_instructions(self.instructions, names)
-        if lacking := [name for name in names if name not in texts]:
+        if not sources or len(set(names)) < len(names):
             raise UserError(
-                f"{self.instructions} has no instruction for {listed(lacking)}; give every data "
-                "set one, '' for none"
+                "give data sets of different names, in a recipe (neobert contrastive "
+                f"recipes/contrastive.yaml) or as --pairs FILE, but {listed(names) or 'none'} "
+                "was given"
             )
-        return [replace(source, instruction=texts[source.name]) for source in sources]
+        if self.instructions is not None:
+            texts = read_instructions(self.instructions, names)
+            if lacking := [name for name in names if name not in texts]:
+                raise UserError(
+                    f"{self.instructions} has no instruction for {listed(lacking)}; give every "
+                    "data set one, '' for none"
+                )
+            sources = [replace(source, instruction=texts[source.name]) for source in sources]
+        return [with_negatives(source) for source in sources]
 
     def loading(self):
         """How `load_sentence_transformer` loads it."""

@@ -18,18 +18,17 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import set_seed
 
 from ..common.blocks import compile_blocks, uncompile_blocks
-from ..common.files import read_json
 from ..common.folders import apart, check_folder
 from ..common.identity import files_digest, known_by, model_digest
-from ..common.loading import check_model, choose_device
+from ..common.loading import check_model
 from ..common.output import Output, run_settings
 from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
-from .distill_batches import NearTexts, SimilarLengths, nearest_units
+from .distill_batches import NearTexts, nearest_units
 from .distill_card import precision_check, write_card
-from .distill_data import read_texts, teacher_vectors, token_lengths, training_dataset
+from .distill_data import read_texts, teacher_vectors, texts_digest, training_dataset
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import build_student, save_student
 from .options import OPTIONS
@@ -70,32 +69,17 @@ def settings_of(arguments, trainer_options, sources, others):
     return settings
 
 
-def load_teacher(arguments, device):
-    return PackedEncoder(
-        arguments.teacher,
-        dtype=arguments.teacher_dtype,
-        device=device,
-        max_length=arguments.max_length,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-
-
-def all_vectors(arguments, texts, device):
+def all_vectors(arguments, texts, teacher):
     """The teacher's vectors of the training texts, (N, D) float16 on disk, and {name: (texts, their
     vectors)} of what agreement is measured on."""
-    load = functools.cache(functools.partial(load_teacher, arguments, device))
-    identity = {
-        "teacher": model_digest(arguments.teacher),
-        "max_length": arguments.max_length,
-        "dtype": arguments.teacher_dtype,
-    }
-    folder = Path(arguments.work) / "vectors"
-    train = teacher_vectors(folder / "train.npy", texts.train, identity, load)
-    sets = {}
-    for name, rows in texts.measured.items():
-        file = folder / (f"{name}.npy" if name == "held_out" else f"other-{name}.npy")
-        sets[name] = rows, np.float32(teacher_vectors(file, rows, identity, load))
-    return train, sets
+    known = [model_digest(arguments.teacher), str(arguments.max_length), arguments.teacher_dtype]
+
+    def vectors(name, rows):
+        file = f"{name}-{texts_digest([*known, *rows])}.npy"
+        return teacher_vectors(Path(arguments.work) / "vectors" / file, rows, teacher)
+
+    sets = {name: (rows, np.float32(vectors(name, rows))) for name, rows in texts.measured.items()}
+    return vectors("train", texts.train), sets
 
 
 def train(arguments, trainer_options):
@@ -110,36 +94,44 @@ def train(arguments, trainer_options):
     """
     check(arguments)
     sources, others = arguments.sources()
-    device = choose_device(arguments.device)
-    fixed = {"eval_strategy": trainer_options.get("eval_strategy", "steps"), **BLOCKS_ONLY}
-    if device.type == "cpu":
-        fixed["use_cpu"] = True
+    checkpoint_folder = Path(arguments.output) / "checkpoints"
     training = training_arguments(
-        Path(arguments.output) / "checkpoints",
+        checkpoint_folder,
         trainer_options,
-        fixed,
+        BLOCKS_ONLY,
         base=SentenceTransformerTrainingArguments,
     )
     settings = settings_of(arguments, trainer_options, sources, others)
     settings["processes"] = training.world_size
     output = Output(arguments.output, "distill", settings, result=FIGURES)
     if output.state() == "finished":
-        shutil.rmtree(training.output_dir, ignore_errors=True)
+        shutil.rmtree(checkpoint_folder, ignore_errors=True)
         return None
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
-    if fixed["eval_strategy"] != "no":
+    if training.eval_strategy != "no":
         texts.check_measured()
     set_seed(training.seed)
-    teacher = load_teacher(arguments, "cpu")
+    teacher = PackedEncoder(
+        arguments.teacher,
+        dtype=arguments.teacher_dtype,
+        device=training.device,
+        max_length=arguments.max_length,
+        trust_remote_code=arguments.trust_remote_code,
+    )
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
-    del teacher
     with checkpoints.claim(output):
         with training.main_process_first(desc="teacher vectors"):
-            vectors, sets = all_vectors(arguments, texts, device)
+            vectors, sets = all_vectors(arguments, texts, teacher)
+        del teacher
         model = student[0].auto_model
         if arguments.compile:
             compile_blocks(model)
-        training.batch_sampler = _batches(arguments, training, texts, vectors, student.tokenizer)
+        near = np.empty((len(texts.units), 0), dtype=int)
+        if arguments.neighbours:
+            # Four times as many candidates: another bundle may have the first ones.
+            near = nearest_units(vectors, texts.units, 4 * arguments.neighbours)
+        settings = {"units": texts.units, "near": near, "neighbours": arguments.neighbours}
+        training.batch_sampler = functools.partial(NearTexts, **settings)
         trainer = DistillTrainer(
             model=student,
             args=training,
@@ -159,7 +151,6 @@ def train(arguments, trainer_options):
             "epochs": trainer.state.epoch,
             "seconds": checkpoints.spent(trainer)["seconds"],
             **_histories(trainer.state.log_history),
-            "earlier": earlier_runs(arguments.init_from),
             "environment": environment(
                 dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
                 processes=training.world_size,
@@ -171,7 +162,7 @@ def train(arguments, trainer_options):
                 figures["precision"] = precision_check(folder, sets)
                 write_card(folder, arguments, figures)
             output.finish(**figures)
-            shutil.rmtree(training.output_dir)
+            shutil.rmtree(checkpoint_folder)
         return figures
 
 
@@ -189,43 +180,18 @@ def _histories(history):
     return {"losses": losses, "agreement": agreed}
 
 
-def earlier_runs(init_from):
-    """Figures of the runs that made the student that this one starts from, the first one first."""
-    path = Path(init_from or "") / FIGURES
-    if not init_from or not path.is_file():
-        return []
-    figures = read_json(path)
-    return (
-        [*figures.pop("earlier", []), figures]
-        if isinstance(figures, dict) and "agreement" in figures
-        else []
-    )
-
-
-def _batches(arguments, training, texts, vectors, tokenizer):
-    """What makes the trainer's batch sampler: by likeness where `neighbours` or pairs are given,
-    else by length."""
-    if arguments.neighbours or len(texts.units) < len(texts.train):
-        # Four times as many candidates: another bundle may have the first ones.
-        near = nearest_units(vectors, texts.units, 4 * arguments.neighbours)
-        settings = {"units": texts.units, "near": near, "neighbours": arguments.neighbours}
-        return functools.partial(NearTexts, group=training.world_size, **settings)
-    lengths = token_lengths(texts.train, tokenizer, arguments.max_length)
-    return functools.partial(SimilarLengths, lengths=lengths, group=training.world_size)
-
-
 def main(argv=None):
     """`neobert distill TEACHER [RECIPE.yaml] [--option value ...]`; returns the exit code."""
     arguments, trainer_options = OPTIONS["distill"].read(argv or [])
     figures = train(arguments, trainer_options)
-    if checkpoints.is_main() and figures is None:
+    if not checkpoints.is_main():
+        return 0
+    if figures is None:
         print(f"{arguments.output}: finished already with these settings")
-    elif checkpoints.is_main():
-        last = figures["agreement"][-1] if figures["agreement"] else {}
-        agreed = "".join(
-            f"; {name.replace('_', ' ')} {value:.3f}"
-            for name, value in last.items()
-            if name != "step"
-        )
-        print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
+        return 0
+    last = figures["agreement"][-1] if figures["agreement"] else {}
+    agreed = "".join(
+        f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step"
+    )
+    print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
     return 0

@@ -1,4 +1,4 @@
-"""Which texts of a distillation share a batch: those of one length, or those that are alike.
+"""Which texts of a distillation share a batch: those that belong together, or are alike.
 
 The similarity loss learns only from pairs of texts within a batch. Of random texts nearly all pairs
 are far apart; retrieval is decided between near ones.
@@ -13,13 +13,18 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 PART = 32_768  # units among which neighbours are searched
 
 
-class _SteppedBatches(DefaultBatchSampler):
-    """Batches of `batch_size` texts, as many for each of the `group` processes of a step; the order
-    of an epoch is a function of the seed and the epoch.
+class NearTexts(DefaultBatchSampler):
+    """Batches of bundles: a unit (texts that belong together) and the units that the teacher finds
+    nearest to it and that no bundle before has.
+
+    Each epoch makes other bundles, cuts their texts in batches of `batch_size`, and shuffles these;
+    its order is a function of the seed and the epoch.
 
     Args:
         dataset: of N texts.
-        group: batches of a step, one a process.
+        units: list of lists of text numbers; every text is in one.
+        near: (U, K) numbers of the units nearest to each, nearest first, as of `nearest_units`.
+        neighbours: most units of a bundle beside its first.
     """
 
     def __init__(
@@ -30,71 +35,17 @@ class _SteppedBatches(DefaultBatchSampler):
         valid_label_columns=None,
         generator=None,
         seed=0,
-        group=1,
+        *,
+        units,
+        near,
+        neighbours=0,
     ):
         super().__init__(range(len(dataset)), batch_size=batch_size, drop_last=True, seed=seed)
         self.count = len(dataset)
-        self.group = group
+        self.units, self.near, self.neighbours = units, near, neighbours
 
     def __len__(self):
-        return max(1, self.count // (self.batch_size * self.group)) * self.group
-
-    def epoch_generator(self):
-        """Of the numbers that this epoch draws."""
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-
-
-class SimilarLengths(_SteppedBatches):
-    """Batches of texts of nearly one length: attention on the CPU runs once a length.
-
-    Each epoch shuffles all texts, sorts every `pool` batches of them by length, and shuffles the
-    batches. `group` neighbouring batches hold texts of one length: those of the processes of a
-    step, which wait for each other.
-
-    Args:
-        lengths: (N,) tokens of each text.
-        others: as of `_SteppedBatches`.
-    """
-
-    pool = 64
-
-    def __init__(self, dataset, *args, lengths, **others):
-        super().__init__(dataset, *args, **others)
-        self.lengths = torch.from_numpy(np.asarray(lengths))
-
-    def __iter__(self):
-        generator = self.epoch_generator()
-        order = torch.randperm(self.count, generator=generator)
-        together = self.batch_size * self.group
-        groups = []
-        for part in order.split(self.pool * together):
-            part = part[self.lengths[part].argsort(stable=True)]
-            groups += [rows for rows in part.split(together) if len(rows) == together]
-        groups = groups or [order]  # fewer texts than one step takes
-        for index in torch.randperm(len(groups), generator=generator).tolist():
-            yield from (
-                rows.tolist() for rows in groups[index].split(-(-len(groups[index]) // self.group))
-            )
-
-
-class NearTexts(_SteppedBatches):
-    """Batches of bundles: a unit (texts that belong together) and the units that the teacher finds
-    nearest to it and that no bundle before has.
-
-    Each epoch makes other bundles, cuts their texts in batches of `batch_size`, and shuffles these.
-
-    Args:
-        units: list of lists of text numbers; every text is in one.
-        near: (U, K) numbers of the units nearest to each, nearest first, as of `nearest_units`.
-        neighbours: most units of a bundle beside its first.
-        others: as of `_SteppedBatches`.
-    """
-
-    def __init__(self, dataset, *args, units, near, neighbours=0, **others):
-        super().__init__(dataset, *args, **others)
-        self.units = units
-        self.near = near
-        self.neighbours = neighbours
+        return max(1, self.count // self.batch_size)
 
     def bundles(self, generator):
         """Lists of unit numbers; each unit is in one."""
@@ -107,13 +58,10 @@ class NearTexts(_SteppedBatches):
                 yield found
 
     def __iter__(self):
-        generator = self.epoch_generator()
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = [text for units in self.bundles(generator) for u in units for text in self.units[u]]
-        size = min(self.batch_size, max(1, len(order) // self.group))
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        batches = [rows for rows in batches if len(rows) == size][: len(self)]
-        for index in torch.randperm(len(batches), generator=generator).tolist():
-            yield batches[index]
+        for index in torch.randperm(len(self), generator=generator).tolist():
+            yield order[index * self.batch_size : (index + 1) * self.batch_size]
 
 
 def nearest_units(vectors, units, count, seed=0):

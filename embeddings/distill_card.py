@@ -10,12 +10,9 @@ from .distill_loss import agreement
 from .packed_encoder import NotFinite, PackedEncoder
 
 
-LEAST_COSINE = 0.99
-
-
 def precision_check(folder, sets):
     """Loads the saved student in float32, bfloat16 and float16, and says on stderr in which of them
-    it should not be used.
+    it cannot be used.
 
     Args:
         sets: {name: (texts, teacher's vectors)}.
@@ -40,8 +37,6 @@ def precision_check(folder, sets):
         for name, (_, vectors) in sets.items():
             for key, value in agreement(own[name], vectors).items():
                 precisions[dtype][f"{name}_{key}"] = value
-        if not precisions[dtype]["to_float32"] >= LEAST_COSINE:
-            print(f"the student's vectors in {dtype} are not those of float32", file=sys.stderr)
     return precisions
 
 
@@ -63,26 +58,22 @@ def write_card(folder, arguments, figures):
             "distillation",
         ],
     )
+    precisions = figures["precision"]
+    columns = [key for key in precisions["float32"] if key != "to_float32"]
     rows = [
-        [
-            dtype,
-            f"{found.get('to_float32', 1.0):.4f}",
-            *(f"{found[key]:.3f}" for key in found if key != "to_float32"),
-        ]
-        for dtype, found in figures["precision"].items()
+        [dtype, f"{found['to_float32']:.4f}", *(f"{found[key]:.3f}" for key in columns)]
+        for dtype, found in precisions.items()
     ]
-    columns = [
-        key.replace("_", " ")
-        for key in next(iter(figures["precision"].values()))
-        if key != "to_float32"
-    ]
+    header = ["dtype", "cosine to float32", *(key.replace("_", " ") for key in columns)]
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
-    earlier = sum(run["steps"] for run in figures.get("earlier", ()))
-    begun = (
-        f", begun from a student of {earlier:,} steps, whose figures are under `earlier`"
-        if earlier
-        else ""
+    losses = (
+        f"{arguments.cosine_weight:g} x (1 - cosine), {arguments.similarity_weight:g} x KL "
+        f"divergence of in-batch similarities / {arguments.similarity_temperature:g}"
+    )
+    far = ", ".join(source.name for source in others)
+    others = (
+        f"The other columns are text of kinds that it did not learn from: {far}." if far else ""
     )
     text = f"""
 # {title}
@@ -99,34 +90,16 @@ print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle
 ## How near it is to its teacher
 
 Mean cosine between the two vectors of a text, and Spearman correlation between the similarities of all pairs of {min(1000, figures["texts"]["held_out"])}
-texts. `held out`: texts of the training sources, kept back by hash. {_others(others)}
+texts. `held out`: texts of the training sources, kept back by hash. {others}
 
-{markdown_table(["dtype", "cosine to float32", *columns], rows)}
+{markdown_table(header, rows)}
 
 ## Training
 
-{figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {_losses(arguments)}.
-`figures.json` holds the settings, the losses and the agreement over the steps{begun}.
+{figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {losses}.
+`figures.json` holds the settings, the losses and the agreement over the steps.
 {environment["hardware"]}, {environment["threads"]} threads; commit {environment["commit"]}, {environment["date"]}.
 
 {markdown_table(["texts", "licence"], kinds)}
 """  # noqa: E501
     write_text(folder / "README.md", metadata + text)
-
-
-def _others(others):
-    return (
-        "The other columns are text of kinds that it did not learn from: "
-        f"{', '.join(source.name for source in others)}."
-        if others
-        else ""
-    )
-
-
-def _losses(arguments):
-    temperature = f"{arguments.similarity_temperature:g}"
-    parts = [
-        (arguments.cosine_weight, "1 - cosine"),
-        (arguments.similarity_weight, f"KL divergence of in-batch similarities / {temperature}"),
-    ]
-    return ", ".join(f"{weight:g} x {words}" for weight, words in parts if weight > 0)

@@ -1,12 +1,10 @@
 """What a student learns from: texts of local files, split by hash, and the teacher's vectors of
 them, kept on disk.
 
-The vectors of N texts are one file `NAME.npy`, (N, D) float16. `NAME.json` beside it says of whose
-texts and which teacher they are and how many are there, so that a run which was interrupted goes
-on.
+The vectors of N texts are one file `NAME.npy`, (N, D) float16. `NAME.json` beside it says how many
+are there, so that a run which was interrupted goes on.
 """
 
-import dataclasses
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +14,8 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..common import held_out
 from ..common.arguments import Arguments, option, typed
-from ..common.data import file_format, rows
+from ..common.data import file_format, fraction, rows
 from ..common.errors import UserError
 from ..common.files import read_json, write_json
 
@@ -42,12 +39,6 @@ class TextSource(Arguments):
         """From a path, or a mapping of the fields above. Raises UserError for unknown keys, wrong
         types and files that are not there."""
         values = {"path": entry} if isinstance(entry, str) else entry
-        known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(values, dict) or set(values) - set(known) or not values.get("path"):
-            raise UserError(
-                f"each of texts must be a file or a mapping with {', '.join(known)}, but {entry!r} "
-                "was given"
-            )
         source = cls(**typed(values, get_type_hints(cls), f"of {entry!r} in texts"))
         source.name = source.name or Path(source.path).stem
         if not Path(source.path).is_file():
@@ -61,14 +52,14 @@ class TextSource(Arguments):
         columns += [self.pair] if self.pair else []
         for row in rows(self.path, columns, columns):
             texts = tuple(filter(None, (row[column].strip() for column in columns)))
-            if texts and held_out.fraction(f"share {texts[0]}") < self.share:
+            if texts and fraction(f"share {texts[0]}") < self.share:
                 yield texts
 
 
 def is_held_out(text, percent):
     """Whether a text is kept for measuring: a fixed function of its words, so that copies of it
     stay on the same side."""
-    return held_out.is_held_out(" ".join(text.lower().split()), percent)
+    return fraction(" ".join(text.lower().split())) < percent / 100
 
 
 @dataclass(frozen=True)
@@ -96,11 +87,9 @@ class Texts:
     def check_measured(self):
         """Raises UserError where there is nothing to measure on."""
         if not self.measured:
-            count = len(self.train) + len(self.held_out)
-            percent = max(10, min(50, -(-600 // count)))
             raise UserError(
-                f"{len(self.held_out) or 'no'} texts of {count} are held out, and 3 are needed to "
-                f"measure with; give more texts, or --held-out-percent {percent}"
+                f"{len(self.held_out)} of {len(self.train) + len(self.held_out)} texts are held "
+                "out, and 3 are needed to measure with; give a larger --held-out-percent"
             )
 
 
@@ -139,61 +128,34 @@ def read_texts(sources, others, held_out_percent, most):
 
 
 def _chosen(texts, most):
-    return sorted(texts, key=lambda text: hashlib.sha1(text.encode()).digest())[:most]
+    return sorted(texts, key=fraction)[:most]
 
 
 def texts_digest(texts):
     """Twelve hex digits of all texts in their order."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
-    return digest.hexdigest()[:12]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 
-def teacher_vectors(path, texts, identity, load_teacher):
+def teacher_vectors(path, texts, teacher):
     """The teacher's vectors of N texts, (N, D) float16, memory-mapped; those that the file does not
     have yet are computed first.
 
     Args:
-        path: of the file, .npy; it holds the vectors of these texts alone.
-        identity: {name: value} of what else the vectors depend on.
-        load_teacher: function without arguments that returns a `PackedEncoder`; called when vectors
-            are missing.
-    Raises:
-        UserError: the file holds vectors of another teacher or of other texts, or they do not fit
-            in float16.
+        path: of the file, .npy; it holds the vectors of these texts by this teacher alone.
+        teacher: `PackedEncoder`.
     """
     described = path.with_suffix(".json")
-    state = {"texts": texts_digest(texts), "count": len(texts), **identity, "done": 0}
-    if described.is_file():
-        previous = read_json(described)
-        changed = [name for name in state if name != "done" and previous.get(name) != state[name]]
-        if changed:
-            raise UserError(
-                f"{path} holds vectors of another run ({', '.join(changed)} differ); give another "
-                "--work, or remove that file"
-            )
-        state = previous
-    if state["done"] < len(texts):
-        teacher = load_teacher()
+    done = read_json(described)["done"] if described.is_file() else 0
+    if done < len(texts):
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = (len(texts), teacher.width)
-        mode = "r+" if state["done"] else "w+"
-        vectors = np.lib.format.open_memmap(path, mode, np.float16, shape)
-        with tqdm(total=len(texts), initial=state["done"], desc=f"teacher, {path.stem}") as bar:
-            for start in range(state["done"], len(texts), PART):
+        vectors = np.lib.format.open_memmap(path, "r+" if done else "w+", np.float16, shape)
+        with tqdm(total=len(texts), initial=done, desc=f"teacher, {path.stem}") as bar:
+            for start in range(done, len(texts), PART):
                 tokens = teacher.tokenize(texts[start : start + PART])
-                with np.errstate(over="ignore"):
-                    part = teacher.embed(tokens, bar.update).astype(np.float16)
-                if not np.isfinite(part).all():
-                    raise UserError(
-                        "the teacher's vectors are not finite in float16; give --teacher-dtype "
-                        "float32"
-                    )
-                vectors[start : start + PART] = part
+                vectors[start : start + PART] = teacher.embed(tokens, bar.update)
                 vectors.flush()
-                state["done"] = start + len(part)
-                write_json(described, state)
+                write_json(described, {"done": min(start + PART, len(texts))})
     return np.load(path, mmap_mode="r")
 
 
@@ -211,12 +173,3 @@ def training_dataset(texts, vectors):
         return output
 
     return data.with_transform(with_vectors)
-
-
-def token_lengths(texts, tokenizer, max_length):
-    """Tokens of each text, (N,) int32."""
-    settings = {"truncation": True, "max_length": max_length, "return_attention_mask": False}
-    lengths = []
-    for start in tqdm(range(0, len(texts), 4096), desc="lengths"):
-        lengths += map(len, tokenizer(texts[start : start + 4096], **settings)["input_ids"])
-    return np.array(lengths, dtype=np.int32)

@@ -37,12 +37,7 @@ class DistillLoss(nn.Module):
 
     def __init__(self, model, arguments):
         super().__init__()
-        self.model = model
-        self.weights = {
-            "cosine": arguments.cosine_weight,
-            "similarity": arguments.similarity_weight,
-        }
-        self.temperature = arguments.similarity_temperature
+        self.model, self.arguments = model, arguments
 
     def forward(self, features, labels):
         """
@@ -50,18 +45,18 @@ class DistillLoss(nn.Module):
             features: one dictionary of model inputs.
             labels: (N, D), the teacher's vectors.
         Returns:
-            {name: weighted loss} of the losses whose weight is above 0.
+            {name: weighted loss}.
         """
         vectors = self.model(dict(next(iter(features))))["sentence_embedding"].float()
         with torch.autocast(vectors.device.type, enabled=False):
-            return self.losses(vectors, labels.float())
-
-    def losses(self, vectors, labels):
-        parts = {
-            "cosine": lambda: (1 - F.cosine_similarity(vectors, labels, dim=-1)).mean(),
-            "similarity": lambda: similarity_loss(vectors, labels, self.temperature),
+            cosine = F.cosine_similarity(vectors, labels.float(), dim=-1)
+            similarity = similarity_loss(
+                vectors, labels.float(), self.arguments.similarity_temperature
+            )
+        return {
+            "cosine": self.arguments.cosine_weight * (1 - cosine).mean(),
+            "similarity": self.arguments.similarity_weight * similarity,
         }
-        return {name: weight * parts[name]() for name, weight in self.weights.items() if weight > 0}
 
 
 def agreement(student, teacher, most=1000):
@@ -80,11 +75,9 @@ def agreement(student, teacher, most=1000):
     student, teacher = (
         x / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-12) for x in (student, teacher)
     )
-    found = (
-        {"cosine": float((student * teacher).sum(1).mean())}
-        if student.shape == teacher.shape
-        else {}
-    )
+    found = {}
+    if student.shape == teacher.shape:
+        found["cosine"] = float((student * teacher).sum(1).mean())
     pairs = np.triu_indices(min(len(student), most), 1)
     similarities = [(x[:most] @ x[:most].T)[pairs] for x in (student, teacher)]
     return {**found, "spearman": float(spearmanr(*similarities).statistic)}

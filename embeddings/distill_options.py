@@ -19,14 +19,13 @@ class TeacherOptions(Arguments):
         help="sentence encoder to learn from: a folder or a Hub name", positional=True
     )
     texts: list[str | dict] = option(
-        default_factory=list,
         help=(
-            "required: files of texts, .jsonl, .parquet or .txt; in a recipe also mappings "
-            "with path, column, name, license"
+            "files of texts, .jsonl, .parquet or .txt; in a recipe also mappings with path, "
+            "column, name, license"
         ),
         free=True,  # known by their digests
     )
-    output: str | None = option(None, "required: folder of the student", free=True)
+    output: str = option(help="folder of the student", free=True)
     model_config: dict = option(
         default_factory=dict,
         help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's",
@@ -40,7 +39,7 @@ class TeacherOptions(Arguments):
         free=True,
     )
     work: str | None = option(
-        None, "folder for the teacher's vectors and checkpoints; by default OUTPUT.work", free=True
+        None, "folder for the teacher's vectors; by default OUTPUT.work", free=True
     )
     trust_remote_code: bool = option(
         False, "run the Python code that the teacher or the student brings"
@@ -85,8 +84,8 @@ class TrainingOptions(Arguments):
     """How it trains."""
 
     teacher_dtype: str = option(
-        "auto",
-        "of the teacher's weights while its vectors are computed; int8 for a NeoBERT on a CPU",
+        "float32",
+        "of the teacher's weights while its vectors are computed; auto may choose anew each time",
         choices=DTYPES,
     )
     neighbours: int = option(
@@ -95,7 +94,6 @@ class TrainingOptions(Arguments):
         least=0,
     )
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
-    device: str | None = option(None, "cpu, cuda or cuda:N; by default the first GPU, or the CPU")
 
 
 @dataclass(kw_only=True)
@@ -119,23 +117,15 @@ class DistillArguments(
     """Options of `neobert distill`."""
 
     def __post_init__(self):
-        from ..common.model_fields import check_model_fields
+        from ..common.loading import check_model_fields
 
         super().__post_init__()
-        if not self.texts:
-            raise UserError(
-                "there are no texts to learn from: give texts in the recipe, or --texts FILE"
-            )
-        if not self.output:
-            raise UserError("give --output, the folder for the student")
         if bool(self.model_config) == bool(self.init_from):
             raise UserError(
                 "give either model_config, for a new student, or --init-from, a NeoBERT to start "
                 "from"
             )
         check_model_fields(self.model_config, "model_config")
-        if not (self.cosine_weight or self.similarity_weight):
-            raise UserError("cosine_weight or similarity_weight must be above 0")
         self.work = self.work or f"{self.output.rstrip('/')}.work"
 
     def sources(self):

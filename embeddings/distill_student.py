@@ -1,7 +1,6 @@
 """The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes
 of a small file."""
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -34,11 +33,12 @@ def build_student(arguments, teacher, width):
     from sentence_transformers import models as modules
 
     student = _loaded(arguments) if arguments.init_from else _fresh(arguments, teacher)
-    transformer, pooling = student[0], student[1]
-    own = transformer.auto_model.config.hidden_size
-    parts = [transformer, pooling]
+    own = student[0].auto_model.config.hidden_size
+    parts = [student[0], student[1]]
     if own != width:
-        parts.append(_projection(list(student.children())[2:], own, width))
+        trained = [module for module in student.children() if isinstance(module, modules.Dense)]
+        fits = trained and trained[0].linear.weight.shape == (width, own)
+        parts.append(trained[0] if fits else _projection(own, width))
     if any(isinstance(module, modules.Normalize) for module in teacher.children()):
         parts.append(modules.Normalize())
     student = SentenceTransformer(modules=parts, device="cpu")
@@ -50,21 +50,10 @@ def build_student(arguments, teacher, width):
     return student
 
 
-def _projection(trained, own, width):
-    """The linear map from the student's width to the teacher's: that of the student to start from
-    where it has one, else a new one.
-
-    Args:
-        trained: modules after the pooling of the student to start from.
-    """
+def _projection(own, width):
+    """A new linear map from the student's width to the teacher's."""
     from sentence_transformers import models as modules
 
-    for module in trained:
-        if isinstance(module, modules.Dense) and isinstance(
-            module.activation_function, torch.nn.Identity
-        ):
-            if module.linear.bias is None and tuple(module.linear.weight.shape) == (width, own):
-                return module
     dense = modules.Dense(own, width, bias=False, activation_function=torch.nn.Identity())
     torch.nn.init.orthogonal_(dense.linear.weight)
     return dense
@@ -119,18 +108,13 @@ def take_embeddings(student, teacher, storage):
     Raises:
         UserError: the vocabularies differ, or the student is wider.
     """
-    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
-        raise UserError(
-            "embeddings_from_teacher needs a student with the teacher's vocabulary; leave it out, "
-            "or init_from another model"
-        )
     source = teacher[0].auto_model.get_input_embeddings().weight.float().cpu()
     target = student[0].auto_model.get_input_embeddings().weight
     rows, width = target.shape
-    if width > source.shape[1]:
+    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab() or width > source.shape[1]:
         raise UserError(
-            f"embeddings_from_teacher: hidden_size is {width}, but the teacher's token embeddings "
-            f"have {source.shape[1]} numbers"
+            "embeddings_from_teacher needs a student with the teacher's vocabulary and a "
+            f"hidden_size of at most {source.shape[1]}; leave it out, or take another student"
         )
     if width < source.shape[1]:
         _, vectors = torch.linalg.eigh(source.double().T @ source.double())
@@ -154,9 +138,5 @@ def save_student(student, folder, dtype, embedding_dtype):
         wanted = embedding_dtype if name.endswith("encoder.weight") else dtype
         if wanted == "float8" and tensor.dim() == 1:
             wanted = "float16"
-        stored = tensor.to(_STORED_AS[wanted])
-        if not stored.float().isfinite().all():
-            print(f"{name} does not fit into {wanted} and is kept in float32", file=sys.stderr)
-            stored = tensor
-        weights[name] = stored
+        weights[name] = tensor.to(_STORED_AS[wanted])
     save_file(weights, path, metadata={"format": "pt"})

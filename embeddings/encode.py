@@ -15,16 +15,25 @@ from typing import NamedTuple
 
 import fsspec
 import pyarrow
-import pyarrow.parquet
 import torch
 from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.errors import UserError, listed
-from ..common.folders import apart
+from ..common.folders import apart, check_place
 from ..common.identity import model_digest
 from ..common.loading import choose_device, choose_dtype
-from .encode_folder import ABOUT, Cut, Folder, check_same, clear, part_name, part_stem, schema_of
+from .encode_folder import (
+    ABOUT,
+    Cut,
+    Folder,
+    check_same,
+    clear,
+    part_name,
+    part_stem,
+    read_metadata,
+    schema_of,
+)
 from .encode_parts import PLACES, Loaded, encode_files
 from .options import OPTIONS
 
@@ -45,7 +54,12 @@ _SETTINGS = (
     "normalize",
     "dtype",
     "output_dtype",
+    "truncate_dim",
     "rows",
+)
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 INPUT = "neobert_input"  # key in the metadata of an output file: its input files and their sizes
 
@@ -59,21 +73,17 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, text=None):
-        """Of "i/n"; without it that of torchrun and accelerate launch (RANK), or of a SLURM step
-        (srun); alone without a launcher."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        if not os.environ.get("RANK"):
-            names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        values = [os.environ.get(name) or "0" for name in names]
-        if text is not None:
-            values = [*text.split("/"), "0"]
-        elif values[1] == "0":
+        """Of "i/n"; without it that of torchrun and accelerate launch, or of a SLURM step (srun);
+        alone without a launcher."""
+        if text is None:
+            for names in _LAUNCHERS:
+                if all(name in os.environ for name in names):
+                    return cls(*(int(os.environ[name]) for name in names))
             return cls()
-        if not re.fullmatch(r"\d+/\d+", "/".join(values[:2])) or int(values[0]) >= int(values[1]):
-            raise UserError(
-                f"shard must be i/n with i from 0 to n-1, but {'/'.join(values[:2])} was given"
-            )
-        return cls(*map(int, values))
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or int(match[1]) >= int(match[2]):
+            raise UserError(f"shard must be i/n with i from 0 to n-1, but {text!r} was given")
+        return cls(int(match[1]), int(match[2]))
 
     def owns(self, file, part, files):
         """Whether a part is this process' own. Each reads its files from the beginning, so that
@@ -108,44 +118,41 @@ def encode(arguments, progress_bar=True, encoder=None):
     settings["model"] = arguments.model if digest == "unknown" else digest
     is_file = output.endswith(".parquet")
     folder = Folder(f"{output}.work" if is_file else output)
-    if is_file and (about := _finished(output, settings, files)):
-        folder.remove()
-        clear(*fsspec.url_to_fs(output))
-        return about
-    columns = _columns(arguments, files[0])
+    run = {"encoded_texts": 0, "encoded_tokens": 0, "seconds": 0.0}
+    if is_file and (summary := _finished(output, settings, files)):
+        folder.remove(output)
+        return summary | run
     vectors, parts = folder.vectors(), {}
     if vectors is not None:
         check_same(vectors, settings, folder.url)
-        parts = folder.parts(files, vectors)
-    run = {"encoded_texts": 0, "encoded_tokens": 0, "seconds": 0.0}
+        parts = folder.parts(files, settings)
     if todo := [file for file in files if not _is_complete(file, parts)]:
+        columns = _columns(arguments, files[0])
         if shard.count > 1 and device == "cuda" and arguments.shard is None:
             device = f"cuda:{shard.local % torch.cuda.device_count()}"
         dtype = vectors["dtype"] if vectors else str(choose_dtype(arguments.dtype, device))[6:]
         loaded = Loaded.of(arguments, dtype, device, encoder)
-        vectors = folder.agreed(loaded.described(arguments, settings, digest, columns))
-        check_same(vectors, settings, folder.url)
-        if vectors["dtype"] != loaded.encoder.dtype_name:  # of a process that came before
-            loaded = Loaded.of(arguments, vectors["dtype"], device)
+        if vectors is None:
+            vectors = folder.agreed(loaded.described(arguments, settings, digest, columns, files))
+            check_same(vectors, settings, folder.url)
+            if vectors["dtype"] != loaded.encoder.dtype_name:  # of a process that came before
+                loaded = Loaded.of(arguments, vectors["dtype"], device)
         places, start = {file: place for place, file in enumerate(files)}, time.perf_counter()
 
         def wanted(file, part):
             return (file, part) not in parts and shard.owns(places[file], part, len(files))
 
         total = None
-        if progress_bar and shard.count == 1:
+        if progress_bar and shard.count == 1 and loaded.windows is None:
             there = sum(part.texts for (file, _), part in parts.items() if file in todo)
             total = sum(map(data.count_rows, todo)) - there
-        with tqdm(total=total, desc="texts", unit="text", disable=not progress_bar) as bar:
-
-            def progress(texts, tokens):
-                bar.update(texts)
+        with tqdm(total=total, unit="vector", disable=not progress_bar) as bar:
+            work = encode_files(loaded, arguments, vectors, folder, todo, wanted, bar.update)
+            for texts, tokens in work:
                 run["encoded_texts"] += texts
                 run["encoded_tokens"] += tokens
-
-            encode_files(loaded, arguments, vectors, folder, todo, wanted, progress)
         run["seconds"] = time.perf_counter() - start
-        parts = folder.parts(files, vectors, parts)
+        parts = folder.parts(files, settings)
     summary = {
         "texts": sum(part.texts for part in parts.values()),
         "vectors": sum(part.vectors for part in parts.values()),
@@ -159,7 +166,7 @@ def encode(arguments, progress_bar=True, encoder=None):
         names = [part_name(*key) for file in files for key in sorted(parts) if key[0] == file]
         metadata = {ABOUT: json.dumps(vectors), INPUT: json.dumps(summary)}
         folder.join(names, output, schema_of(vectors), metadata)
-        folder.remove()
+        folder.remove(output)
     return summary | run
 
 
@@ -167,9 +174,8 @@ def _checked(arguments, shard):
     """(the input's files, the output as text) of arguments that can be gone with."""
     source, output = arguments.source, arguments.output.rstrip("/")
     single, kind = output.endswith(".parquet"), Path(output).suffix
-    if not output:
-        raise UserError("OUTPUT is empty; give the name of a folder or of a .parquet file")
-    if not single and (kind in data.FORMATS or kind == ".safetensors"):
+    check_place(output)
+    if not single and kind in (*data.FORMATS, ".safetensors"):
         raise UserError(f"OUTPUT must be a folder or end in .parquet, but {output} was given")
     if single and shard.count > 1:
         raise UserError(
@@ -215,19 +221,14 @@ def _finished(output, settings, files):
     filesystem.invalidate_cache()
     if not filesystem.exists(path):
         return None
-    hint = f"remove it yourself (rm -r {output}), or choose another output"
-    try:
-        with filesystem.open(path, "rb") as file:
-            metadata = pyarrow.parquet.read_metadata(file).metadata
-        vectors, summary = (json.loads(metadata[key.encode()]) for key in (ABOUT, INPUT))
-    except (OSError, KeyError, TypeError, ValueError):
-        raise UserError(f"{output} is there already, and not of neobert encode; {hint}") from None
+    _, vectors, summary = read_metadata(filesystem, path, ABOUT, INPUT)
     check_same(vectors, settings, output)
     if summary["files"] != {file.name: file.size for file in files}:
-        names = listed(summary["files"], 5)
-        raise UserError(f"{output} is there already, of {names}; only folders are added to: {hint}")
-    run = {"encoded_texts": 0, "encoded_tokens": 0, "seconds": 0.0}
-    return summary | run | {"cut": Cut(*summary["cut"])}
+        raise UserError(
+            f"{output} is there already, of {listed(summary['files'], 5)}; only folders are added "
+            f"to: remove it yourself (rm -r {output}), or choose another output"
+        )
+    return summary | {"cut": Cut(*summary["cut"])}
 
 
 def _is_complete(file, parts):

@@ -11,7 +11,7 @@ import glob
 import json
 import os
 import re
-import secrets
+import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,43 +82,55 @@ def part_name(file, number):
 
 @contextlib.contextmanager
 def new_file(filesystem, path):
-    """A binary file that becomes `path` when the block ends well: a rename, in an object store
-    one upload. Several processes may make it at once: one of theirs stays."""
-    if not is_local(filesystem):
-        with tempfile.TemporaryDirectory() as folder:
-            temporary = os.path.join(folder, "file")
-            with open(temporary, "wb") as file:
-                yield file
-            filesystem.put_file(temporary, path)
-        return
+    """A binary file that becomes `path` when the block ends well: a hard link, in an object store
+    one upload. Of several processes that make it at once the file of the first one stays."""
     folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
-    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
+    if local := is_local(filesystem):
+        os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder if local else None) as work:
+        temporary = os.path.join(work, name)
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        # Else another process had made it too, and cleared what it took for left over.
-        if not (isinstance(error, FileNotFoundError) and os.path.exists(path)):
-            raise
+        if local:
+            try:
+                os.link(temporary, path)
+            except OSError:  # it is there, or this is a disk without such links
+                if not os.path.exists(path):
+                    os.replace(temporary, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                filesystem.put_file(temporary, path, mode="create")
 
 
 def clear(filesystem, path):
     """Removes what killed processes left of a file, or with "FOLDER/" of all files of a folder."""
-    folder, name = os.path.split(path)
     if is_local(filesystem):
-        for left in glob.glob(os.path.join(glob.escape(folder), f".{glob.escape(name)}*.tmp")):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(left)
+        folder, name = map(glob.escape, os.path.split(path))
+        for left in glob.glob(f"{folder}/.{name}*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def is_local(filesystem):
     return "file" in filesystem.protocol
+
+
+def read_metadata(filesystem, path, *keys):
+    """(rows, the JSON under each of `keys`) of a parquet file of `neobert encode`.
+
+    Raises:
+        UserError: it is not one.
+    """
+    try:
+        with filesystem.open(path, "rb") as file:
+            read = pyarrow.parquet.read_metadata(file)
+        return read.num_rows, *(json.loads(read.metadata[key.encode()]) for key in keys)
+    except (OSError, KeyError, ValueError, TypeError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{path} is there, and not of neobert encode or damaged ({one_line(error)}); remove it "
+            "yourself, or choose another output"
+        ) from error
 
 
 def schema_of(vectors):
@@ -163,61 +175,37 @@ class Folder:
 
     def agreed(self, vectors):
         """`vectors`, or what another process wrote of its own before this one."""
-        content = json.dumps(vectors, ensure_ascii=False, indent=1).encode()
-        place = self.place(VECTORS)
-        with contextlib.suppress(FileExistsError):
-            if is_local(self.filesystem):
-                temporary = self.place(f".{VECTORS}.{secrets.token_hex(4)}.tmp")
-                with new_file(self.filesystem, temporary) as file:
-                    file.write(content)
-                try:
-                    os.link(temporary, place)  # which replaces nothing
-                except FileExistsError:
-                    pass
-                except OSError:  # a disk without such links
-                    os.replace(temporary, place)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary)
-            else:
-                self.filesystem.pipe_file(place, content, mode="create")
+        with new_file(self.filesystem, self.place(VECTORS)) as file:
+            file.write(json.dumps(vectors, ensure_ascii=False, indent=1).encode())
         return self.vectors()
 
-    def parts(self, files, vectors, known=()):
+    def parts(self, files, settings):
         """{(File, number): Part} of the parts of `files` that are there.
 
         Args:
-            vectors: what made those that are looked for.
-            known: such a dict, of parts that need not be read again.
+            settings: that they must have been made with.
         Raises:
             UserError: a part is of another input or of other vectors, or cannot be read.
         """
         names = {part_stem(file): file for file in files}
-        found = [re.fullmatch(r"(.+)-(\d{5,})\.parquet", name) for name in self.names()]
-        keys = [(names[match[1]], int(match[2])) for match in found if match and match[1] in names]
-        new = [key for key in keys if key not in known]
+        matches = [re.fullmatch(r"(.+)-(\d{5,})\.parquet", name) for name in self.names()]
+        keys = [
+            (names[match[1]], int(match[2])) for match in matches if match and match[1] in names
+        ]
         with ThreadPoolExecutor(16) as pool:
-            parts = dict(zip(new, pool.map(lambda key: self._part(*key, vectors), new)))
-        return {**dict(known), **parts}
+            return dict(zip(keys, pool.map(lambda key: self._part(*key, settings), keys)))
 
-    def _part(self, file, number, vectors):
-        place = f"{self.url}/{part_name(file, number)}"
-        try:
-            with self.filesystem.open(self.place(part_name(file, number)), "rb") as opened:
-                read = pyarrow.parquet.read_metadata(opened)
-            about, part = (json.loads(read.metadata[key.encode()]) for key in (ABOUT, PART))
-        except (OSError, KeyError, ValueError, TypeError, pyarrow.ArrowException) as error:
-            raise UserError(
-                f"{place} is not a part of neobert encode, or is damaged ({one_line(error)}); "
-                "remove it"
-            ) from error
-        check_same(about, vectors["settings"], place)
+    def _part(self, file, number, settings):
+        place = self.place(part_name(file, number))
+        rows, about, part = read_metadata(self.filesystem, place, ABOUT, PART)
+        check_same(about, settings, place)
         if (part["file"], part["size"]) != (file.name, file.size):
             raise UserError(
                 f"{place} was made of {part['file']} of {part['size']:,} bytes, but {file.url} has "
                 f"{file.size:,}; remove the parts of this file, or put new texts into a file of "
                 "their own"
             )
-        return Part(**{**part, "cut": Cut(*part["cut"])}, vectors=read.num_rows)
+        return Part(**{**part, "cut": Cut(*part["cut"])}, vectors=rows)
 
     def join(self, names, output, schema, metadata):
         """Writes parts as one file.
@@ -228,23 +216,24 @@ class Folder:
             schema: of the parts.
             metadata: {key: text} of the file.
         """
-        filesystem, path = fsspec.url_to_fs(output)
-        with new_file(filesystem, path) as file:
-            with pyarrow.parquet.ParquetWriter(
+        with (
+            new_file(*fsspec.url_to_fs(output)) as file,
+            pyarrow.parquet.ParquetWriter(
                 file, schema, compression="none", use_dictionary=False
-            ) as writer:
-                for name in names:
-                    with self.filesystem.open(self.place(name), "rb") as opened:
-                        part = pyarrow.parquet.ParquetFile(opened)
-                        for group in range(part.num_row_groups):
-                            writer.write_table(part.read_row_group(group).cast(schema))
-                writer.add_key_value_metadata(metadata)
-        clear(filesystem, path)
+            ) as writer,
+        ):
+            for name in names:
+                with self.filesystem.open(self.place(name), "rb") as opened:
+                    part = pyarrow.parquet.ParquetFile(opened)
+                    for group in range(part.num_row_groups):
+                        writer.write_table(part.read_row_group(group).cast(schema))
+            writer.add_key_value_metadata(metadata)
 
-    def remove(self):
-        """Removes the folder."""
+    def remove(self, output):
+        """Removes the folder, whose parts are in the file `output`, and what is left of that."""
         if self.names():
             self.filesystem.rm(self.path, recursive=True)
+        clear(*fsspec.url_to_fs(output))
 
 
 def check_same(vectors, settings, place):

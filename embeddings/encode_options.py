@@ -85,7 +85,13 @@ class VectorOptions(Arguments):
     keep: list[str] | None = option(None, "columns to copy; 'id' where there is one")
     normalize: bool = option(False, "scale the vectors to length 1")
     output_dtype: str = option(
-        "float32", "of the vectors in the output", choices=("float32", "float16")
+        "float32",
+        "of the vectors in the output; int8 is a quarter of float32, binary, a bit a dimension, "
+        "a 32nd",
+        choices=("float32", "float16", "int8", "binary"),
+    )
+    truncate_dim: int | None = option(
+        None, "dimensions to keep, the first ones; for models trained for it", least=1
     )
 
 

@@ -24,62 +24,84 @@ from .packed_encoder import NotFinite, PackedEncoder
 
 PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
 _CHARACTERS = 32_000_000  # of the texts in memory, where they are longer than usual
+_FIRST = 1000  # texts of a corpus, and vectors of them, that tell the ranges of int8
+_FIRST_CHARACTERS = 10_000  # of each of these texts
+_NUMBERS = {
+    "float32": pyarrow.float32(),
+    "float16": pyarrow.float16(),
+    "int8": pyarrow.int8(),
+    "binary": pyarrow.int8(),
+}
 
 
 class Loaded(NamedTuple):
-    """A `PackedEncoder` as the arguments use it: the text of its prompt, and `WindowSettings` where
-    texts are not cut."""
+    """A `PackedEncoder` as the arguments use it.
+
+    Attributes:
+        encoder: `PackedEncoder`.
+        prompt: text before each text.
+        windows: `WindowSettings` where texts are not cut.
+        width: dimensions that are kept.
+        normalize: whether the vectors are scaled to length 1 after that.
+    """
 
     encoder: PackedEncoder
     prompt: str
     windows: WindowSettings | None
+    width: int
+    normalize: bool
 
     @classmethod
     def of(cls, arguments, dtype, device, encoder=None):
         encoder = encoder or PackedEncoder.from_arguments(arguments, device, dtype)
-        if (arguments.max_length or 0) > (encoder.max_length or np.inf):
-            raise UserError(
-                f"max_length must be at most the {encoder.max_length:,} tokens that the model "
-                f"reads, but {arguments.max_length:,} was given"
-            )
+        for name, most in (("max_length", encoder.max_length), ("truncate_dim", encoder.width)):
+            if (value := getattr(arguments, name) or 0) > (most or np.inf):
+                raise UserError(
+                    f"{name} must be at most the {most:,} of the model, but {value:,} was given"
+                )
         prompt, windows = arguments.prompt, None
         if prompt is None:
             prompt = encoder.prompt(arguments.prompt_name)
         if arguments.long_texts == "windows":
             windows = WindowSettings.of(encoder, prompt, arguments.window, arguments.overlap)
-        return cls(encoder, prompt, windows)
+        # A part of a vector of length 1 is shorter.
+        normalize = arguments.normalize or bool(arguments.truncate_dim and encoder.normalizes)
+        return cls(encoder, prompt, windows, arguments.truncate_dim or encoder.width, normalize)
 
-    def described(self, arguments, settings, digest, columns):
+    def described(self, arguments, settings, digest, columns, files):
         """What makes the vectors, in JSON types.
 
         Args:
             settings: that all parts share, and with which a run goes on.
             digest: of the model.
             columns: Arrow schema of the columns to copy.
+            files: of the input, on whose first texts the ranges of int8 are found.
         """
         encoder, folder = self.encoder, Path(arguments.model)
         config = getattr(encoder.sentence_transformer[0].auto_model, "config", None)
-        numbers = pyarrow.float16() if arguments.output_dtype == "float16" else pyarrow.float32()
-        fields = list(columns)
+        fields, output_dtype = list(columns), arguments.output_dtype
         if self.windows is not None:
             kinds = (pyarrow.string(), *[pyarrow.int64()] * 3)
             fields += [pyarrow.field(name, kind) for name, kind in zip(PLACES, kinds)]
-        fields.append(pyarrow.field("embedding", pyarrow.list_(numbers, encoder.width)))
+        size = -(-self.width // 8) if output_dtype == "binary" else self.width
+        vector = pyarrow.list_(_NUMBERS[output_dtype], size)
+        schema = pyarrow.schema([*fields, pyarrow.field("embedding", vector)])
         return {
             "model": folder.resolve().name if folder.exists() else arguments.model,
             "revision": None if folder.exists() else getattr(config, "_commit_hash", None),
             "digest": digest,
             "pooling": encoder.pooling,
-            "normalized": arguments.normalize or encoder.normalizes,
+            "normalized": self.normalize or encoder.normalizes,
             "prompt": self.prompt,
             "max_length": encoder.max_length,
             "long_texts": "cut" if self.windows is None else asdict(self.windows),
             "dtype": encoder.dtype_name,
-            "output_dtype": arguments.output_dtype,
-            "width": encoder.width,
+            "output_dtype": output_dtype,
+            "width": self.width,
             "version": __version__,
             "settings": settings,
-            "schema": base64.b64encode(pyarrow.schema(fields).serialize()).decode(),
+            "ranges": self.ranges(files, arguments) if output_dtype == "int8" else None,
+            "schema": base64.b64encode(schema.serialize()).decode(),
         }
 
     def tokenize(self, texts):
@@ -87,9 +109,28 @@ class Loaded(NamedTuple):
         lengths = []
         if self.windows is None:
             tokens = self.encoder.tokenize(texts, self.prompt, lengths)
-            return Windows(tokens), Cut.of(tokens, lengths)
+            return Windows(tokens, np.arange(len(texts))), Cut.of(tokens, lengths)
         windows = tokenize_windows(self.encoder, texts, self.prompt, self.windows, lengths)
         return windows, Cut(0, 0, max(lengths, default=0))
+
+    def embed(self, tokens, progress=None):
+        """Vectors, (N, width) float32; see `PackedEncoder.embed`."""
+        vectors = self.encoder.embed(tokens, progress, self.prompt)[:, : self.width]
+        if self.normalize:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors
+
+    def ranges(self, files, arguments):
+        """[smallest, largest number of each dimension] in the first vectors of a corpus, for int8.
+        They depend on its first texts alone, so that all shards find the same."""
+        column = arguments.text_column
+        rows = (row for file in files for _, row in numbered_rows(file, [column], [column]))
+        texts = [row[column][:_FIRST_CHARACTERS] for row in itertools.islice(rows, _FIRST)]
+        if not texts:
+            raise UserError("the ranges of int8 are found on the first texts, but there are none")
+        windows, _ = self.tokenize(texts)
+        vectors = self.embed(windows.tokens[:_FIRST])
+        return [vectors.min(axis=0).tolist(), vectors.max(axis=0).tolist()]
 
 
 class Block(NamedTuple):
@@ -130,19 +171,19 @@ def read_blocks(file, size, wanted, columns, text_column):
 
 
 def encode_files(loaded, arguments, vectors, folder, files, wanted, progress):
-    """Encodes and writes the wanted parts of `files`. The next block is read and tokenized while
-    one is embedded.
+    """Encodes and writes the wanted parts of `files`, and yields (texts, tokens) of what is done.
+    The next block is read and tokenized while one is embedded.
 
     Args:
         loaded: `Loaded`.
         vectors: what makes them, of `Loaded.described`.
         folder: `Folder` of the parts.
         wanted: called with a file and the number of a part of it.
-        progress: called with (texts, tokens) that are done.
+        progress: called with the number of vectors of each finished batch.
     """
     schema = schema_of(vectors)
-    own = {"embedding", *(PLACES if loaded.windows else ())}
-    columns = [arguments.text_column, *(name for name in schema.names if name not in own)]
+    made = {"embedding", *(PLACES if loaded.windows else ())}
+    columns = [arguments.text_column, *(name for name in schema.names if name not in made)]
     columns = list(dict.fromkeys(columns))
 
     def tokenized():
@@ -153,20 +194,23 @@ def encode_files(loaded, arguments, vectors, folder, files, wanted, progress):
                 yield block, *loaded.tokenize(texts)
 
     for (file, part), blocks in itertools.groupby(_ahead(tokenized()), lambda item: item[0][:2]):
-        cuts, texts, last = [], 0, False
-        with new_file(folder.filesystem, folder.place(part_name(file, part))) as output:
+        cuts, texts = [], 0
+        with (
+            new_file(folder.filesystem, folder.place(part_name(file, part))) as output,
             # Vectors of floats do not compress.
-            with pyarrow.parquet.ParquetWriter(
+            pyarrow.parquet.ParquetWriter(
                 output, schema, compression="none", use_dictionary=False
-            ) as writer:
-                for block, windows, cut in blocks:
-                    embedded = _embedded(loaded, arguments, block, windows, progress)
-                    writer.write_table(_table(schema, block, windows, embedded))
-                    cuts.append(cut)
-                    texts, last = texts + len(block.rows), block.last
-                about = {"file": file.name, "size": file.size, "number": part, "last": last}
-                about |= {"texts": texts, "cut": Cut.total(cuts)}
-                writer.add_key_value_metadata({ABOUT: json.dumps(vectors), PART: json.dumps(about)})
+            ) as writer,
+        ):
+            for block, windows, cut in blocks:
+                embedded = _embedded(loaded, block, windows, vectors, progress)
+                writer.write_table(_table(schema, block, windows, embedded))
+                cuts.append(cut)
+                texts += len(block.rows)
+                yield len(block.rows), sum(map(len, windows.tokens))
+            about = {"file": file.name, "size": file.size, "number": part, "last": block.last}
+            about |= {"texts": texts, "cut": Cut.total(cuts)}
+            writer.add_key_value_metadata({ABOUT: json.dumps(vectors), PART: json.dumps(about)})
 
 
 def _ahead(items):
@@ -178,45 +222,35 @@ def _ahead(items):
             yield item
 
 
-def _embedded(loaded, arguments, block, windows, progress):
-    """The vectors of a block, (N, width)."""
-    done, sequences, tokens = 0, len(windows.tokens), sum(map(len, windows.tokens))
-
-    def report(count):
-        nonlocal done
-        previous, done = done, done + count
-        share = [len(block.rows) * number // sequences for number in (previous, done)]
-        progress(share[1] - share[0], 0)
+def _embedded(loaded, block, windows, vectors, progress):
+    """The vectors of a block as they are written, (N, width), of bits (N, width / 8)."""
+    from sentence_transformers.quantization import quantize_embeddings
 
     try:
-        vectors = loaded.encoder.embed(windows.tokens, report, loaded.prompt)
+        embedded = loaded.embed(windows.tokens, progress)
     except NotFinite as error:
-        place = error.index if windows.rows is None else windows.rows[error.index]
-        raise UserError(f"{block.file.url}, row {list(block.rows)[place] + 1:,}: {error}") from None
-    if arguments.normalize:
-        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    progress(0, tokens)
-    return vectors.astype(arguments.output_dtype, copy=False)
+        row = list(block.rows)[windows.rows[error.index]] + 1
+        raise UserError(f"{block.file.url}, row {row:,}: {error}") from None
+    if vectors["output_dtype"] == "float16":
+        return embedded.astype(np.float16)
+    ranges = np.array(vectors["ranges"], np.float32) if vectors["ranges"] else None
+    return quantize_embeddings(embedded, vectors["output_dtype"], ranges)
 
 
 def _table(schema, block, windows, vectors):
     """The rows of a block with their vectors, a table of `schema`; those of windows with their
     places."""
-    rows, columns = list(block.rows.values()), {}
-    index = None if windows.rows is None else pyarrow.array(windows.rows)
+    rows, numbers = list(block.rows.values()), pyarrow.array(vectors.reshape(-1))
+    columns = {"embedding": pyarrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])}
+    if windows.starts is not None:
+        names = np.full(len(windows.rows), block.file.name)
+        places = (names, np.array(list(block.rows))[windows.rows], windows.starts, windows.ends)
+        columns |= dict(zip(PLACES, map(pyarrow.array, places)))
     for field in schema:
-        if field.name == "embedding":
-            numbers = pyarrow.array(vectors.reshape(-1))
-            columns["embedding"] = pyarrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
-        elif index is not None and field.name in PLACES:
-            numbers = np.array(list(block.rows), dtype=np.int64)[windows.rows]
-            names = np.full(len(numbers), block.file.name)
-            places = dict(zip(PLACES, (names, numbers, windows.starts, windows.ends)))
-            columns[field.name] = pyarrow.array(places[field.name], field.type)
-        else:
-            column = _copied([row[field.name] for row in rows], field, block.file)
-            columns[field.name] = column if index is None else column.take(index)
-    return pyarrow.table(columns, schema=schema)
+        if field.name not in columns:
+            values = _copied([row[field.name] for row in rows], field, block.file)
+            columns[field.name] = values.take(pyarrow.array(windows.rows))
+    return pyarrow.table({name: columns[name] for name in schema.names}, schema=schema)
 
 
 def _copied(values, field, file):

@@ -7,8 +7,7 @@ such a file and runs exactly these.
 from pathlib import Path
 
 from ..common.errors import UserError, listed
-from ..common.files import read_json
-from ..common.yaml_files import read_yaml
+from ..common.files import read_json, read_yaml
 
 
 TEMPLATE = "Instruction: {instruction} Query: "

@@ -19,12 +19,13 @@ class Windows(NamedTuple):
 
     Attributes:
         tokens: list of N int32 arrays, the sequences of the model.
-        rows: (N,) number of the text of each window; None where each text is one sequence.
-        starts, ends: (N,) its first character in the text, and the one after its last.
+        rows: (N,) number of the text of each window.
+        starts, ends: (N,) its first character in the text, and the one after its last; None where
+            each text is one sequence.
     """
 
     tokens: list
-    rows: np.ndarray | None = None
+    rows: np.ndarray
     starts: np.ndarray | None = None
     ends: np.ndarray | None = None
 

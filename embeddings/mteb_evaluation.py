@@ -1,17 +1,16 @@
-"""`neobert mteb`: MTEB through the `mteb` package, packed and resumable, and its table in the
-layout of the paper's Table 4."""
+"""`neobert mteb`: MTEB through the `mteb` package, packed and resumable, with tables of its
+benchmarks."""
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import mteb
-import numpy as np
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder, PromptSource
 from mteb.types import PromptType
 
-from ..common.constants import DTYPES
 from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from ..common.folders import check_folder
@@ -19,8 +18,8 @@ from ..common.identity import model_digest
 from ..common.loading import choose_device
 from ..common.results import check_result_files, environment
 from .instructions import read_instructions as read_file
-from .mteb_tables import averages, read_run, read_runs, task_table, write_tables
-from .options import OPTIONS
+from .mteb_tables import read_run, read_runs, task_table, write_tables
+from .options import BENCHMARKS, OPTIONS
 from .packed_encoder import PackedEncoder
 
 
@@ -29,45 +28,30 @@ from .packed_encoder import PackedEncoder
 _INSTRUCTED_SIDES = (None, PromptType.query)
 
 
-# {name: class} of tasks beside MTEB's own, which are "local" together: benchmarks/local_tasks.py.
-LOCAL_TASKS = {}
+def choose_tasks(names, more=()):
+    """MTEB's tasks for names of tasks and benchmarks.
 
-
-def choose_tasks(names):
-    """MTEB task objects for names of tasks and benchmarks; commas separate names too.
-
+    Args:
+        more: {name: tasks} beside MTEB's own.
     Raises:
-        UserError: a name that MTEB does not know, with the nearest one.
+        UserError: a name that MTEB does not know.
     """
-    import difflib
-
     benchmarks = {benchmark.name for benchmark in mteb.get_benchmarks()}
     tasks = {}
     for name in names:
-        if name in benchmarks or name in LOCAL_TASKS:
-            parts = [name]
+        if name in more:
+            found = more[name]
+        elif name in benchmarks:
+            found = mteb.get_benchmark(name).tasks
         else:
-            parts = [part.strip() for part in name.split(",") if part.strip()]
-        for part in parts:
-            if part in benchmarks:
-                found = list(mteb.get_benchmark(part).tasks)
-            elif part == "local" and LOCAL_TASKS:
-                found = [task() for task in LOCAL_TASKS.values()]
-            elif part in LOCAL_TASKS:
-                found = [LOCAL_TASKS[part]()]
-            else:
-                try:
-                    found = [mteb.get_task(part, languages=["eng"])]
-                except (KeyError, ValueError):
-                    known = [
-                        *benchmarks,
-                        *LOCAL_TASKS,
-                        *(task.metadata.name for task in mteb.get_tasks(languages=["eng"])),
-                    ]
-                    near = difflib.get_close_matches(part, known, n=1)
-                    hint = f"; did you mean {near[0]!r}?" if near else ""
-                    raise UserError(f"MTEB has no task or benchmark {part!r}{hint}") from None
-            tasks.update({task.metadata.name: task for task in found})
+            try:
+                found = [mteb.get_task(name, languages=["eng"])]
+            except KeyError as error:
+                raise UserError(
+                    f"MTEB has no task or benchmark {name!r} ({error.args[0]}); benchmarks are "
+                    f"{', '.join(BENCHMARKS)} and others"
+                ) from None
+        tasks |= {task.metadata.name: task for task in found}
     return list(tasks.values())
 
 
@@ -80,10 +64,8 @@ def read_instructions(choice, tasks):
     """
     if choice in ("mteb", "none"):
         return {} if choice == "mteb" else None
-    parts = [part for task in tasks for part in (task, *getattr(task, "tasks", ()))]
-    return read_file(
-        choice, {name for part in parts for name in (part.metadata.name, part.metadata.type)}
-    )
+    parts = [part.metadata for task in tasks for part in (task, *getattr(task, "tasks", ()))]
+    return read_file(choice, {name for part in parts for name in (part.name, part.type)})
 
 
 class PackedModel(AbsEncoder):
@@ -129,105 +111,58 @@ class PackedModel(AbsEncoder):
 def fingerprint(encoder, arguments, instructions):
     """40 hex digits that change with the model's files and with every setting that changes
     vectors."""
-    settings = [
-        model_digest(arguments.model),
-        arguments.tokenizer,
-        str(encoder.dtype),
-        encoder.max_length,
-        encoder.prompts,
-    ]
-    settings += [arguments.pooling, instructions, arguments.instruction_template]
+    settings = [model_digest(arguments.model), arguments.tokenizer, str(encoder.dtype)]
+    settings += [encoder.max_length, encoder.prompts, arguments.pooling]
+    settings += [instructions, arguments.instruction_template]
     return hashlib.sha1(json.dumps(settings).encode()).hexdigest()
 
 
-def _check_output(arguments):
-    """Raises UserError when the output is no folder, or has files that the command would replace
-    and did not write."""
-    folder, name = arguments.output, f"{arguments.row}.json"
-    check_folder(folder, "output")
-    check_result_files(folder, "mteb", read_run(Path(folder) / name), name)
-    check_result_files(folder, "mteb", read_runs(folder), "table.md")
-
-
-def _earlier(folder, name, revision):
-    """The result that `folder` holds under this name, {} where there is none.
-
-    Raises:
-        UserError: it belongs to other weights or settings.
-    """
-    run = read_run(folder / f"{name}.json") or {}
-    if run and run.get("fingerprint") != revision:
-        raise UserError(
-            f"{folder / name}.json holds the scores of other weights or settings "
-            f"({run.get('model')}); give this model another --name, "
-            "or choose another --output"
-        )
-    return run
-
-
-def _remove_broken_results(cache, model):
-    """Deletes what a killed run left half-written in MTEB's cache, which its reader would stop
-    at."""
-    meta = model.mteb_model_meta
-    folder = cache.get_task_result_path(
-        task_name="x", model_name=meta, model_revision=meta.revision
-    ).parent
-    for path in folder.glob("*.json"):
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            path.unlink()
-
-
-def evaluate(encoder, arguments, show_progress_bar=True):
+def evaluate(encoder, arguments, tasks, show_progress_bar=True):
     """Runs the tasks; finished ones are taken from MTEB's result cache in `output`/cache.
 
     Args:
         encoder: `PackedEncoder`.
         arguments: `MtebArguments`.
+        tasks: of `choose_tasks`.
     Returns:
-        dict with scores in percent, types, averages, errors, and the environment; also written to
+        dict with scores in percent, types, errors, settings, and the environment; also written to
         `output`/<name>.json, beside the scores of other tasks that it holds already.
+    Raises:
+        UserError: the output holds the scores of other weights or settings under this name.
     """
-    tasks = choose_tasks(arguments.tasks)
-    texts = read_instructions(arguments.instructions, tasks)
     name, folder = arguments.row, Path(arguments.output)
-    _check_output(arguments)
-    revision = fingerprint(encoder, arguments, texts)
-    earlier = _earlier(folder, name, revision)
-    model = PackedModel(encoder, f"neobert/{name}", revision, texts, arguments.instruction_template)
-    cache = mteb.ResultCache(cache_path=folder / "cache")
-    _remove_broken_results(cache, model)
+    instructions = read_instructions(arguments.instructions, tasks)
+    revision = fingerprint(encoder, arguments, instructions)
+    earlier = read_run(folder / f"{name}.json") or {}
+    if earlier and earlier["fingerprint"] != revision:
+        raise UserError(
+            f"{folder / name}.json holds the scores of other weights or settings "
+            f"({earlier['model']}); give this model another --name, or choose another --output"
+        )
+    template = arguments.instruction_template
     results = mteb.evaluate(
-        model,
+        PackedModel(encoder, f"neobert/{name}", revision, instructions, template),
         tasks,
-        cache=cache,
+        cache=mteb.ResultCache(cache_path=folder / "cache"),
         co2_tracker=False,
         raise_error=False,
         show_progress_bar=show_progress_bar,
         encode_kwargs={"batch_size": 1024, "show_progress_bar": show_progress_bar},
     )
+    # A task that failed has None, so that no mean leaves it out.
     scores = earlier.get("scores", {}) | {task.metadata.name: None for task in tasks}
-    metrics = earlier.get("metrics", {}) | {
-        task.metadata.name: task.metadata.main_score for task in tasks
-    }
     for result in results.task_results:
-        score = result.get_score()
-        scores[result.task_name] = (
-            None if score is None or np.isnan(score) else round(100 * float(score), 4)
-        )
-    types = earlier.get("types", {}) | {task.metadata.name: task.metadata.type for task in tasks}
+        if not math.isnan(score := result.get_score()):
+            scores[result.task_name] = round(100 * float(score), 4)
     report = {
         "name": name,
         "model": str(arguments.model),
         "fingerprint": revision,
         "scores": scores,
-        "metrics": metrics,
-        "types": types,
-        "averages": averages(scores, types),
+        "types": earlier.get("types", {}) | {t.metadata.name: t.metadata.type for t in tasks},
         "errors": {error.task_name: error.exception for error in results.exceptions or []},
         "instructions": arguments.instructions,
-        "instruction_template": arguments.instruction_template,
+        "instruction_template": template,
         "dtype": arguments.dtype,
         "max_length": encoder.max_length,
         "environment": environment(dtype=encoder.dtype_name, device=str(encoder.device)),
@@ -237,34 +172,29 @@ def evaluate(encoder, arguments, show_progress_bar=True):
     return report
 
 
-def _earlier_dtype(arguments):
-    """The dtype that an earlier run of this row chose by itself, so that a measurement that turns
-    out otherwise does not part them."""
-    try:
-        run = read_run(Path(arguments.output) / f"{arguments.row}.json")
-        return (
-            run["environment"]["dtype"]
-            if run["dtype"] == "auto" and run["environment"]["dtype"] in DTYPES
-            else "auto"
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return "auto"
+def main(argv=None, more=()):
+    """`neobert mteb --model MODEL --output FOLDER`; returns the exit code.
 
-
-def main(argv=None):
-    """`neobert mteb --model MODEL --output FOLDER`; returns the exit code."""
+    Args:
+        more: {name: tasks} beside MTEB's own.
+    """
     (arguments,) = OPTIONS["mteb"].read(argv or [])
-    _check_output(arguments)
-    read_instructions(arguments.instructions, choose_tasks(arguments.tasks))
-    dtype = _earlier_dtype(arguments) if arguments.dtype == "auto" else arguments.dtype
+    folder, name = Path(arguments.output), f"{arguments.row}.json"
+    check_folder(folder, "output")
+    earlier = read_run(folder / name)
+    check_result_files(folder, "mteb", earlier, name)
+    check_result_files(folder, "mteb", read_runs(folder), "table.md")
+    tasks = choose_tasks(arguments.tasks, more)
+    read_instructions(arguments.instructions, tasks)
+    dtype = arguments.dtype
+    if earlier and earlier["dtype"] == dtype == "auto":  # a measurement may turn out otherwise
+        dtype = earlier["environment"]["dtype"]
     encoder = PackedEncoder.from_arguments(arguments, choose_device(arguments.device), dtype)
-    report = evaluate(encoder, arguments)
+    report = evaluate(encoder, arguments, tasks)
     print(task_table({report["name"]: report}))
-    if report["errors"]:
-        names = ", ".join(report["errors"])
-        first = one_line(next(iter(report["errors"].values())))
+    if errors := report["errors"]:
         raise UserError(
-            f"{len(report['errors'])} of {len(report['scores'])} tasks failed ({names}): {first}; "
-            "run again to continue"
+            f"{len(errors)} of {len(tasks)} tasks failed ({', '.join(errors)}): "
+            f"{one_line(next(iter(errors.values())))}; run again to continue"
         )
     return 0

@@ -1,8 +1,7 @@
-"""Tables of `neobert mteb`: the layout of the paper's Table 4, each task, and the settings of the
-measured rows."""
+"""Tables of `neobert mteb`: benchmarks of which a run has all tasks, each task, the settings."""
 
-import functools
 from pathlib import Path
+from statistics import fmean
 
 import mteb
 
@@ -10,72 +9,75 @@ from ..common.files import write_text
 from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
 from ..common.results import earlier_result, markdown_table
 from .instructions import TEMPLATE
-from .options import PAPER_BENCHMARK
+from .options import BENCHMARKS, PAPER_BENCHMARK
 
 
-_RESULT = ("name", "scores", "types", "averages", "instructions", "max_length", "environment")
-NOTE = (
-    "Rows of other tasks share the layout alone: their scores are not those of MTEB(eng, v1), and "
-    "not to be compared with published rows. "
+_RESULT = (
+    *("name", "model", "fingerprint", "scores", "types", "instructions", "dtype", "max_length"),
+    "environment",
 )
 
 
 def averages(scores, types):
-    """Mean over all tasks, and per type; scores in percent.
+    """Means as MTEB's leaderboard has them; scores in percent.
 
     Args:
         scores: {task: score}; a task that failed has None.
         types: {task: type}.
     Returns:
-        dict type -> mean, with "all" -> mean over the tasks. None where a task of the mean has no
-        score: no task is ever left out.
+        {"tasks": mean over all tasks, "types": mean over the means of the types, type: its mean}.
+        None where a task of the mean has no score: no task is ever left out.
     """
-    groups = {"all": list(scores.values())}
+    groups = {}
     for task, score in scores.items():
         groups.setdefault(types[task], []).append(score)
-    return {kind: None if None in each else sum(each) / len(each) for kind, each in groups.items()}
+    means = {kind: _mean(group) for kind, group in groups.items()}
+    return {"tasks": _mean(scores.values()), "types": _mean(means.values()), **means}
+
+
+def _mean(values):
+    return None if None in (values := list(values)) else fmean(values)
 
 
 def _cell(value, digits=1):
     return None if value is None else f"{value:.{digits}f}"
 
 
-@functools.cache
-def _paper_tasks():
-    return frozenset(task.metadata.name for task in mteb.get_benchmark(PAPER_BENCHMARK).tasks)
-
-
-def table4(runs):
-    """Markdown table in the layout of Table 4: published rows, then `runs`.
+def benchmark_table(name, runs):
+    """Markdown table of a benchmark, a row for each run that has all its tasks; that of the paper
+    has the published rows first. "" where there is no such run.
 
     Args:
-        runs: {name: result dict}, results as `evaluate` returns them. Of one with all 56 tasks of
-            the paper these alone count; the source of another says how many other tasks it has.
+        runs: {name: result dict}, as `read_runs` returns them.
     """
-    rows = [[name, "published, 56 tasks", *map(_cell, values)] for name, values in MTEB.items()]
-    for name, run in runs.items():
-        scores, other = run["scores"], " other"
-        if _paper_tasks() <= set(scores):
-            scores, other = {task: scores[task] for task in _paper_tasks()}, ""
-        means = averages(scores, run["types"])
-        source = f"measured, {len(scores)}{other} task{'s' if len(scores) > 1 else ''}"
-        rows.append([name, source, *(_cell(means.get(kind)) for kind in (*MTEB_TYPES, "all"))])
-    table = markdown_table(["model", "source", *MTEB_TYPES.values(), "avg"], rows)
-    return f"{table}\n{NOTE}{MTEB_NOTE}"
+    tasks = {task.metadata.name: task.metadata.type for task in mteb.get_benchmark(name).tasks}
+    kinds = [kind for kind in MTEB_TYPES if kind in tasks.values()]
+    rows = []
+    for model, run in runs.items():
+        if run["scores"].keys() >= tasks.keys():
+            means = averages({task: run["scores"][task] for task in tasks}, tasks)
+            cells = [_cell(means[kind]) for kind in (*kinds, "tasks", "types")]
+            rows.append([model, "measured", *cells])
+    if not rows:
+        return ""
+    header = ["model", "source", *(MTEB_TYPES[kind] for kind in kinds)]
+    header += ["mean of tasks", "mean of types"]
+    if name != PAPER_BENCHMARK:
+        return markdown_table(header, rows)
+    published = [[model, "published", *map(_cell, values), None] for model, values in MTEB.items()]
+    return f"{markdown_table(header, published + rows)}\n{MTEB_NOTE}"
 
 
 def task_table(runs):
     """Markdown table of every task (rows) and run (columns), with the mean over all tasks."""
-    tasks = {task: run["types"][task] for run in runs.values() for task in run["scores"]}
+    types = {task: run["types"][task] for run in runs.values() for task in run["scores"]}
+    scores = {name: [run["scores"].get(task) for task in types] for name, run in runs.items()}
     rows = [
-        [task, kind, *(_cell(run["scores"].get(task), 2) for run in runs.values())]
-        for task, kind in tasks.items()
+        [task, kind, *(_cell(values[row], 2) for values in scores.values())]
+        for row, (task, kind) in enumerate(types.items())
     ]
-    means = [
-        _cell(run["averages"]["all"], 2) if len(run["scores"]) == len(tasks) else None
-        for run in runs.values()
-    ]
-    rows.append([f"**mean over {len(tasks)} tasks**", None, *means])
+    means = [_cell(_mean(values), 2) for values in scores.values()]
+    rows.append([f"**mean over {len(types)} tasks**", None, *means])
     return markdown_table(["task", "type", *runs], rows)
 
 
@@ -103,14 +105,10 @@ def read_runs(folder):
 
 def write_tables(folder):
     """Writes table.md from every result in `folder`."""
-    runs = read_runs(folder)
-    parts = [
-        "# MTEB, the layout of the paper's Table 4",
-        table4(runs),
-        "## Each task",
-        "Main score of each task in percent (its own metric).",
-        task_table(runs),
-        "## Settings of the measured rows",
-        settings_table(runs),
-    ]
+    runs, parts = read_runs(folder), ["# MTEB"]
+    for name in BENCHMARKS:
+        if table := benchmark_table(name, runs):
+            parts += [f"## {name}", table]
+    parts += ["## Each task", "Main score of each task in percent (its own metric)."]
+    parts += [task_table(runs), "## Settings", settings_table(runs)]
     write_text(Path(folder) / "table.md", "\n\n".join(part.strip() for part in parts) + "\n")

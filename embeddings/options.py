@@ -14,6 +14,7 @@ from .instructions import TEMPLATE, check_template
 
 
 PAPER_BENCHMARK = "MTEB(eng, v1)"
+BENCHMARKS = ("MTEB(eng, v2)", PAPER_BENCHMARK, "NanoBEIR")  # that have a table of their own
 
 
 @dataclass(kw_only=True)
@@ -41,8 +42,8 @@ class TaskOptions(Arguments):
     model: str = option(help="sentence encoder or bare encoder: a folder or a Hub name")
     output: str = option(help="folder for <name>.json, the tables and MTEB's result cache")
     tasks: list[str] = option(
-        default_factory=lambda: [PAPER_BENCHMARK],
-        help="task names and benchmark names",
+        default_factory=lambda: [BENCHMARKS[0]],
+        help="names of tasks and benchmarks, as 'MTEB(eng, v1)' (the paper's) or NanoBEIR",
     )
     name: str | None = option(None, "name of the row; the model's by default")
     instructions: str = option(
@@ -66,8 +67,6 @@ class MtebArguments(EncoderOptions, TaskOptions):
     def __post_init__(self):
         super().__post_init__()
         check_template(self.instruction_template)
-        if not self.tasks:
-            raise UserError("no task was given; give names, or a benchmark such as 'MTEB(eng, v1)'")
         if not re.fullmatch(r"[\w.+-]+", self.row):
             raise UserError(
                 f"name may hold letters, digits and . _ + -, but {self.row!r} was given"
@@ -113,8 +112,7 @@ OPTIONS = {
     ),
     "mteb": Options(
         "neobert mteb",
-        "MTEB through the mteb package, packed and resumable, and its table in the layout of the "
-        "paper's Table 4.",
+        "MTEB and NanoBEIR through the mteb package, packed and resumable, with their tables.",
         (MtebArguments,),
         "neobert mteb --model runs/encoder --tasks STS12 --output results/mteb",
     ),

@@ -5,6 +5,7 @@ padding token.
 `SentenceTransformer(...)` loads and returns the same vectors as its `encode`.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
+from ..common.arguments import Arguments
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
 from ..common.int8 import is_int8, quantize_int8
@@ -19,11 +21,10 @@ from ..common.loading import (
     check_model,
     choose_device,
     choose_dtype,
-    fastest_dtype,
-    matrix_rates,
     position_limit,
 )
 from ..common.packing import mean_of_sequences, pack
+from ..common.results import processor_units
 
 
 class NotFinite(UserError):
@@ -97,12 +98,14 @@ def load_sentence_transformer(
 
 
 def _load(model, device, dtype, settings):
-    """`load_sentence_transformer`, in int8 too: the rest is then in bfloat16 where that is fast."""
+    """`load_sentence_transformer`, in int8 too: the rest is then in bfloat16 on CPUs with AMX.
+
+    Not by a measurement: all processes on one machine must get the same bits.
+    """
     if dtype != torch.int8:
         return load_sentence_transformer(model, device, dtype, **settings)
-    encoder = load_sentence_transformer(model, device, torch.float32, **settings)
-    quantize_int8(encoder)
-    return encoder if fastest_dtype(matrix_rates()) == "float32" else encoder.to(torch.bfloat16)
+    encoder = quantize_int8(load_sentence_transformer(model, device, torch.float32, **settings))
+    return encoder.to(torch.bfloat16) if "AMX-BF16" in processor_units() else encoder
 
 
 def _tokenizer_of(folder):
@@ -134,7 +137,14 @@ class PackedEncoder:
         settings: see `load_sentence_transformer`.
     """
 
-    def __init__(self, model, dtype="auto", device=None, tokens_per_batch=None, **settings):
+    def __init__(
+        self,
+        model: "str | Path | torch.nn.Module",
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        tokens_per_batch: int | None = None,
+        **settings,
+    ):
         self.device = choose_device(device)
         if isinstance(model, (str, Path)):
             check_model(str(model))  # before the processor is timed for its dtype
@@ -162,7 +172,9 @@ class PackedEncoder:
             self.width = embed(self.tokenize(["A short text."])).shape[1]
 
     @classmethod
-    def from_arguments(cls, arguments, device, dtype=None):
+    def from_arguments(
+        cls, arguments: Arguments, device: str | torch.device, dtype: str | None = None
+    ) -> "PackedEncoder":
         """The encoder that a command's arguments describe, on `device`; `dtype` in place of
         theirs."""
         return cls(
@@ -174,19 +186,19 @@ class PackedEncoder:
         )
 
     @property
-    def dtype_name(self):
+    def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def normalizes(self):
+    def normalizes(self) -> bool:
         """Whether the model itself scales its vectors to length 1."""
         return any(type(module).__name__ == "Normalize" for module in self._rest)
 
     @property
-    def max_length(self):
+    def max_length(self) -> int | None:
         return self.sentence_transformer.max_seq_length
 
-    def prompt(self, name=None):
+    def prompt(self, name: str | None = None) -> str:
         """Text of the prompt called `name`, "" for None and for a prompt without text (most models'
         "document").
 
@@ -202,7 +214,9 @@ class PackedEncoder:
             )
         return prompts[name] or ""
 
-    def tokenize(self, texts, prompt="", lengths=None):
+    def tokenize(
+        self, texts: list[str], prompt: str = "", lengths: list[int] | None = None
+    ) -> list[np.ndarray]:
         """Token ids of each text with `prompt` before it, a list of int32 arrays, at most
         `max_length` tokens each.
 
@@ -232,7 +246,7 @@ class PackedEncoder:
             for text in found.encodings
         ]
 
-    def batches(self, lengths):
+    def batches(self, lengths: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
         """Index arrays that cover all texts, shortest first; each batch holds at most
         `tokens_per_batch` tokens, or one text.
 
@@ -253,7 +267,12 @@ class PackedEncoder:
             yield np.array(batch)
 
     @torch.inference_mode()
-    def embed(self, tokens, progress=None, prompt=""):
+    def embed(
+        self,
+        tokens: Sequence[np.ndarray],
+        progress: Callable[[int], object] | None = None,
+        prompt: str = "",
+    ) -> np.ndarray:
         """Vectors of tokenized texts, (N, width) float32, in the order given.
 
         Args:
@@ -280,7 +299,9 @@ class PackedEncoder:
             raise NotFinite(int((~finite).nonzero()[0]), self.dtype_name)
         return output.cpu().numpy()
 
-    def encode(self, texts, prompt="", show_progress_bar=False):
+    def encode(
+        self, texts: list[str], prompt: str = "", show_progress_bar: bool = False
+    ) -> np.ndarray:
         """Vectors of `texts`, (N, width) float32."""
         with tqdm(total=len(texts), desc="texts", disable=not show_progress_bar) as bar:
             return self.embed(self.tokenize(texts, prompt), bar.update, prompt)

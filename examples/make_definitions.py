@@ -52,10 +52,10 @@ def main():
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).resolve().parent / "definitions.tsv"
     )
-    given = parser.parse_args()
-    rows = used_most(Path(WORDNET), given.count)
-    write_text(given.output, "".join(f"{words}\t{definition}\n" for words, definition in rows))
-    print(f"{given.output}: {len(rows):,} definitions")
+    arguments = parser.parse_args()
+    rows = used_most(Path(WORDNET), arguments.count)
+    write_text(arguments.output, "".join(f"{words}\t{definition}\n" for words, definition in rows))
+    print(f"{arguments.output}: {len(rows):,} definitions")
 
 
 if __name__ == "__main__":

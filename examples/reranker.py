@@ -5,6 +5,9 @@
 FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
 "negative": "another text"}.
 `python examples/make_pairs.py` makes such a folder.
+
+6 blocks of 384 rank a query's 20 passages of unequal lengths in 0.27 s of one core, 2.5 times as
+fast as the same model with its padding (results/rerank.md).
 """
 
 import argparse

@@ -8,6 +8,9 @@
 A file (.jsonl, .csv, .parquet) has rows with `id`, `text`, and any other columns to filter by. A
 row whose `id` is there already replaces it. What `neobert encode texts.jsonl vectors --keep id text
 ...` wrote, a folder or a file, has its vectors in `embedding`. The store remembers their model.
+
+Meaning is searched in bits, the signs of the numbers, a 32nd of the vectors; those of the best
+texts are then compared as they are.
 """
 
 import argparse
@@ -17,11 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import lancedb
+import numpy as np
 import pandas
 import pyarrow as pa
 from lancedb.index import FTS
-from lancedb.rerankers import LinearCombinationReranker
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.quantization import quantize_embeddings
 
 
 WEIGHT, CANDIDATES = 0.6, 100  # of vectors in a score, the rest is BM25's; joined of each kind
@@ -42,8 +46,32 @@ def read_rows(path, model):
         encode = SentenceTransformer(model, trust_remote_code=True).encode_document
         frame["embedding"] = list(encode(list(frame["text"]), normalize_embeddings=True))
     rows = pa.Table.from_pandas(frame.drop(columns="embedding"), preserve_index=False)
-    vectors = pa.array(frame["embedding"], pa.list_(pa.float32(), len(frame["embedding"].iloc[0])))
-    return rows.append_column("embedding", vectors).replace_schema_metadata({"model": model})
+    vectors = np.stack(frame["embedding"]).astype(np.float32)
+    for name, numbers in (("embedding", vectors), ("bits", bits(vectors))):
+        column = pa.FixedSizeListArray.from_arrays(pa.array(numbers.ravel()), numbers.shape[1])
+        rows = rows.append_column(name, column)
+    return rows.replace_schema_metadata({"model": model})
+
+
+def bits(vectors):
+    return quantize_embeddings(vectors, "ubinary")
+
+
+def best(search, where):
+    """The `CANDIDATES` rows of a search, by their `id` and `text`."""
+    search = search.where(where, prefilter=True) if where else search
+    return search.limit(CANDIDATES).to_pandas().set_index(["id", "text"])
+
+
+def by_meaning(table, vector, where):
+    """The cosine similarities of the rows whose bits are the nearest."""
+    rows = best(table.search(bits(vector[None])[0], "bits").distance_type("hamming"), where)
+    return rows["embedding"].map(lambda other: other @ vector / np.linalg.norm(other))
+
+
+def by_words(table, query, where):
+    """The BM25 scores of the best rows."""
+    return best(table.search(query, query_type="fts", fts_columns="text"), where)["_score"]
 
 
 def add(store, table, args):
@@ -64,19 +92,16 @@ def find(store, table, args):
         start = time.perf_counter()
         vector = encoder.encode_query(query, normalize_embeddings=True)
         encoded = time.perf_counter()
-        if args.by == "words":
-            search = table.search(query, query_type="fts", fts_columns="text")
-        elif args.by == "meaning":
-            search = table.search(vector, "embedding").distance_type("cosine")
-        else:
-            search = table.search(query_type="hybrid", vector_column_name="embedding")
-            search = search.vector(vector).text(query).distance_type("cosine")
-            search = search.rerank(LinearCombinationReranker(WEIGHT))
-        search = search.where(args.where, prefilter=True) if args.where else search
-        rows = search.limit(CANDIDATES).to_list()[: args.top]
+        scores = words = by_words(table, query, args.where)
+        if args.by != "words":
+            scores = by_meaning(table, vector, args.where)
+        if args.by == "both":  # each from 0 to 1
+            scores = (scores - scores.min()) / (scores.max() - scores.min() or 1)
+            scores = (WEIGHT * scores).add((1 - WEIGHT) * words / words.max(), fill_value=0)
+        rows = scores.sort_values(ascending=False).index[: args.top]
         spent = 1e3 * (encoded - start), 1e3 * (time.perf_counter() - encoded)
         print(f"{query}: encoded in {spent[0]:.0f} ms, found in {spent[1]:.0f} ms")
-        print(*(f"  {row['id']}\t{row['text'][:80]}" for row in rows), sep="\n")
+        print(*(f"  {name}\t{text[:80]}" for name, text in rows), sep="\n")
 
 
 def delete(store, table, args):

@@ -12,7 +12,7 @@ from ..common.files import read_json, write_json, write_text
 from ..common.folders import apart, check_new, new_folder
 from ..common.identity import model_digest
 from ..common.loading import copy_code
-from ..common.pooling import write_pooling, write_sentence_transformers
+from ..common.pooling import REQUIREMENTS, write_pooling, write_sentence_transformers
 from .card import card
 
 
@@ -90,8 +90,12 @@ def _write_common(folder, source):
             write_json(place / "config.json", {})
     write_json(folder / "modules.json", modules)
     if source.prompts:
-        prompts = {"prompts": source.prompts, "default_prompt_name": None}
-        _write_plain(folder / "config_sentence_transformers.json", prompts)
+        further = {
+            "prompts": source.prompts,
+            "default_prompt_name": None,
+            "requirements": REQUIREMENTS,
+        }
+        _write_plain(folder / "config_sentence_transformers.json", further)
 
 
 def _write_dense(folder, module):

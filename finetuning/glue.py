@@ -13,21 +13,19 @@ are made from all result.json files under OUTPUT.
 import hashlib
 import json
 import logging
+import math
 import re
-import shutil
 import sys
 from pathlib import Path
-
-from transformers.utils import logging as transformers_logging
 
 from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.folders import check_place
-from ..common.identity import files_digest, model_digest
-from ..common.loading import check_there, load_tokenizer
+from ..common.identity import model_digest
+from ..common.loading import load_tokenizer
 from ..common.output import Output
 from .glue_run import check_sizes, fine_tune, process_state
-from .glue_table import check_table, finished_runs, label_of, row_label, write_tables
+from .glue_table import check_table, finished_runs, write_tables
 from .glue_tasks import load_task, parse_tasks, rows_digest
 from .options import OPTIONS
 
@@ -45,47 +43,29 @@ def run_folder(arguments, settings):
     return Path(arguments.output) / name / settings["task"] / run
 
 
-def _label(arguments):
-    """The row of the table that these arguments' runs are in."""
-    settings = {**vars(arguments), "lora": arguments.lora_settings()}
-    return row_label(arguments.name, arguments.data, settings)
-
-
 def runs_of_row(arguments, task):
-    """[(selection score, folder, result)] of the finished runs in this row and task, best last."""
-    runs = [
-        (result["selected"]["score"], folder, result)
+    """[(selection score, folder)] of the finished runs in this row and task, best last."""
+    return sorted(
+        (result["selected"]["score"], folder)
         for folder, result in finished_runs(arguments.output)
-        if label_of(result) == _label(arguments) and result["task"] == task
-    ]
-    return sorted(runs, key=lambda run: run[:2])
+        if (result["row"], result["task"]) == (arguments.row, task)
+    )
 
 
-def mnli_start(arguments, revision):
-    """Folder of the best finished MNLI run of this model under this protocol, by the score that
-    selected its checkpoint, over seeds and grid; None where there is none."""
-    folders = [
-        folder
-        for _, folder, result in runs_of_row(arguments, "mnli")
-        if result["settings"]["revision"] == revision and (folder / "best/config.json").is_file()
-    ]
-    return folders[-1] if folders else None
+def mnli_start(arguments):
+    """Folder of the best finished MNLI run in this row, by the score that selected its checkpoint,
+    over seeds and grid; None where there is none."""
+    runs = [folder for _, folder in runs_of_row(arguments, "mnli") if (folder / "best").is_dir()]
+    return runs[-1] if runs else None
 
 
-def _start(arguments, task, revision):
+def _start(arguments, task):
     """(what the run starts from for its settings, model to load)."""
     if not task.from_mnli or arguments.start == "none":
         return None, arguments.model
-    folder = mnli_start(arguments, revision)
-    if folder is not None:
+    if folder := mnli_start(arguments):
         logger.warning("%s starts from the best MNLI run, %s", task.name, folder.name)
         return folder.name, str(folder / "best")
-    if arguments.start == "mnli":
-        raise UserError(
-            f"{task.name} was asked to start from MNLI, but {arguments.output} has no finished "
-            f"MNLI run of {arguments.name} with these settings; "
-            "run --task mnli first, or use --start none"
-        )
     logger.warning(
         "%s starts from %s itself: there is no finished MNLI run under %s (the paper starts from "
         "MNLI; run --task mnli first)",
@@ -96,15 +76,15 @@ def _start(arguments, task, revision):
     return None, arguments.model
 
 
-def run_task(arguments, trainer, task, splits, tokenizer, known):
+def run_task(arguments, trainer, task, splits, tokenizer, revision):
     """All runs of one task; returns the results of the chosen hyper-parameters, one a seed.
 
     Args:
         trainer: {option of Trainer: value}.
-        known: {"revision", "tokenizer"}, what the model and its tokenizer are known by.
+        revision: what the model is known by.
     """
-    start, model = _start(arguments, task, known["revision"])
-    known = {**known, "rows": rows_digest(splits), "start": start}
+    start, model = _start(arguments, task)
+    known = {"revision": revision, "rows": rows_digest(splits), "start": start}
 
     def run(hyper, seed):
         settings = arguments.settings(trainer, task, hyper, seed, **known)
@@ -113,11 +93,10 @@ def run_task(arguments, trainer, task, splits, tokenizer, known):
             logger.warning("%s is finished already: %s", task.name, output.folder)
             return read_json(output.result)
         logger.warning("%s: %s", task.name, output.folder.name)
-        result = fine_tune(output, settings, splits, model, tokenizer, arguments, trainer)
+        best = max((score for score, _ in runs_of_row(arguments, task.name)), default=-math.inf)
+        result = fine_tune(output, settings, splits, model, tokenizer, arguments, trainer, best)
         score, last = 100 * result["score"], 100 * result["last"]["score"]
         logger.warning("%s: dev %.2f, last evaluation %.2f", output.folder.name, score, last)
-        if process_state().is_main_process:
-            _prune(arguments, task)
         return result
 
     combinations = arguments.combinations(task)
@@ -129,51 +108,28 @@ def run_task(arguments, trainer, task, splits, tokenizer, known):
     return [run(chosen, seed) for seed in arguments.seeds]
 
 
-def _prune(arguments, task):
-    """Deletes weights that `keep_models` does not keep; results and adapters stay."""
-    if arguments.keep_models == "all":
-        return
-    runs = [run for run in runs_of_row(arguments, task.name) if (run[1] / "best").is_dir()]
-    keeps = arguments.keep_models == "best" or task.name == "mnli"
-    for _, folder, _ in runs[:-1] if keeps else runs:
-        shutil.rmtree(folder / "best")
-
-
-def check(arguments, tasks):
+def check(arguments, trainer, tasks):
     """What can be wrong with any of the tasks is found here, before the first is trained. Returns
-    the tokenizer, what model and tokenizer are known by, and {task: splits}."""
+    the tokenizer, what the model is known by, and {task: splits}."""
     check_place(arguments.output)
     check_table(arguments.output)
     revision = model_digest(arguments.model)
-    tokenizer_source = arguments.tokenizer or arguments.model
-    check_there(tokenizer_source)
     data = {task.name: load_task(task, arguments.data) for task in tasks}
     for task in tasks:
-        if arguments.metric not in ("mean", *task.metrics):
-            raise UserError(
-                f"{task.name} has no metric {arguments.metric!r}; choose mean, or from "
-                f"{', '.join(task.metrics)}"
-            )
         sizes = {hyper["batch_size"] for hyper in arguments.combinations(task)}
-        check_sizes(task, len(data[task.name]["train"]["label"]), sizes, arguments)
-        if arguments.start == "mnli" and "mnli" not in data:
-            _start(arguments, task, revision)
+        check_sizes(task, len(data[task.name]["train"]["label"]), sizes, arguments, trainer)
     for folder, result in finished_runs(arguments.output):
         # A row of the table holds one model, and one set of rows of a task.
         previous, task = result["settings"], result["task"]
         is_other = result["name"] == arguments.name and previous["revision"] != revision
-        if label_of(result) == _label(arguments) and task in data:
-            is_other = is_other or previous.get("rows") != rows_digest(data[task])
+        if result["row"] == arguments.row and task in data:
+            is_other = is_other or previous["rows"] != rows_digest(data[task])
         if is_other:
             raise UserError(
                 f"{folder} is a run of other weights or rows under the name {arguments.name!r}; "
                 "give another --name or another --output"
             )
-    tokenizer = arguments.tokenizer
-    if tokenizer and Path(tokenizer).is_dir():
-        tokenizer = files_digest(path for path in Path(tokenizer).iterdir() if path.is_file())
-    known = {"revision": revision, "tokenizer": tokenizer}
-    return load_tokenizer(tokenizer_source), known, data
+    return load_tokenizer(arguments.model), revision, data
 
 
 def main(argv=None):
@@ -183,17 +139,11 @@ def main(argv=None):
     logging.basicConfig(format="%(message)s")
     logger.disabled = not is_main
     tasks = parse_tasks(arguments.task)
-    verbosity = transformers_logging.get_verbosity()
-    # its own report on new heads; `fine_tune` says it in one line
-    transformers_logging.set_verbosity_error()
-    try:
-        tokenizer, known, data = check(arguments, tasks)
-        for task in tasks:
-            run_task(arguments, trainer, task, data[task.name], tokenizer, known)
-            if is_main:
-                write_tables(arguments.output)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    tokenizer, revision, data = check(arguments, trainer, tasks)
+    for task in tasks:
+        run_task(arguments, trainer, task, data[task.name], tokenizer, revision)
+        if is_main:
+            write_tables(arguments.output)
     if is_main:
         print((Path(arguments.output) / "table.md").read_text())
     return 0

@@ -16,7 +16,7 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
     """A sequence classifier for `task`, in float32.
 
     Args:
-        pooling: "cls" or "mean" for models that can choose; None for what the configuration says.
+        pooling: "cls" or "mean" for NeoBERT and ModernBERT; None for what the configuration says.
 
     Returns:
         model, names of the head's parameters that the checkpoint did not have (random), as a sorted
@@ -37,8 +37,6 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             if hasattr(config, field):
                 setattr(config, field, head_dropout)
         if pooling is not None:
-            if not hasattr(config, "classifier_pooling"):
-                raise UserError(f"classifier_pooling is for models that can choose; {name} cannot")
             config.classifier_pooling = pooling
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name,
@@ -48,8 +46,6 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except UserError:
-        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{name} cannot be loaded as a sequence classifier: {one_line(error)}"

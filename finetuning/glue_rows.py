@@ -1,7 +1,6 @@
 """Rows of a GLUE run: what is trained on, what is held out, and the metrics of every part."""
 
 import numpy as np
-import torch
 
 from .glue_tasks import scores
 
@@ -14,30 +13,6 @@ def split_heldout(rows, fraction, at_most):
     return np.sort(order[count:]).tolist(), np.sort(order[:count]).tolist()
 
 
-class Rows(torch.utils.data.Dataset):
-    """Tokenised rows of one task: {"input_ids", ..., "labels"} without padding."""
-
-    def __init__(self, tokenizer, task, columns, max_length):
-        texts = [columns[name] for name in task.texts]
-        self.labels = columns["label"]
-        self.encoded = (
-            tokenizer(*texts, truncation=True, max_length=max_length) if self.labels else {}
-        )
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, i):
-        return {
-            **{name: values[i] for name, values in self.encoded.items()},
-            "labels": self.labels[i],
-        }
-
-
-def _take(columns, indices):
-    return {name: [values[i] for i in indices] for name, values in columns.items()}
-
-
 def prepare(task, splits, tokenizer, settings, model_limit):
     """Training rows and one evaluation set, with the slice of every part of it.
 
@@ -45,55 +20,45 @@ def prepare(task, splits, tokenizer, settings, model_limit):
         splits: from `glue_tasks.load_task`.
         model_limit: longest text in tokens that the model takes, or None.
     Returns:
-        train Rows, evaluation Rows, {part: slice}; the parts are "heldout" (unless selection is
-        "dev") and the dev splits.
+        training and evaluation `datasets.Dataset`, tokenised, without padding; {part: slice}; the
+        parts are "heldout" (unless selection is "dev") and the dev splits.
     """
+    from datasets import Dataset, concatenate_datasets
+
     max_length = min(settings["max_length"], model_limit or settings["max_length"])
-    train, parts = splits["train"], {}
+
+    def tokenised(columns):
+        texts = (columns[name] for name in task.texts)
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+        return Dataset.from_dict({**encoded, "labels": columns["label"]})
+
+    train, parts = tokenised(splits["train"]), {}
     if settings["selection"] == "heldout":
         kept, held_out = split_heldout(
-            len(train["label"]), settings["heldout_fraction"], settings["heldout_rows"]
+            len(train), settings["heldout_fraction"], settings["heldout_rows"]
         )
-        parts["heldout"] = _take(train, held_out)
-        train = _take(train, kept)
-    parts |= {split: splits[split] for split in task.validation}
-    joined = {name: [x for part in parts.values() for x in part[name]] for name in train}
+        train, parts["heldout"] = train.select(kept), train.select(held_out)
+    parts |= {split: tokenised(splits[split]) for split in task.validation}
     slices, start = {}, 0
     for name, part in parts.items():
-        slices[name] = slice(start, start + len(part["label"]))
-        start += len(part["label"])
-    return (
-        Rows(tokenizer, task, train, max_length),
-        Rows(tokenizer, task, joined, max_length),
-        slices,
-    )
+        slices[name] = slice(start, start + len(part))
+        start += len(part)
+    return train, concatenate_datasets(list(parts.values())), slices
 
 
-def evaluation_metrics(task, logits, labels, slices, metric="mean"):
+def evaluation_metrics(task, logits, labels, slices):
     """Metrics of every part.
 
-    Args:
-        metric: what stops and selects, "mean" of the task's metrics or one of them.
     Returns:
         "dev_<metric>" and "dev_score" (means over the dev splits), "<split>_<metric>" where there
-        are several dev splits, and "score":
-        what stops and selects, of the held-out rows if there are some, else of dev.
+        are several dev splits, and "score": what stops and selects, of the held-out rows if there
+        are some, else of dev.
     """
-    dev = {
-        split: scores(task, logits[slices[split]], labels[slices[split]])
-        for split in task.validation
-    }
-    metrics = {
-        f"dev_{name}": float(np.mean([part[name] for part in dev.values()]))
-        for name in (*task.metrics, "score")
-    }
+    parts = {name: scores(task, logits[rows], labels[rows]) for name, rows in slices.items()}
+    dev = [parts[split] for split in task.validation]
+    metrics = {f"dev_{name}": float(np.mean([part[name] for part in dev])) for name in dev[0]}
     if len(dev) > 1:
-        metrics |= {
-            f"{split}_{name}": part[name] for split, part in dev.items() for name in task.metrics
-        }
-    part = slices.get("heldout")
-    key = "score" if metric == "mean" else metric
-    metrics["score"] = (
-        metrics[f"dev_{key}"] if part is None else scores(task, logits[part], labels[part])[key]
-    )
+        for split in task.validation:
+            metrics |= {f"{split}_{name}": parts[split][name] for name in task.metrics}
+    metrics["score"] = parts["heldout"]["score"] if "heldout" in parts else metrics["dev_score"]
     return metrics

@@ -1,6 +1,5 @@
 """One fine-tuning run of the GLUE protocol (paper, section 4.2): Trainer, best weights, result."""
 
-import logging
 import math
 import shutil
 from pathlib import Path
@@ -29,9 +28,6 @@ from .glue_rows import evaluation_metrics, prepare, split_heldout
 from .glue_tasks import TASKS
 
 
-logger = logging.getLogger("neobert.glue")
-
-
 def process_state():
     """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's
     processes would not find each other."""
@@ -44,22 +40,21 @@ def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
     return max(1, min(at_most, batches_per_epoch // per_epoch))
 
 
-def check_sizes(task, rows, batch_sizes, arguments):
+def check_sizes(task, rows, batch_sizes, arguments, trainer):
     """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few
     of `rows` training rows are there."""
-    processes = process_state().num_processes
+    check_trainer_options(trainer)
+    parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
     for batch_size in batch_sizes:
-        if batch_size % processes:
+        if batch_size % parts:
             raise UserError(
-                f"the batch size of {task.name}, {batch_size}, cannot be shared by {processes} "
-                "processes"
+                f"the batch size of {task.name}, {batch_size}, cannot be shared by processes x "
+                f"gradient_accumulation_steps = {parts}"
             )
-    if arguments.selection == "heldout" and not all(
-        split_heldout(rows, arguments.heldout_fraction, arguments.heldout_rows)
-    ):
-        fraction = f"{arguments.heldout_fraction:g}"
+    fraction = arguments.heldout_fraction
+    if arguments.selection == "heldout" and not split_heldout(rows, fraction, rows)[1]:
         raise UserError(
-            f"{task.name} has {rows} training rows, too few to hold {fraction} of them out; use "
+            f"{task.name} has {rows} training rows, too few to hold {fraction:g} of them out; use "
             "--selection dev"
         )
 
@@ -100,20 +95,14 @@ def trainer_arguments(settings, given, folder, rows):
         folder: of the checkpoints.
         rows: of the training set.
     """
-    check_trainer_options(given)
     batches = math.ceil(rows / settings["batch_size"])
     steps = math.ceil(batches * given["num_train_epochs"])
     interval = evaluation_interval(
         batches, settings["max_eval_interval"], settings["evaluations_per_epoch"]
     )
-    processes = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
-    if settings["batch_size"] % processes:
-        raise UserError(
-            f"the batch size {settings['batch_size']} cannot be shared by processes x "
-            f"gradient_accumulation_steps = {processes}"
-        )
+    parts = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
     fixed = {
-        "per_device_train_batch_size": settings["batch_size"] // processes,
+        "per_device_train_batch_size": settings["batch_size"] // parts,
         "learning_rate": settings["learning_rate"],
         "weight_decay": settings["weight_decay"],
         "warmup_steps": math.ceil(settings["warmup_ratio"] * steps),
@@ -138,12 +127,12 @@ def trainer_arguments(settings, given, folder, rows):
     return training_arguments(folder, usual | given, fixed), steps
 
 
-def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
+def fine_tune(output, settings, splits, model_name, tokenizer, options, given, best_score):
     """Runs one fine-tuning, or continues it, and writes result.json last.
 
     Args:
-        output: `Output` of the run; gets result.json, best/ (model and tokenizer, merged if LoRA)
-            and, with LoRA, adapter/.
+        output: `Output` of the run; gets result.json, with LoRA adapter/, and, if its weights are
+            kept, best/ (model and tokenizer, merged if LoRA).
         settings: from `GlueArguments.settings`.
         splits: from `glue_tasks.load_task`.
         model_name: folder or Hub name that the run starts from (the MNLI checkpoint, where one is
@@ -151,6 +140,7 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
         tokenizer: the model's.
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
+        best_score: the weights are kept if what selects them scores above this.
     Returns:
         the result as written.
     Raises:
@@ -165,9 +155,6 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
         options.trust_remote_code,
         settings["classifier_pooling"],
     )
-    if new_head:
-        names = ", ".join(new_head)
-        logger.warning("%s has no head for this task; new and random: %s", model_name, names)
     check_vocabulary(tokenizer, model, model_name)
     limit = text_limit(model, tokenizer)
     if settings["lora"]:
@@ -184,7 +171,7 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
     def compute_metrics(output):
         logits = output.predictions
         logits = logits[0] if isinstance(logits, tuple) else logits
-        return evaluation_metrics(task, logits, output.label_ids, slices, settings["metric"])
+        return evaluation_metrics(task, logits, output.label_ids, slices)
 
     with checkpoints.claim(output):
         trainer = GlueTrainer(
@@ -197,8 +184,8 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
             callbacks=[EarlyStoppingCallback(settings["patience"]), _EvaluateAtTheEnd()],
         )
         resumed = bool(checkpoints.checkpoints(folder))
-        memory = PeakMemory()
-        checkpoints.train(trainer)
+        with PeakMemory() as memory:
+            checkpoints.train(trainer)
         history = _history(trainer.state.log_history)
         best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
         prefixes = ("dev_", *(f"{split}_" for split in task.validation))
@@ -208,6 +195,7 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
             "kind": "glue run",
             "task": task.name,
             "name": options.name,
+            "row": options.row,
             "model": str(options.model),
             "data": str(options.data),
             "starts_from": settings["start"] or "the model",
@@ -238,9 +226,8 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given):
         }
         if trainer.is_world_process_zero():
             with output.final_files() as final:
-                result["reload_difference"] = _save(
-                    trainer, tokenizer, evaluation, final, settings, options
-                )
+                keep = options.keep_models == "all" or best["score"] > best_score
+                result |= _save(trainer, tokenizer, evaluation, final, settings, options, keep)
             output.finish(**result)
             shutil.rmtree(folder, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
@@ -254,16 +241,15 @@ def _history(log):
     for entry in log:
         if "eval_score" in entry:
             values = {name.removeprefix("eval_"): value for name, value in entry.items()}
-            dropped = ("runtime", "samples_per_second", "steps_per_second", "loss")
-            entries[entry["step"]] = {
-                name: value for name, value in values.items() if name not in dropped
-            }
+            for name in ("runtime", "samples_per_second", "steps_per_second", "loss"):
+                values.pop(name, None)
+            entries[entry["step"]] = values
     return [entries[step] for step in sorted(entries)]
 
 
-def _save(trainer, tokenizer, evaluation, folder, settings, options):
-    """Writes the chosen weights, merged if LoRA, loads them again and returns the largest
-    difference of the logits."""
+def _save(trainer, tokenizer, evaluation, folder, settings, options, keep):
+    """Writes the adapter and, with `keep`, the chosen weights, merged if LoRA; loads these again
+    and returns the largest difference of a logit as "reload_difference"."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
     rows = [evaluation[i] for i in range(min(8, len(evaluation)))]
     batch = DataCollatorWithPadding(tokenizer)(rows)
@@ -272,6 +258,8 @@ def _save(trainer, tokenizer, evaluation, folder, settings, options):
         before = model(**batch.to(model.device)).logits.float().cpu()
     if settings["lora"]:
         model = save_adapter_and_merge(model, folder / "adapter")
+    if not keep:
+        return {}
     model.save_pretrained(folder / "best")
     save_tokenizer(tokenizer, folder / "best")
     again = AutoModelForSequenceClassification.from_pretrained(
@@ -279,4 +267,4 @@ def _save(trainer, tokenizer, evaluation, folder, settings, options):
     )
     with torch.no_grad():
         after = again.eval()(**batch.to(again.device)).logits.float().cpu()
-    return (after - before).abs().max().item()
+    return {"reload_difference": (after - before).abs().max().item()}

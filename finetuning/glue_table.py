@@ -10,7 +10,7 @@ from ..common.errors import UserError
 from ..common.files import read_json, write_json, write_text
 from ..common.published import GLUE, GLUE_NOTE
 from ..common.results import environment, markdown_table
-from .glue_tasks import HUB_DATA, TASKS
+from .glue_tasks import TASKS
 
 
 NOTE = (
@@ -21,7 +21,7 @@ NOTE = (
     "compared with the published rows. Each run's result.json has its settings, rows, command and "
     "commit."
 )
-_RESULT = {"name", "task", "settings", "score", "selected", "last", "best_of_all_evaluations"}
+_RESULT = {"name", "row", "task", "settings", "score", "selected", "last"}
 
 
 def finished_runs(output):
@@ -42,32 +42,6 @@ def check_table(output):
             )
 
 
-def row_label(name, data, settings):
-    """Name of a row: what its runs have in common that sets them apart from others of this name.
-
-    Args:
-        data: where the rows came from, as --data has it.
-        settings: of one of the runs.
-    """
-    notes = []
-    if data != HUB_DATA:
-        notes.append(f"data: {Path(data).name}")
-    if settings["lora"]:
-        notes.append(f"LoRA r={settings['lora']['rank']}")
-    if settings["selection"] == "dev":
-        notes.append("selected on dev")
-    if settings.get("metric", "mean") != "mean":
-        notes.append(f"selected by {settings['metric']}")
-    return name + (f" ({', '.join(notes)})" if notes else "")
-
-
-def label_of(result):
-    """The row of a result, those of earlier versions among them."""
-    settings = result["settings"]
-    data = result.get("data") or settings.get("data", HUB_DATA)
-    return row_label(result["name"], data, settings)
-
-
 def collect(output):
     """The measured cells, one of a row and task: a DataFrame with name, task, score, deviation
     (NaN for one seed), seeds (how many), selected, last, best_of_all_evaluations.
@@ -80,7 +54,7 @@ def collect(output):
         settings = {name: value for name, value in result["settings"].items() if name != "seed"}
         runs.append(
             {
-                "name": label_of(result),
+                "name": result["row"],
                 "task": result["task"],
                 "settings": json.dumps(settings, sort_keys=True),
                 "score": result["score"],
@@ -105,23 +79,18 @@ def write_tables(output):
     """Writes `output`/table.md and table.json in the layout of Table 3: published rows, then
     measured ones."""
     cells = collect(output)
-    scores = cells.pivot(index="name", columns="task", values="score").reindex(columns=TASKS)
-    averages = scores.mean(axis=1, skipna=False)
-    deviations = cells.pivot(index="name", columns="task", values="deviation")
+    percent = (100 * cells["score"]).map("{:.1f}".format)
+    spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
+    table = cells.assign(text=percent + spread).pivot(index="name", columns="task")
+    texts = table["text"].reindex(columns=TASKS)
+    averages = (100 * table["score"].reindex(columns=TASKS)).mean(axis=1, skipna=False)
+    texts["average"] = averages.map("{:.1f}".format).where(averages.notna())
     rows = [[name, "published", *published] for name, published in GLUE.items()]
-    for name in scores.index:
-        texts = []
-        for task in TASKS:
-            score = scores.at[name, task]
-            text = None if pandas.isna(score) else f"{100 * score:.1f}"
-            if text and not pandas.isna(deviation := deviations.at[name, task]):
-                text += f" ± {100 * deviation:.1f}"
-            texts.append(text)
-        seeds = sorted(set(cells["seeds"][cells["name"] == name]))
+    for name, row in texts.iterrows():
+        seeds = sorted({int(count) for count in table["seeds"].loc[name].dropna()})
         counts = " to ".join(map(str, seeds[:1] + seeds[1:][-1:]))
-        average = None if pandas.isna(averages[name]) else f"{100 * averages[name]:.1f}"
-        plural = "" if counts == "1" else "s"
-        rows.append([name, f"measured, {counts} seed{plural}", *texts, average])
+        source = f"measured, {counts} seed{'' if counts == '1' else 's'}"
+        rows.append([name, source, *(text if isinstance(text, str) else None for text in row)])
     header = ["model", "source", *(task.title for task in TASKS.values()), "avg"]
     data = {
         "kind": "glue",

@@ -21,7 +21,6 @@ class Task:
         validation: dev splits; the metrics of several splits are averaged (MNLI: matched and
             mismatched).
         from_mnli: fine-tuned from the best MNLI checkpoint (the protocol of the paper).
-        low, high: range of a regression label.
     """
 
     name: str
@@ -31,8 +30,6 @@ class Task:
     metrics: tuple
     validation: tuple = ("validation",)
     from_mnli: bool = False
-    low: float = 0.0
-    high: float = 5.0
 
     @property
     def num_labels(self):
@@ -82,10 +79,7 @@ TASKS = {
         ),
     )
 }
-_ALIASES = {"sst": "sst2", "sst-2": "sst2", "sts": "stsb", "sts-b": "stsb"}
-
 HUB_DATA = "nyu-mll/glue"
-METRICS = ("accuracy", "f1", "matthews", "pearson", "spearman")
 
 
 def parse_tasks(names):
@@ -94,17 +88,15 @@ def parse_tasks(names):
     Raises:
         UserError: a name that is not a task here.
     """
-    names = [name.strip().lower() for name in names.split(",") if name.strip()]
-    names = [_ALIASES.get(name, name) for name in names]
-    if names == ["all"]:
+    wanted = [name.strip() for name in names.split(",")]
+    if wanted == ["all"]:
         return list(TASKS.values())
-    unknown = [name for name in names if name not in TASKS]
-    if unknown or not names:
-        raise UserError(
-            f"there is no GLUE task {(unknown or [''])[0]!r}; choose all, or from "
-            f"{', '.join(TASKS)}"
-        )
-    return [task for name, task in TASKS.items() if name in names]
+    for name in wanted:
+        if name not in TASKS:
+            raise UserError(
+                f"there is no GLUE task {name!r}; choose all, or from {', '.join(TASKS)}"
+            )
+    return [task for name, task in TASKS.items() if name in wanted]
 
 
 def scores(task, logits, labels):
@@ -202,7 +194,7 @@ def _hub_rows(name, task, split, columns):
 
 def _label(task, place, label):
     """A class number, or a float for regression."""
-    low, high = (task.low, task.high) if task.regression else (0, len(task.labels) - 1)
+    low, high = 0, 5 if task.regression else len(task.labels) - 1
     try:
         number = float(label)
     except (TypeError, ValueError):

@@ -3,20 +3,20 @@ run. Imports neither torch nor transformers."""
 
 import itertools
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.arguments import Arguments, Options, check_values, option, typed
+from ..common.arguments import Arguments, Options, option
 from ..common.constants import RECIPES
 from ..common.errors import UserError
 from ..common.output import run_settings
 from ..training.lora import LoraOptions
 from ..training.options import number_options
-from .glue_tasks import HUB_DATA, METRICS
+from .glue_tasks import HUB_DATA
 
 
 RECIPE = RECIPES / "glue.yaml"
-HYPER_PARAMETERS = {"batch_size": int, "learning_rate": float, "weight_decay": float}
+HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")
 
 
 @dataclass(kw_only=True)
@@ -34,11 +34,6 @@ class GlueData(Arguments):
     )
     output: str = option("runs/glue", "folder of the runs and the table", free=True)
     name: str | None = option(None, "row of the table; default: last part of --model", free=True)
-    tokenizer: str | None = option(
-        None,
-        "folder or Hub name; default: the model's",
-        free=True,  # known by its digest
-    )
     trust_remote_code: bool = option(
         False, "run Python code that the model brings (NeoBERT itself needs none)", free=True
     )
@@ -56,9 +51,8 @@ class GlueData(Arguments):
     )
     start: str = option(
         "auto",
-        "RTE, STS-B, MRPC, QNLI start from: auto (best MNLI run if there is one), mnli "
-        "(required), none",
-        choices=("auto", "mnli", "none"),
+        "RTE, STS-B, MRPC, QNLI start from: auto (best MNLI run if there is one), none",
+        choices=("auto", "none"),
         free=True,
     )
     max_length: int = option(512, "tokens; a pair has 3 special ones", least=8, most=2**31 - 1)
@@ -75,18 +69,13 @@ class GlueSelection(Arguments):
     )
     heldout_fraction: float = option(0.1, "share of the training rows", least=0, below=1)
     heldout_rows: int = option(2000, "at most so many of them", above=0)
-    metric: str = option(
-        "mean",
-        "what stops and selects: mean of the task's metrics, as in the paper, or one of them",
-        choices=("mean", *METRICS),
-    )
     patience: int = option(15, "evaluations without progress until a run ends", above=0)
     max_eval_interval: int = option(500, "most steps between evaluations", above=0)
     evaluations_per_epoch: int = option(10, above=0)
     keep_models: str = option(
         "best",
-        "of each task; MNLI's best is always kept",
-        choices=("best", "all", "none"),
+        "best: those of a run that is better than the runs of its task before it; or all",
+        choices=("best", "all"),
         free=True,
     )
 
@@ -110,10 +99,12 @@ class GlueHyperParameters(Arguments):
         None, "for NeoBERT; default: what its config.json says", choices=("cls", "mean")
     )
     head_dropout: float = option(0.1, least=0, below=1)
-    presets: dict[str, dict[str, dict]] | None = option(
-        None, "{preset: {task: hyper-parameters}}", free=True
+    presets: dict[str, dict[str, dict[str, int | float]]] = option(
+        default_factory=dict, help="{preset: {task: hyper-parameters}}", free=True
     )
-    grid_values: dict[str, list] | None = option(None, "{hyper-parameter: values}", free=True)
+    grid_values: dict[str, list[int | float]] = option(
+        default_factory=dict, help="{hyper-parameter: values}", free=True
+    )
 
 
 @dataclass(kw_only=True)
@@ -121,8 +112,8 @@ class GlueLora(LoraOptions):
     """Low-rank adapters in GLUE."""
 
     lora_learning_rate: float = option(3e-4, above=0)
-    lora_grid_values: dict[str, list] | None = option(
-        None, "{hyper-parameter: values} for --grid with --lora"
+    lora_grid_values: dict[str, list[int | float]] = option(
+        default_factory=dict, help="{hyper-parameter: values} for --grid with --lora"
     )
 
 
@@ -132,46 +123,42 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
 
     def __post_init__(self):
         super().__post_init__()
-        self.name = self.name or Path(os.path.abspath(self.model)).name or "model"
-        if not self.name.strip("."):
+        self.name = self.name or Path(os.path.abspath(self.model)).name
+        if self.preset not in self.presets:
             raise UserError(
-                f"name must be that of a folder below the output, but {self.name!r} was given"
+                f"there is no preset {self.preset!r}; choose from {', '.join(self.presets)}"
             )
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(
-                f"seeds must be different whole numbers, such as 1 2 3, but {self.seeds} was given"
-            )
-        if self.preset not in (self.presets or {}):
-            raise UserError(
-                f"there is no preset {self.preset!r}; choose from "
-                f"{', '.join(self.presets or {}) or 'none'}"
-            )
+
+    @property
+    def row(self):
+        """The row of the table: the name, and what sets its runs apart from others of this name."""
+        notes = []
+        if self.data != HUB_DATA:
+            notes.append(f"data: {Path(self.data).name}")
+        if self.lora:
+            notes.append(f"LoRA r={self.lora_rank}")
+        if self.selection == "dev":
+            notes.append("selected on dev")
+        return self.name + (f" ({', '.join(notes)})" if notes else "")
 
     def combinations(self, task):
         """Hyper-parameters of `task`: one dictionary, or with --grid all of them. What was given by
         hand counts everywhere."""
-        values = dict(self.presets[self.preset].get(task.name) or {})
+        values = dict(self.presets[self.preset].get(task.name, {}))
         if self.lora:
             values["learning_rate"] = self.lora_learning_rate
-        axes = {key: [value] for key, value in values.items()}
         if self.grid:
-            axes |= (self.lora_grid_values if self.lora else self.grid_values) or {}
-        hints = {key: list[kind] for key, kind in HYPER_PARAMETERS.items()}
-        where = f"of {task.name} in presets or grid_values"
-        axes = typed(axes, hints, where, f"allowed are {', '.join(hints)}")
-        check_values(axes, {f.name: f.metadata["bounds"] for f in fields(self)}, f" {where}")
+            values |= self.lora_grid_values if self.lora else self.grid_values
+        axes = []
         for key in HYPER_PARAMETERS:
-            if getattr(self, key) is not None:
-                axes[key] = [getattr(self, key)]
-            if not axes.get(key):
+            value = values.get(key) if getattr(self, key) is None else getattr(self, key)
+            if value is None:
                 raise UserError(
                     f"preset {self.preset!r} has no {key} for {task.name}; give "
                     f"--{key.replace('_', '-')}"
                 )
-        return [
-            dict(zip(HYPER_PARAMETERS, values))
-            for values in itertools.product(*(axes[key] for key in HYPER_PARAMETERS))
-        ]
+            axes.append(value if isinstance(value, list) else [value])
+        return [dict(zip(HYPER_PARAMETERS, values)) for values in itertools.product(*axes)]
 
     def settings(self, trainer, task, hyper, seed, **more):
         """Everything that the numbers of one run depend on, machine and library versions apart.
@@ -179,8 +166,8 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
         Args:
             trainer: options of transformers' Trainer.
             hyper: one of `combinations`.
-            more: revision (of the weights), tokenizer and rows, digests; start, the name of the
-                MNLI run that it starts from, or None.
+            more: revision (of the weights) and rows, digests; start, the name of the MNLI run that
+                it starts from, or None.
         """
         own = {name: v for name, v in run_settings(self).items() if not name.startswith("lora")}
         return {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
 from ..common.packing import pack
 from .plans import Plan
@@ -46,26 +45,10 @@ class BatchSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "mixture", _parts(self.mixture))
-        if self.layout not in LAYOUTS:
-            raise UserError(
-                f"layout must be one of {', '.join(LAYOUTS)}, but {self.layout!r} was given"
-            )
-        if self.long_texts not in LONG_TEXTS:
-            raise UserError(
-                f"long_texts must be one of {', '.join(LONG_TEXTS)}, but {self.long_texts!r} was "
-                "given"
-            )
-        if self.length < 3:
-            raise UserError(
-                "max_length must be at least 3 (a token between [CLS] and [SEP]), but "
-                f"{self.length} was given"
-            )
         if (self.tokens is None) == (self.texts is None):
             raise UserError("give either tokens_per_batch or texts_per_batch")
         if self.layout == "packed_without_boundaries" and self.tokens is None:
             raise UserError(f"layout {self.layout} needs tokens_per_batch")
-        if self.texts is not None and self.texts < 1:
-            raise UserError(f"texts_per_batch must be at least 1, but {self.texts} was given")
         if self.tokens is not None and self.tokens < self.length:
             raise UserError(
                 f"tokens_per_batch {self.tokens} is less than one text of max_length "
@@ -146,7 +129,6 @@ class Windows:
         self.length = spec.length
         self.body = spec.length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
-        self.parts = texts.parts
         self.ends = None  # with "split": windows up to each text's end
         if spec.long_texts == "split":
             self.ends = np.cumsum(
@@ -156,9 +138,9 @@ class Windows:
     def __len__(self):
         return len(self.texts.lengths) if self.ends is None else int(self.ends[-1])
 
-    def part_ends(self):
+    def source_ends(self):
         """The first window behind each weighted source's."""
-        texts = np.cumsum([part.texts for part in self.parts])
+        texts = np.cumsum(self.texts.sizes)
         return texts if self.ends is None else self.ends[texts - 1]
 
     def _place(self, ids):
@@ -233,29 +215,11 @@ class MicroBatches(torch.utils.data.Dataset):
     def passes(self, i):
         """How often the data has been read before micro-batch i, by the number of texts: 1.5 is
         once and a half."""
-        return sum(self._texts_before(i)) / len(self.windows)
-
-    def source_passes(self, i):
-        """{name: passes over this weighted source before micro-batch i}, by its share of the
-        texts; {} of other data."""
-        ends = [0, *self.windows.part_ends()] if self.windows.parts else []
-        sizes = [stop - start for start, stop in zip(ends, ends[1:])]
-        texts = self._texts_before(i)
-        return {
-            part.name: sum(
-                count * plan.weighted.draws[number] / plan.count
-                for count, plan in zip(texts, self.plans)
-            )
-            / sizes[number]
-            for number, part in enumerate(self.windows.parts)
-        }
-
-    def _texts_before(self, i):
-        """Windows that each part of the mixture gave before micro-batch i."""
         counts = (
             [i] if self.source is None else np.bincount(self.source[:i], minlength=len(self.plans))
         )
-        return [plan.texts_before(int(k)) for plan, k in zip(self.plans, counts)]
+        texts = (plan.texts_before(int(k)) for plan, k in zip(self.plans, counts))
+        return sum(texts) / len(self.windows)
 
     def __getitem__(self, i):
         if not 0 <= i < self.count:

@@ -18,14 +18,17 @@ import math
 import os
 import re
 
-import numpy as np
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..common.errors import UserError
 from .sources import parse_sources
 
 
-def parse_heldout(heldout, subset=None, split="train", column="text"):
+_BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # of byte-level tokenizers
+
+
+def parse_heldout(heldout, split="train", column="text"):
     """The held-out sets of a recipe: {name: sources}; of text without a name {"": sources}.
 
     Args:
@@ -34,17 +37,13 @@ def parse_heldout(heldout, subset=None, split="train", column="text"):
         UserError: as of `parse_sources`; a name that cannot be a metric's; weights.
     """
     sets = heldout if isinstance(heldout, dict) else {"": heldout}
-    if not sets:
-        raise UserError("heldout is empty; give {name: FILE}")
     found = {}
     for name, dataset in sets.items():
         if isinstance(heldout, dict) and not re.fullmatch(r"[A-Za-z0-9][\w-]*", str(name)):
             raise UserError(
                 f"heldout: {name!r} is no name of a set; letters, digits, _ and - can be given"
             )
-        if not dataset:
-            raise UserError(f"heldout: {name} is empty; give a file")
-        found[str(name)] = parse_sources(dataset, subset, split, column)
+        found[str(name)] = parse_sources(dataset, split, column)
         if found[str(name)][0].weight is not None:
             raise UserError("heldout text is measured as it is; leave weight out")
     return found
@@ -92,16 +91,10 @@ def piece_characters(tokenizer):
 
 
 def _begins_character(sign):
-    """Whether a sign of the byte-level alphabet is a byte that begins a character other than a
+    """Whether a sign of the byte-level alphabet is a byte that begins a character other than white
     space."""
-    # The alphabet: 188 printable bytes stand for themselves, the others for U+0100 and on.
-    if sign in "\u0120\u010a\u0109\u010d":  # space, \n, \t, \r
-        return False
-    byte = ord(sign)
-    if byte >= 0x100:
-        hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
-        byte = hidden[byte - 0x100] if byte - 0x100 < len(hidden) else 0
-    return not 0x80 <= byte < 0xC0
+    byte = _BYTES.get(sign, 0)
+    return byte not in b" \n\t\r" and not 0x80 <= byte < 0xC0
 
 
 def masked_correct(logits, labels):
@@ -115,24 +108,24 @@ def masked_correct(logits, labels):
 
 
 @torch.no_grad()
-def evaluate_batches(model, batches, device=None, accelerator=None, characters=None):
+def evaluate_batches(model, batches, characters, device=None, accelerator=None):
     """Masked-LM quality over all of `batches` (`MicroBatches`).
 
     Args:
+        characters: as `piece_characters` returns them.
         device: by default the model's.
         accelerator: of several processes, which share the batches.
-        characters: as `piece_characters` returns them, or None.
     Returns:
         dict: loss (mean cross-entropy over masked tokens, nats), masked_accuracy, masked_tokens,
-        with `characters` bits_per_character; where there are several batches the standard errors
-        over them, masked_accuracy_error and bits_per_character_error.
+        bits_per_character; where there are several batches the standard errors over them,
+        masked_accuracy_error and bits_per_character_error.
     """
     rank, world = 0, 1
     if accelerator is not None:
         rank, world = accelerator.process_index, accelerator.num_processes
     device = device if device is not None else next(model.parameters()).device
-    # Of each batch nats, right ones, masked tokens, their characters: sums, and sums of products.
-    totals = torch.zeros(5, 4, dtype=torch.float64)
+    # Of each batch nats, right ones, masked tokens, their characters.
+    sums = torch.zeros(len(batches), 4, dtype=torch.float64)
     training = model.training
     model.eval()
     # Every process computes the same number of batches, as sharded models need; repeated ones do
@@ -149,46 +142,32 @@ def evaluate_batches(model, batches, device=None, accelerator=None, characters=N
         if i < len(batches):
             right, count = map(int, masked_correct(outputs.logits, batch["labels"]))
             hidden = inputs["labels"][inputs["labels"] != -100]
-            length = 0 if characters is None else int(characters[hidden].sum())
-            values = [float(outputs.loss) * count if count else 0.0, right, count, length]
-            values = torch.tensor(values, dtype=torch.float64)
-            totals += torch.cat([values[None], torch.outer(values, values)])
+            nats = float(outputs.loss) * count if count else 0.0
+            length = int(characters[hidden].sum())
+            sums[i] = torch.tensor([nats, right, count, length], dtype=torch.float64)
     model.train(training)
     if world > 1:
-        totals = accelerator.reduce(totals.to(device), reduction="sum")
-    nats, correct, masked, length = totals[0].tolist()
+        sums = accelerator.reduce(sums.to(device), reduction="sum")
+    nats, correct, masked, length = sums.sum(0).tolist()
     metrics = {
         "loss": nats / masked,
         "masked_accuracy": correct / masked,
         "masked_tokens": int(masked),
+        "bits_per_character": nats / math.log(2) / max(1, length),
     }
-    if characters is not None:
-        metrics["bits_per_character"] = nats / math.log(2) / max(1, length)
     if len(batches) > 1:
-        metrics["masked_accuracy_error"] = _ratio_error(totals, 1, 2, len(batches))
-        if characters is not None:
-            error = _ratio_error(totals, 0, 3, len(batches))
-            metrics["bits_per_character_error"] = error / math.log(2)
+        metrics["masked_accuracy_error"] = _ratio_error(sums[:, 1], sums[:, 2])
+        error = _ratio_error(sums[:, 0], sums[:, 3])
+        metrics["bits_per_character_error"] = error / math.log(2)
     return metrics
 
 
-def _ratio_error(totals, above, below, count):
-    """Standard error of sum(a) / sum(b) over `count` batches: that of the mean of a - ratio * b, by
-    the mean of b.
-
-    Args:
-        totals: (1 + n, n) sums of n values of each batch, and sums of their products.
-        above, below: which values a and b are.
-    """
-    sums, products = totals[0], totals[1:]
-    ratio = sums[above] / sums[below].clamp(min=1)
-    squares = (
-        products[above, above]
-        - 2 * ratio * products[above, below]
-        + ratio**2 * products[below, below]
-    )
-    variance = squares.clamp(min=0) * count / (count - 1)
-    return float(variance.sqrt() / sums[below].clamp(min=1))
+def _ratio_error(above, below):
+    """Standard error of sum(above) / sum(below) over batches: that of the mean of above - ratio *
+    below, by the mean of below."""
+    total = below.sum().clamp(min=1)
+    residuals = above - above.sum() / total * below
+    return float(residuals.std() * math.sqrt(len(below)) / total)
 
 
 def measure_sets(model, sets, tokenizer, device, accelerator):
@@ -202,34 +181,20 @@ def measure_sets(model, sets, tokenizer, device, accelerator):
     """
     characters, metrics = piece_characters(tokenizer), {}
     for name, batches in sets.items():
-        measured = evaluate_batches(model, batches, device, accelerator, characters)
+        measured = evaluate_batches(model, batches, characters, device, accelerator)
         metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
     return metrics
 
 
-def metric_name(name, metric, prefix="eval"):
+def metric_name(name, metric):
     """A metric's key in the log and in result.json: eval_loss, or of the held-out set `name`
-    eval_NAME_loss. Those of the model given, where a run replaces its vocabulary, begin with
-    start_."""
-    return f"{prefix}_{name}_{metric}" if name else f"{prefix}_{metric}"
+    eval_NAME_loss."""
+    return f"eval_{name}_{metric}" if name else f"eval_{metric}"
 
 
-def unigram(tokens, tokenizer, sample=2_000_000):
-    """The most frequent ordinary token of a tokenised set, from its first rows: what a model
-    without context would always say."""
-    counts, seen = np.zeros(len(tokenizer), dtype=np.int64), 0
-    for rows in tokens.rows.with_format("numpy").select_columns(["input_ids"]).iter(1000):
-        ids = np.concatenate([np.asarray(row, dtype=np.int64) for row in rows["input_ids"]])
-        counts += np.bincount(ids, minlength=len(counts))
-        seen += len(ids)
-        if seen > sample:
-            break
-    counts[tokenizer.all_special_ids] = 0
-    return int(counts.argmax())
-
-
-def unigram_accuracy(batches, token):
-    """Accuracy of always answering `token`, on the very positions that `batches` mask."""
-    labels = [batches[i]["labels"] for i in range(len(batches))]
-    labels = torch.cat([values[values != -100] for values in labels])
-    return float((labels == token).float().mean())
+def most_frequent(batches):
+    """(token, its share) among the tokens that `batches` mask: what a model without context would
+    reach by always saying it."""
+    labels = torch.cat([batches[i]["labels"].flatten() for i in range(len(batches))])
+    counts = labels[labels != -100].bincount()
+    return int(counts.argmax()), float(counts.max() / counts.sum())

@@ -32,23 +32,15 @@ class TokenMasking:
         self.schedule = (
             tuple(schedule) if schedule is not None else (mlm_probability, mlm_probability)
         )
-        name = "mask_schedule" if schedule is not None else "mlm_probability"
         if len(self.schedule) != 2:
             raise UserError(
                 "mask_schedule must be two shares, of the beginning and of the end, but "
                 f"{list(self.schedule)} was given"
             )
-        for share in self.schedule:
-            if not 0 < share < 1:
-                raise UserError(f"{name} must lie between 0 and 1, but {share} was given")
-        if (
-            min(mask_replace_prob, random_replace_prob) < 0
-            or mask_replace_prob + random_replace_prob > 1
-        ):
+        if mask_replace_prob + random_replace_prob > 1:
             raise UserError(
                 "mask_replace_prob and random_replace_prob must be shares that sum to at most 1, "
-                "but "
-                f"{mask_replace_prob} and {random_replace_prob} were given"
+                f"but {mask_replace_prob} and {random_replace_prob} were given"
             )
         if tokenizer.mask_token_id is None:
             raise UserError(

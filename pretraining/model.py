@@ -4,23 +4,17 @@ from pathlib import Path
 
 import torch
 from transformers import set_seed
-from transformers.utils import logging
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
-from ..common.files import read_json
-from ..common.loading import check_there, load_tokenizer
-from ..common.model_fields import ALIASES, check_model_fields
+from ..common.loading import ALIASES, check_model_fields, check_there, load_tokenizer
 from ..configuration_neobert import NeoBERTConfig
 from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
-from ..training.checkpoints import newest_checkpoint
 from .prepared import tokenizer_fingerprint
 from .sources import content_hash
-from .transplant import find_rows, random_rows, replace_vocabulary
+from .transplant import find_rows, replace_vocabulary
 
-
-logger = logging.get_logger(__name__)
 
 # The Hub folder of a raw checkpoint in the output of a run, until the run has finished.
 START = ".start-{}.tmp"
@@ -77,14 +71,14 @@ def new_rows(init_embeddings, start, tokenizer):
     """`Rows` of another vocabulary than that of the weights, or None where theirs stays.
 
     Args:
-        init_embeddings: "transplant", "random" or None.
-        start: folder or Hub name of the weights, with their tokenizer for "transplant".
+        init_embeddings: "transplant" or None.
+        start: folder or Hub name of the weights and their tokenizer.
         tokenizer: the new one, of the run.
     Raises:
         UserError: `start` has no tokenizer.
     """
-    if init_embeddings != "transplant":
-        return None if init_embeddings is None else random_rows(tokenizer)
+    if init_embeddings is None:
+        return None
     try:
         old = load_tokenizer(start, padding=False)
     except UserError as error:
@@ -112,7 +106,7 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     check_model_fields(given, "model_config")
     given.setdefault("sparse_prediction", True)
     if init_from is not None:
-        return _load(init_from, given, tokenizer, seed, rows)
+        return _load(init_from, given, tokenizer, rows)
     given.setdefault("vocab_size", len(tokenizer))
     given.setdefault("pad_token_id", tokenizer.pad_token_id)
     config = _checked_config(given)
@@ -121,7 +115,7 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     return NeoBERTForMaskedLM(config)
 
 
-def _load(name, given, tokenizer, seed, rows):
+def _load(name, given, tokenizer, rows):
     config = _config_of(name)
     if rows is not None:
         count = given.pop("vocab_size", len(tokenizer))
@@ -146,37 +140,21 @@ def _load(name, given, tokenizer, seed, rows):
             "is needed"
         )
     if rows is not None:
-        if model.config.vocab_size <= max(rows.ordinary, default=0):
-            raise UserError(
-                f"init_from {name} has a vocabulary of {model.config.vocab_size}, fewer than its "
-                "tokenizer has tokens; they must belong together"
-            )
-        replace_vocabulary(model, rows, count, pad, seed)
+        replace_vocabulary(model, rows, count, pad)
     return model
 
 
 def _config_of(name):
     try:
-        values = (
-            read_json(Path(name) / "config.json")
-            if Path(name).is_dir()
-            else NeoBERTConfig.get_config_dict(name)[0]
-        )
-        model_type = values["model_type"]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"init_from {name} holds no model (config.json with model_type): {one_line(error)}"
-        ) from error
-    if model_type != "neobert":
-        raise UserError(
-            f"init_from {name} is a {model_type!r} model; a NeoBERT checkpoint is needed"
-        )
-    try:
-        return NeoBERTConfig.from_pretrained(name)
+        kind = NeoBERTConfig.get_config_dict(name)[0].get("model_type")
+        config = NeoBERTConfig.from_pretrained(name) if kind == "neobert" else None
     except Exception as error:  # the library has no one kind for values that it cannot read
         raise UserError(
             f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
         ) from error
+    if config is None:
+        raise UserError(f"init_from {name} is a {kind!r} model; a NeoBERT checkpoint is needed")
+    return config
 
 
 def _checked_config(values):
@@ -222,18 +200,12 @@ def _check_vocabulary(rows, tokenizer, where):
 
 
 def weights_folder(init_from, output):
-    """Where the weights of `init_from` are: itself; of a run's output folder without a final model,
-    its newest checkpoint; of a raw checkpoint, a Hub folder of it in `output` (see `START`)."""
+    """Where the weights of `init_from` are: itself, or of a raw checkpoint a Hub folder of it in
+    `output` (see `START`)."""
     folder = Path(init_from)
     check_there(init_from)
     if not folder.exists() or (folder / "config.json").is_file():
         return init_from
-    newest = newest_checkpoint(folder) if folder.is_dir() else None
-    if newest is not None:
-        logger.warning(
-            "init_from %s has not finished; its weights are those of %s", init_from, newest[1].name
-        )
-        return str(newest[1])
     below = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth))
     files = [folder] if folder.is_file() else sorted(path for path in below if path.is_file())
     start = Path(output) / START.format(content_hash(files))

@@ -2,12 +2,10 @@
 as defaults. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
 from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
-from .vocabulary_options import TOKENIZER_OPTIONS
 
 
 @dataclass
@@ -28,30 +26,16 @@ class ModelArguments(Arguments):
     )
     init_embeddings: str | None = option(
         None,
-        "with init_from and another tokenizer: rows of its vocabulary out of the old ones "
-        "(transplant), or drawn anew (random)",
-        choices=("transplant", "random"),
-    )
-    init_optimizer: bool = option(
-        False,
-        "with a checkpoint as init_from: its optimizer's moments too (a branch off a stable phase)",
+        "with init_from and another tokenizer: rows of its vocabulary out of the old ones",
+        choices=("transplant",),
     )
 
     def __post_init__(self):
         super().__post_init__()
-        if self.init_optimizer and self.init_from is None:
-            raise UserError(
-                "init_optimizer needs init_from: a checkpoint, whose optimizer is continued with"
-            )
         if self.init_embeddings and (self.init_from is None or self.tokenizer is None):
             raise UserError(
                 f"init_embeddings {self.init_embeddings} needs init_from, the weights to start "
                 "from, and tokenizer, with the new vocabulary"
-            )
-        if self.init_embeddings and self.init_optimizer:
-            raise UserError(
-                "init_optimizer continues with the moments of the old vocabulary, which "
-                "init_embeddings replaces; leave one of them out"
             )
 
 
@@ -67,7 +51,6 @@ class DataArguments(Arguments):
         ),
         free=True,  # known by its digest
     )
-    subset: str | None = option(None, "subset of a Hub data set")
     split: str = option("train", "split of a Hub or saved data set")
     column: str = option("text", "column with the text")
     heldout: str | list | dict | None = option(
@@ -100,11 +83,10 @@ class DataArguments(Arguments):
         from .heldout import parse_heldout
         from .sources import parse_sources
 
-        named = (self.subset, self.split, self.column)
-        self.sources = parse_sources(self.dataset, *named)
-        self.heldout_sources = (
-            parse_heldout(self.heldout, *named) if self.heldout is not None else {}
-        )
+        self.sources = parse_sources(self.dataset, self.split, self.column)
+        self.heldout_sources = {}
+        if self.heldout is not None:
+            self.heldout_sources = parse_heldout(self.heldout, self.split, self.column)
 
 
 @dataclass
@@ -213,16 +195,9 @@ class RunArguments(Arguments):
         least=0,
     )
     peak_tflops: float | None = option(
-        None, "the device's peak, for mfu; default: a measured matrix product", free=True, above=0
+        None, "the device's peak; the log then has mfu", free=True, above=0
     )
-    attn_implementation: str | None = option(None, "attention implementation while training")
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
-    raw_checkpoint: str | None = option(
-        None,
-        "also write the final weights to OUTPUT/raw in the authors' layout, in this dtype",
-        free=True,
-        choices=("float32", "bfloat16", "float16"),
-    )
 
 
 GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
@@ -253,12 +228,12 @@ LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 6144, 8192)
 class PseudoPerplexityArguments(Arguments):
     """Options of `neobert pseudo-perplexity`."""
 
-    model: str = option(help="folder or Hub name of a masked language model")
-    text: str = option(help="text, as the dataset of neobert pretrain; a .txt has a text a line")
+    model: list[str] = option(help="folders or Hub names of masked language models", free=True)
+    text: str = option(help="text, as the dataset of neobert pretrain", free=True)
     column: str = option("text", "column with the text")
-    output: str = option("results/pseudo_perplexity", "folder of the CSV, the table and the plot")
-    name: str | None = option(None, "name in the plot; default: last part of --model")
-    tokenizer: str | None = option(None, "folder or Hub name, where the model has no tokenizer")
+    output: str = option(
+        "results/pseudo_perplexity", "folder of the CSV, the table and the plot", free=True
+    )
     lengths: list[int] | None = option(
         None,
         f"length buckets, in tokens; default: {' '.join(map(str, LENGTHS))}, up to the model's "
@@ -287,14 +262,13 @@ class PseudoPerplexityArguments(Arguments):
         None, "length that YaRN extends from; default: the model's max_position_embeddings", least=1
     )
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
-    device: str | None = option(None, "default: cuda if there is one, else cpu")
+    device: str | None = option(None, "default: cuda if there is one, else cpu", free=True)
     trust_remote_code: bool = option(
         False, "run Python code that the model brings (NeoBERT itself needs none)"
     )
 
     def __post_init__(self):
         super().__post_init__()
-        self.name = self.name or Path(self.model.rstrip("/")).name or "model"
         try:
             self.position_count = None if self.positions == "exact" else int(self.positions)
             self.yarn_factors = [None if part == "off" else float(part) for part in self.yarn]
@@ -306,8 +280,48 @@ class PseudoPerplexityArguments(Arguments):
             raise UserError(f"yarn takes off or factors above 1, but {self.yarn} was given")
 
 
+MULTIPLE = 64  # of a vocabulary's rows, for matrix units
+
+
+@dataclass(kw_only=True)
+class VocabularyOptions(Arguments):
+    """Options of `neobert tokenizer`."""
+
+    texts: list[str] = option(
+        help="files (jsonl, parquet, csv, tsv, txt), folders, patterns, or Hub data sets",
+        positional=True,
+    )
+    column: str = option("text", "column with the text")
+    split: str = option("train", "split of a Hub or saved data set")
+    limit: int = option(200_000_000, "characters that are read, the first ones", least=1)
+    vocab_size: int = option(help=f"pieces, rounded up to a multiple of {MULTIPLE}", least=MULTIPLE)
+    extend: str | None = option(
+        None,
+        "folder or Hub name of a WordPiece tokenizer: its pieces keep their ids, new ones follow",
+    )
+    cased: bool = option(False, "keep capital letters")
+    strip_accents: bool = option(False, "read \u00e9 as e")
+    min_frequency: int = option(2, "rarer characters and pieces are left out", least=1)
+    output: str = option(help="folder of the tokenizer")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.rows = -(-self.vocab_size // MULTIPLE) * MULTIPLE
+        if self.extend is not None and (self.cased or self.strip_accents):
+            raise UserError(
+                f"cased and strip_accents follow the tokenizer that is extended, {self.extend}; "
+                "leave them out"
+            )
+
+
 OPTIONS = {
-    "tokenizer": TOKENIZER_OPTIONS,
+    "tokenizer": Options(
+        "neobert tokenizer",
+        "A WordPiece tokenizer learnt from texts, in the form of BERT's, and how it cuts held-out "
+        "text beside another one.",
+        (VocabularyOptions,),
+        "neobert tokenizer texts.jsonl --output my-tokenizer --vocab-size 32000",
+    ),
     "pretrain": Options(
         "neobert pretrain",
         "Masked-LM pre-training as in the paper (sections 3 and 4). The same command again "

@@ -28,20 +28,14 @@ class Plan:
         self.windows, self.spec, self.whole = windows, spec, whole
         self.seed = (spec.seed, number)
         self.ids = windows.of_texts_from(least)
-        counts = {"the data": len(self.ids)}
-        if windows.parts:
-            bounds = np.searchsorted(self.ids, windows.part_ends())
-            counts = dict(zip((part.name for part in windows.parts), np.diff(bounds, prepend=0)))
-        for name, count in counts.items():
-            if not count:
-                raise UserError(
-                    f"the mixture asks for texts of at least {least} tokens, but {name} has none"
-                )
-        self.weighted = None
-        if windows.parts:
-            shares = [part.share for part in windows.parts]
-            self.weighted = WeightedOrder(self.ids, bounds, shares, self.seed)
-        self.count = self.weighted.count if self.weighted else len(self.ids)  # texts of a pass
+        shares = windows.texts.shares
+        ends = np.searchsorted(self.ids, windows.source_ends()) if shares else [len(self.ids)]
+        if not np.diff(ends, prepend=0).all():
+            raise UserError(
+                f"the mixture asks for texts of at least {least} tokens, but "
+                f"{'a source' if shares else 'the data'} has none"
+            )
+        self.weighted = WeightedOrder(self.ids, ends, shares, self.seed) if shares else None
         self.ends = [0]  # batches before each pass
         self.current = None
         if not whole and not self.batches_of(0):

@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import TrainingArguments
 
@@ -23,14 +22,12 @@ from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import known_by
-from ..common.loading import set_attention
 from ..common.output import Output, run_settings
 from ..common.results import environment
-from ..common.secrets import redacted
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
-from . import adaptation_report
-from .heldout import metric_name, unigram, unigram_accuracy
+from .adaptation_report import write_report
+from .heldout import metric_name, most_frequent
 from .masking import TokenMasking
 from .model import START, choose_tokenizer, make_model, new_rows, weights_folder
 from .options import (
@@ -41,9 +38,7 @@ from .options import (
     RunArguments,
 )
 from .prepared import source_digest
-from .raw_checkpoint import raw_from_model
 from .schedule import make_training_arguments
-from .sources import shares_of
 from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
 from .trainer import PretrainingTrainer
 
@@ -127,48 +122,24 @@ def read_run(argv):
 # checks
 
 
-def _inputs(run):
-    """Local paths of the text, of a folder itself, since a later run reads what is in it by then. A
-    prepared set may be in the output."""
-    sources = [source for sources in run.sets.values() for source in sources]
-    names = [source.name for source in sources if source.kind in ("files", "saved")]
-    return [name for name in names if os.path.exists(name)]
-
-
 def _check(run):
     """Raises UserError for options that do not go together."""
     training, plugin = run.training, run.training.deepspeed_plugin
     strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
     if run.data.heldout is None and strategy != "no":
         raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
-    sharded = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    for name, value in {
-        "init_optimizer": run.model.init_optimizer,
-        "measure": run.data.measure,
-    }.items():
-        if sharded and value:
-            raise UserError(
-                f"{name} needs all of a weight in one process; DeepSpeed and FSDP cut them: use "
-                "recipes/accelerate/ddp.yaml"
-            )
     if plugin is not None and plugin.zero_stage == 3:
-        if run.model.init_embeddings:
-            raise UserError(
-                "init_embeddings needs all of the embedding in one process; ZeRO-3 cuts it: use "
-                "recipes/accelerate/zero2.yaml"
-            )
         gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         if not plugin.hf_ds_config.get_value(gathered):
             raise UserError(
                 "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under "
                 "deepspeed_config, as recipes/accelerate/zero3.yaml does"
             )
-    inputs = _inputs(run)
-    if run.model.init_from and os.path.exists(run.model.init_from):
-        inputs.append(run.model.init_from)
-    apart(run.output, *inputs)
+    # A later run reads what is in a folder of texts by then.
+    inputs = [source.name for sources in run.sets.values() for source in sources]
+    apart(run.output, *inputs, *filter(None, [run.model.init_from]))
     for name in run.sets:
-        apart(run.prepared / name, *_inputs(run))
+        apart(run.prepared / name, *inputs)
 
 
 def _output(run, tokenizer):
@@ -180,33 +151,16 @@ def _output(run, tokenizer):
     settings |= {
         "streaming": run.streams,
         "data": source_digest(run.data.sources, tokenizer),
+        "heldout": {
+            name: source_digest(sources, tokenizer)
+            for name, sources in run.data.heldout_sources.items()
+        },
         "world_size": run.training.world_size,
         "init_from": run.start and known_by(run.start),
     }
     if run.streams:  # each worker reads a share of its own
         settings["dataloader_num_workers"] = run.training.dataloader_num_workers
     return Output(run.output, "pretrain", settings, beside=[run.prepared.name])
-
-
-def _heldout_text(run, tokenizer):
-    """What the held-out text is known by: {name: digest}, a digest alone, or None without any."""
-    digests = {
-        name: redacted(source_digest(sources, tokenizer))
-        for name, sources in run.data.heldout_sources.items()
-    }
-    return digests.get("", digests or None)
-
-
-def _moments(run):
-    """The file of the optimizer's state that the run begins with, or None."""
-    if not run.model.init_optimizer:
-        return None
-    path = Path(run.start) / "optimizer.pt"
-    if not path.is_file():
-        raise UserError(
-            f"init_optimizer: {path} is not there; give one of the run's checkpoints as init_from"
-        )
-    return path
 
 
 # ------------------------------------------------------------------------------------------------
@@ -226,17 +180,13 @@ def execute(run):
     check_text(run)
 
     output = _output(run, tokenizer)
-    heldout_text = _heldout_text(run, tokenizer)
     if not run.data.measure and output.state() == "finished":
         result = read_json(output.result)
-        if result.get("heldout") == heldout_text:
-            if is_first:
-                print(
-                    f"{run.output}: finished already, after {result['steps']:,} steps",
-                    file=sys.stderr,
-                )
-                _write_raw(run, result["steps"])
-            return {name: value for name, value in result.items() if name.startswith("eval_")}
+        if is_first:
+            print(
+                f"{run.output}: finished already, after {result['steps']:,} steps", file=sys.stderr
+            )
+        return {name: value for name, value in result.items() if name.startswith("eval_")}
 
     rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
     if rows is not None and is_first:
@@ -248,8 +198,6 @@ def execute(run):
             f"max_length {run.batch.max_length} is more than the {limit} tokens of the model's "
             "context"
         )
-    if run.run.attn_implementation:
-        set_attention(model, run.run.attn_implementation)
     if run.run.compile:
         compile_blocks(model)
     heldout = heldout_batches(run, tokenizer)
@@ -259,16 +207,14 @@ def execute(run):
             args=training,
             eval_dataset=heldout,
             processing_class=tokenizer,
-            run=run.run,
         )
-        start = {} if rows is None else adaptation_report.measure_start(run, trainer)
-        metrics = {**start, **trainer.measure()}
+        metrics = trainer.measure()
         _remove_start(run)
         return metrics
 
     shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
-    _, batches = training_batches(run, tokenizer, masking)
+    batches = training_batches(run, tokenizer, masking)
     training.ignore_data_skip = training.ignore_data_skip or run.streams
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
@@ -279,23 +225,17 @@ def execute(run):
             train_dataset=batches,
             eval_dataset=heldout or None,
             processing_class=tokenizer,
-            run=run.run,
-            moments=_moments(run),
-            measure_start=None
-            if rows is None or not heldout
-            else functools.partial(adaptation_report.measure_start, run),
+            peak_tflops=run.run.peak_tflops,
         )
         train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
         metrics = trainer.evaluate()
         for name, batches in heldout.items():
-            # Of the held-out text itself: the baseline's best case, prepared or streamed.
-            frequent = unigram(batches.windows.texts, tokenizer)
-            metrics[metric_name(name, "unigram_accuracy")] = unigram_accuracy(batches, frequent)
-        _finish(run, output, trainer, metrics, heldout_text, rows)
+            metrics[metric_name(name, "unigram_accuracy")] = most_frequent(batches)[1]
+        _finish(run, output, trainer, metrics, rows)
     return metrics
 
 
-def _finish(run, output, trainer, metrics, heldout_text, rows):
+def _finish(run, output, trainer, metrics, rows):
     """Saves the final model, and last what it reached."""
     training, is_first = trainer.args, trainer.is_world_process_zero()
     with output.final_files() if is_first else contextlib.nullcontext():
@@ -317,21 +257,13 @@ def _finish(run, output, trainer, metrics, heldout_text, rows):
             distributed=trainer.accelerator.distributed_type.value,
             steps=trainer.state.global_step,
             tokens_seen=trainer.state.num_input_tokens_seen,
-            parameters=_parameters(output.scratch),
             **spent(trainer),
-            heldout=heldout_text,
             **({} if rows is None else {"init_rows": rows.counts}),
             **metrics,
         )
         if run.start is not None and metrics:
-            adaptation_report.write_report(
-                output.scratch / "adaptation",
-                trainer.state.log_history,
-                metrics,
-                result,
-                shares_of(run.data.sources),
-            )
-    _write_raw(run, trainer.state.global_step)
+            page = output.scratch / "adaptation.md"
+            write_report(page, trainer.state.log_history, metrics, rows is not None)
     output.finish(**result)
     _remove_start(run)
 
@@ -340,23 +272,6 @@ def _remove_start(run):
     """Removes the Hub folder of a raw checkpoint that the run began with."""
     for folder in run.output.glob(START.format("*")):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_raw(run, step):
-    """The final weights in the authors' layout, where they were asked for and are not there."""
-    if run.run.raw_checkpoint and not (run.output / "raw" / "config.yaml").is_file():
-        raw_from_model(run.output, run.output / "raw", step, getattr(torch, run.run.raw_checkpoint))
-
-
-def _parameters(folder):
-    """Parameters of a saved model; tied ones once."""
-    from safetensors import safe_open
-
-    count = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())
-    return count
 
 
 def main(argv=None):

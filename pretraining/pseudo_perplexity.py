@@ -2,7 +2,7 @@
 (Figure 2 of the paper).
 
     neobert pseudo-perplexity --model chandar-lab/NeoBERT --text wikimedia/wikipedia:20231101.en
-    neobert pseudo-perplexity --model my_model --text articles.jsonl \\
+    neobert pseudo-perplexity --model mine other --text articles.jsonl \\
         --lengths 128 512 2048 --positions exact --yarn off 2
 
 For a text of n tokens (special tokens not counted), each position is masked on its own, -log
@@ -11,8 +11,7 @@ forwards of length n. With `--positions 64` a random 64 of the n positions, with
 estimate the mean cross-entropy without bias; its standard error is s / sqrt(64) * sqrt(1 - 64 / n).
 
 OUTPUT/pseudo_perplexity.csv gets a row as soon as a text is done, and the same command again
-continues it. A row holds the settings that it was measured with. Models share a CSV: the table and
-the plot show all rows with the settings, texts and lengths of this run.
+continues it.
 """
 
 import hashlib
@@ -31,28 +30,24 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 from ..common import figures
 from ..common.errors import UserError
 from ..common.files import write_text
-from ..common.folders import check_folder, locked
-from ..common.identity import model_digest
+from ..common.identity import known_by
 from ..common.loading import (
-    check_model,
     check_vocabulary,
     choose_device,
     load_tokenizer,
     position_limit,
     text_limit,
 )
-from ..common.results import check_result_files, environment, markdown_table, write_result
+from ..common.output import Output, run_settings
+from ..common.results import environment, environment_line, markdown_table
 from .options import LENGTHS, OPTIONS
-from .sources import load_rows, parse_sources
+from .sources import load_rows, parse_sources, source_key
 
 
 ROWS = 20_000  # of the data that are looked at
 BATCH_TOKENS = 16384  # of a forward: masked copies of a text go through together
-# What a row of the CSV is known by: the model, the settings, the text at one length.
-SETTINGS = ["dtype", "bucketing", "sampled", "seed"]
-NUMBERS = ["length", "tokens", "positions"]
-KEY = ["name", "revision", "yarn", *SETTINGS, "text", *NUMBERS]
-FIELDS = [*KEY, "mean_cross_entropy", "standard_error", "pseudo_perplexity"]
+KEY = ["name", "yarn", "text", "length"]
+FIELDS = [*KEY, "tokens", "positions", "mean_cross_entropy", "standard_error"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -156,18 +151,18 @@ def is_rotary(config):
     return kind in ("rope", "rotary") and any(getattr(config, name, None) for name in names)
 
 
-def load_model(options, factor):
+def load_model(options, name, factor):
     """The masked language model in evaluation mode, with YaRN of `factor` if it is not None.
     UserError: no masked-LM head in its checkpoint, no rotary positions to extend."""
     code = {"trust_remote_code": options.trust_remote_code}
-    config = AutoConfig.from_pretrained(options.model, **code)
+    config = AutoConfig.from_pretrained(name, **code)
     if factor is not None:
         parameters = getattr(config, "rope_parameters", None) or {}
         nested = any(isinstance(value, dict) for value in parameters.values())
         if not is_rotary(config) or nested or hasattr(config, "global_rope_theta"):
             raise UserError(
-                f"YaRN needs one set of rotary parameters, which {options.model} "
-                f"({config.model_type}) does not have; use --yarn off"
+                f"YaRN needs one set of rotary parameters, which {name} ({config.model_type}) "
+                "does not have; use --yarn off"
             )
         length = options.yarn_from or config.max_position_embeddings
         yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
@@ -179,98 +174,103 @@ def load_model(options, factor):
         config.max_position_embeddings = max(config.max_position_embeddings, longest)
     dtype = getattr(torch, options.dtype)
     model, info = AutoModelForMaskedLM.from_pretrained(
-        options.model, config=config, dtype=dtype, output_loading_info=True, **code
+        name, config=config, dtype=dtype, output_loading_info=True, **code
     )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(
-            f"{options.model} has no trained masked-LM head: {missing} are not in its checkpoint, "
-            "and would be random"
+            f"{name} has no trained masked-LM head: {missing} are not in its checkpoint, and would "
+            "be random"
         )
     # No batch here has padding, and the warning about our own hook would be false.
     model.config.unpad_inputs = False
     return model.eval().to(choose_device(options.device))
 
 
-def cut_texts(options, tokenizer, lengths):
+def usable_lengths(options, models, tokenizer):
+    """The buckets that a model takes: `lengths`, or the usual ones up to its context.
+
+    Args:
+        models: the model as it is and with YaRN.
+    """
+    longest = min(max(position_limit(model.base_model) for model in models), LENGTHS[-1])
+    lengths = options.lengths or [*(n for n in LENGTHS if n < longest), longest]
+    # A table of positions ends; rotary ones do not.
+    limit = max(lengths) if is_rotary(models[0].config) else text_limit(models[0], tokenizer)
+    return sorted({n for n in lengths if tokenizer.num_special_tokens_to_add() < n <= limit})
+
+
+def cut_texts(options, sources, tokenizer, lengths):
     """[(digest of the text, length bucket, ids between the special ones)], shortest first.
 
     Lengths count the special tokens. "cut": the first tokens of every text, at each length that it
     reaches. "own": every text in full (cut at the largest length), in the smallest bucket that
     holds it, as in Figure 2. UserError: no text is long enough.
     """
-    rows = load_rows(parse_sources(options.text, column=options.column))
-    special, texts, skipped = tokenizer.num_special_tokens_to_add(), {}, 0
-    for row in rows.take(ROWS):
-        if not row["text"] or not row["text"].strip():
-            skipped += 1
-            continue
-        ids = tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        digest = hashlib.sha256(row["text"].encode()).hexdigest()[:12]
-        texts[digest] = ids[: lengths[-1] - special]
+    special, texts = tokenizer.num_special_tokens_to_add(), {}
+    for row in load_rows(sources).take(ROWS):
+        text = row["text"] or ""
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids and lengths:
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            texts[digest] = ids[: lengths[-1] - special]
     # The same texts at every length, as far as they reach: lengths then differ in length alone.
     chosen = sorted(texts.items(), key=lambda item: len(item[1]), reverse=True)[: options.texts]
-    units, short = [], 0
+    units = []
     for digest, ids in chosen:
         reached = [length for length in lengths if length <= len(ids) + special]
         if options.bucketing == "own":
             reached = [next(length for length in lengths if len(ids) + special <= length)]
-        short += not reached
         units += [(digest, length, ids[: length - special]) for length in reached]
-    print(
-        f"{options.text}: {len(chosen) - short:,} texts; {skipped:,} rows are empty, "
-        f"{short:,} texts shorter than {lengths[0]} tokens, the shortest length",
-        file=sys.stderr,
-    )
     if not units:
-        raise UserError(f"no text of {options.text} reaches {lengths[0]} tokens")
+        raise UserError(f"no text of {options.text} reaches one of the lengths {lengths}")
     return sorted(units, key=lambda unit: (len(unit[2]), unit[0]))
 
 
 def read_rows(path):
-    """The CSV as a table of strings, without a last line that a killed run left unfinished.
-    UserError: the file is of another kind."""
-    header = ",".join(FIELDS) + "\n"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else header
-    if not text.startswith(header):
-        raise UserError(
-            f"{path} is not a pseudo-perplexity CSV of this version; move it away or choose "
-            "another --output"
-        )
+    """The CSV as a table, without a last line that a killed run left unfinished, which is removed
+    from the file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ",".join(FIELDS) + "\n"
     text = text[: text.rfind("\n") + 1]
-    return pandas.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    write_text(path, text)
+    return pandas.read_csv(io.StringIO(text), dtype=dict.fromkeys(KEY[:3], str))
 
 
 # ------------------------------------------------------------------------------------------------
 # the command
 
 
-def write_page(path, rows):
-    """Writes the table, the figures and the plot of rows of the CSV beside it; returns the page."""
-    rows = rows.astype(dict.fromkeys(FIELDS[-3:], float) | dict.fromkeys(NUMBERS, int))
-    buckets, env = summarise(rows), environment(dtype=rows["dtype"].iloc[0])
-    header = ["model", "YaRN", "length", "texts", "positions", "pseudo-perplexity", "95 % interval"]
-    lines = []
-    for bucket in buckets:
-        cells = [bucket[name] for name in ("name", "yarn", "length", "texts", "positions")]
-        interval = f"{bucket['low']:.3f} to {bucket['high']:.3f}"
-        lines.append([*cells, f"{bucket['pseudo_perplexity']:.3f}", interval])
-    note = (
-        "exp(mean cross-entropy), every position masked on its own; the interval covers the "
-        "choice of texts and of positions."
-    )
-    text = f"{markdown_table(header, lines)}\n{note}"
-    data = {"kind": "pseudo-perplexity", "buckets": buckets}
-    page = write_result(path.with_suffix(""), "Pseudo-perplexity", env, data, text)
+def measure(model, tokenizer, text, body, options):
+    """{field of the CSV: value} of one text, cut to `body`, ids without the special ones."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    special, mask = encoded["input_ids"], encoded["special_tokens_mask"]
+    start = mask.index(0)
+    ids = [*special[:start], *body, *special[start + mask.count(0) :]]
+    ids = torch.tensor(ids, device=model.device)
+    places = sample_positions(len(body), options.position_count, options.seed, text)
+    masked = torch.from_numpy(places + start).to(model.device)
+    losses = masked_cross_entropy(model, ids, masked, tokenizer.mask_token_id)
+    return dict(zip(FIELDS[4:], (len(ids), len(places), *mean_and_error(losses, len(body)))))
 
-    # Figure 2: the buckets as a line with 95 % intervals, both axes logarithmic.
+
+def write_page(path, buckets, env):
+    """Writes the table and the plot of `summarise` beside the CSV; returns the page."""
+    columns = ["name", "yarn", "length", "texts", "positions", "pseudo_perplexity", "low", "high"]
+    table = pandas.DataFrame(buckets)[columns].round(3)
+    page = (
+        f"# Pseudo-perplexity\n\n{environment_line(env)}.\n\n"
+        f"{markdown_table(columns, table.astype(str).values)}\n"
+        "exp(mean cross-entropy), every position masked on its own; low to high is the 95 % "
+        "interval, for the choice of texts and of positions.\n"
+    )
+    write_text(path.with_suffix(".md"), page)
+    # Figure 2: both axes logarithmic.
     title = "Pseudo-perplexity against length"
     figure, axes = figures.subplots(title, "length in tokens", "pseudo-perplexity")
-    table = pandas.DataFrame(buckets)
     for i, ((name, yarn), line) in enumerate(table.groupby(["name", "yarn"])):
         label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
-        x, y = list(line["length"]), list(line["pseudo_perplexity"])
         spread = list(zip(line["low"], line["high"]))
+        x, y = list(line["length"]), list(line["pseudo_perplexity"])
         figures.line(axes, x, y, spread, label=label, series=i)
     figures.length_axis(axes, table["length"])
     axes.set_yscale("log")
@@ -282,65 +282,36 @@ def write_page(path, rows):
 def main(argv=None):
     """Runs `neobert pseudo-perplexity`; bad input is a UserError before any work."""
     (options,) = OPTIONS["pseudo-perplexity"].read(sys.argv[1:] if argv is None else argv)
-    check_folder(options.output, "output")
-    path = Path(options.output) / "pseudo_perplexity.csv"
-    pages = (path.stem + end for end in (".json", ".md", ".png"))
-    check_result_files(options.output, "pseudo-perplexity", len(read_rows(path)), *pages)
-    check_model(options.model)
-    models = {factor: load_model(options, factor) for factor in options.yarn_factors}
-    model = next(iter(models.values()))
-    folder = options.tokenizer or options.model
-    tokenizer = load_tokenizer(folder, padding=False, trust_remote_code=options.trust_remote_code)
-    if tokenizer.mask_token_id is None:
-        raise UserError(f"the tokenizer of {folder} has no mask token")
-    check_vocabulary(tokenizer, model, options.model)
-    contexts = [position_limit(each.base_model) for each in models.values()]
-    longest = min(max(contexts), LENGTHS[-1])
-    lengths = options.lengths or [*(n for n in LENGTHS if n < longest), longest]
-    # A table of positions ends; rotary ones do not.
-    limit = max(lengths) if is_rotary(model.config) else text_limit(model, tokenizer)
-    special = tokenizer.num_special_tokens_to_add()
-    lengths = sorted({length for length in lengths if special < length <= limit})
-    if not lengths:
-        raise UserError(f"none of the lengths fits {options.name}, which takes {limit} tokens")
-    units = cut_texts(options, tokenizer, lengths)
-
-    # Own lengths depend on all buckets.
-    bucketing = "cut" if options.bucketing == "cut" else " ".join(map(str, ["own", *lengths]))
-    settings = (options.dtype, bucketing, options.positions, str(options.seed))
-    settings = dict(zip(SETTINGS, settings))
-    revision = " ".join(filter(None, [model_digest(options.model), options.tokenizer]))
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    ids, special_mask = encoded["input_ids"], encoded["special_tokens_mask"]
-    start = special_mask.index(0)
-    prefix, suffix = ids[:start], ids[start + special_mask.count(0) :]
-    with locked(options.output):
-        rows = read_rows(path)
-        write_text(path, rows.to_csv(index=False))
-        finished = set(rows[KEY].itertuples(index=False, name=None))
-        for factor, model in models.items():
-            yarn = "off" if factor is None else f"{factor:g}"
-            if factor is not None and options.yarn_from:
-                yarn += f" from {options.yarn_from}"
-            known = {"name": options.name, "revision": revision, "yarn": yarn, **settings}
-            for text, length, body in tqdm(units, desc=f"{options.name}, YaRN {yarn}", unit="text"):
-                places = sample_positions(len(body), options.position_count, options.seed, text)
-                ids = torch.tensor([*prefix, *body, *suffix], device=model.device)
-                row = {**known, "text": text}
-                row |= zip(NUMBERS, (length, len(ids), len(places)))
-                if tuple(map(str, row.values())) in finished:
-                    continue
-                places = torch.from_numpy(places + len(prefix)).to(model.device)
-                losses = masked_cross_entropy(model, ids, places, tokenizer.mask_token_id)
-                mean, error = mean_and_error(losses, len(body))
-                row |= {"mean_cross_entropy": f"{mean:.8g}", "standard_error": f"{error:.5g}"}
-                row["pseudo_perplexity"] = f"{math.exp(min(mean, 700.0)):.8g}"
-                pandas.DataFrame([row]).to_csv(path, mode="a", header=False, index=False)
-        rows = read_rows(path)
-        of_run = rows["text"].isin([unit[0] for unit in units])
-        of_run &= rows["length"].isin(map(str, lengths))
-        of_run &= (rows["revision"] == revision) | (rows["name"] != options.name)
-        for name, value in settings.items():
-            of_run &= rows[name] == value
-        print(write_page(path, rows[of_run]))
+    sources = parse_sources(options.text, column=options.column)
+    known = {"model": [known_by(name) for name in options.model], "text": source_key(sources)}
+    output = Output(options.output, "pseudo-perplexity", run_settings(options) | known)
+    path = output.folder / "pseudo_perplexity.csv"
+    if output.state() == "finished":
+        print(path.with_suffix(".md").read_text())
+        return 0
+    labels, work = [Path(name).name for name in options.model], []
+    if len(set(labels)) < len(labels):
+        labels = options.model
+    for label, name in zip(labels, options.model):
+        code = options.trust_remote_code
+        tokenizer = load_tokenizer(name, padding=False, trust_remote_code=code)
+        if tokenizer.mask_token_id is None:
+            raise UserError(f"the tokenizer of {name} has no mask token")
+        models = [load_model(options, name, factor) for factor in options.yarn_factors]
+        check_vocabulary(tokenizer, models[0], name)
+        lengths = usable_lengths(options, models, tokenizer)
+        units = cut_texts(options, sources, tokenizer, lengths)
+        for yarn, model in zip(options.yarn, models):
+            work.append((label, yarn, model, tokenizer, units))
+    with output.claim():
+        done = set(read_rows(path)[KEY].itertuples(index=False, name=None))
+        for name, yarn, model, tokenizer, units in work:
+            for text, length, body in tqdm(units, desc=f"{name}, YaRN {yarn}", unit="text"):
+                key = (name, yarn, text, length)
+                if key not in done:
+                    row = dict(zip(KEY, key)) | measure(model, tokenizer, text, body, options)
+                    pandas.DataFrame([row]).to_csv(path, mode="a", header=False, index=False)
+        buckets, env = summarise(read_rows(path)), environment(dtype=options.dtype)
+        print(write_page(path, buckets, env))
+        output.finish(environment=env, buckets=buckets)
     return 0

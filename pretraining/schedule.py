@@ -6,7 +6,7 @@ import os
 import torch
 
 from ..common.errors import UserError
-from ..training.options import BLOCKS_ONLY, check_trainer_options, training_arguments
+from ..training.options import BLOCKS_ONLY, training_arguments
 
 
 # An item of the data is a complete micro-batch, and a loss that is not finite must be seen.
@@ -43,7 +43,6 @@ def make_training_arguments(run, batch, given):
         UserError: as of `training_arguments`; values that do not go together.
     """
     given = dict(given)
-    check_trainer_options(given)
     if given["max_steps"] < 1:
         raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
     warmup = given.get("warmup_steps", min(2000, given["max_steps"] // 20))

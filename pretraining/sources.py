@@ -5,8 +5,6 @@ import functools
 import hashlib
 import math
 import os
-import statistics
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,8 +27,7 @@ class Source:
     """One place that text is read from.
 
     Args:
-        name: of a data set on the Hub, or a file, a folder, a pattern, a URL, a saved or a prepared
-            set.
+        name: of a data set on the Hub, or a file, a folder, a pattern, a URL, a saved set.
         subset, revision, split: of a Hub data set; a saved set has splits too.
         column: with the text; files of plain text have none.
         weight: probability that a text of the run is one of this source, relative to those of the
@@ -46,10 +43,8 @@ class Source:
 
     @functools.cached_property
     def kind(self):
-        """ "prepared", "saved", "files", or "hub"."""
+        """ "saved", "files", or "hub"."""
         path = Path(self.name)
-        if (path / "prepared.json").is_file():
-            return "prepared"
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return "saved"
         # What can only be meant as a path: the Hub need not be asked for it.
@@ -76,80 +71,44 @@ class Source:
         if self.kind == "files":
             return [Path(file.url) for file in self.files if "://" not in file.url]
         folder = Path(self.name)
-        if self.kind == "prepared":
-            return [folder / "texts.arrow"]
         if (folder / "dataset_dict.json").is_file():
             folder = folder / self.split
         return sorted(folder.rglob("data*.arrow"))  # cache-*.arrow is what datasets made of them
 
 
-def parse_sources(dataset, subset=None, split="train", column="text"):
-    """The sources of a recipe's `dataset`: a name or a list; "name:subset@revision, other name" is
-    a list too, unless it is a file's name. An entry of the list may be a mapping with name, weight,
-    subset, split and column.
+def parse_sources(dataset, split="train", column="text"):
+    """The sources of a recipe's `dataset`: a name or a list; of the Hub it may be
+    "name:subset@revision". An entry of the list may be a mapping with name, weight, split and
+    column.
 
     Raises:
         UserError: there is no name; weights that cannot be.
     """
     sources = []
     for entry in dataset if isinstance(dataset, (list, tuple)) else [dataset]:
-        fields = {"subset": subset, "split": split, "column": column}
-        if isinstance(entry, dict):
-            allowed = {"name": str, "weight": float, "subset": str, "split": str, "column": str}
-            fields |= typed(entry, allowed, "of dataset", f"an entry has {', '.join(allowed)}")
-            names = [fields.pop("name", "")]
-            if not names[0].strip():
-                raise UserError("an entry of dataset has no name; give {name: FILE, weight: 0.9}")
-        else:
-            names = [entry] if os.path.exists(str(entry)) else str(entry).split(",")
-        for name in filter(None, map(str.strip, map(str, names))):
-            subset_of_name = revision = None
-            if not os.path.exists(name) and "://" not in name:
-                name, _, revision = name.partition("@")
-                name, _, subset_of_name = name.partition(":")
-            own = fields | {"subset": subset_of_name or fields["subset"]}
-            sources.append(Source(name, revision=revision or None, **own))
-    if not sources:
-        raise UserError("dataset is empty; give a Hub name or a path")
-    _check_weights(sources)
+        fields = {"split": split, "column": column}
+        allowed = {"name": str, "weight": float, "split": str, "column": str}
+        given = entry if isinstance(entry, dict) else {"name": entry}
+        fields |= typed(given, allowed, "of dataset", f"an entry has {', '.join(allowed)}")
+        name, subset, revision = fields.pop("name", "").strip(), None, None
+        if not name:
+            raise UserError("dataset has an entry without a name; give a Hub name or a path")
+        if not os.path.exists(name) and "://" not in name:
+            name, _, revision = name.partition("@")
+            name, _, subset = name.partition(":")
+        sources.append(Source(name, subset or None, revision or None, **fields))
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights and (len(weights) < len(sources) or not 0 < min(weights) <= max(weights) < math.inf):
+        raise UserError("give every source of dataset a weight, a number above 0, or none")
     return tuple(sources if len(sources) > 1 else [replace(sources[0], weight=None)])
 
 
-def _check_weights(sources):
-    weights = [source.weight for source in sources]
-    if weights == [None] * len(weights):
-        return
-    places = [
-        (os.path.abspath(source.name), source.subset, source.revision, source.split)
-        for source in sources
-    ]
-    for place, source in zip(places, sources):
-        if source.weight is None:
-            raise UserError(
-                f"dataset {source.name} has no weight, but others have; give every source one, or "
-                "none"
-            )
-        if not 0 < source.weight < math.inf:  # NaN is neither
-            raise UserError(
-                f"dataset {source.name}: weight must be a number above 0, but {source.weight} was "
-                "given"
-            )
-        if places.count(place) > 1:
-            raise UserError(f"dataset {source.name} is there twice; give it once, with one weight")
-
-
 def shares_of(sources):
-    """{name in the log: share of the texts} of weighted `Source`s, {} of others; the shares sum to
-    1. A name is without its folder where that tells the sources apart."""
+    """Shares of the texts of weighted `Source`s, which sum to 1; [] of others."""
     if sources[0].weight is None:
-        return {}
-    names = [source.name.rstrip("/").rpartition("/")[2] for source in sources]
-    if len(set(names)) < len(names):
-        names = [source.name for source in sources]
-    if len(set(names)) < len(names):  # subsets or splits of one data set
-        names = [f"{name}-{i}" for i, name in enumerate(names, 1)]
+        return []
     total = math.fsum(source.weight for source in sources)
-    return {name: source.weight / total for name, source in zip(names, sources)}
+    return [source.weight / total for source in sources]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -170,14 +129,9 @@ def load_rows(sources):
 
 def _open(source):
     column = source.column
-    if source.kind == "prepared":
-        raise UserError(
-            f"dataset {source.name} is a prepared set; give it alone, and not streaming"
-        )
     if source.kind == "files":
         if source.files[0].format == ".txt":
             column = "text"
-            _warn_of_wrapped_lines(source.name, tuple(source.files))
         return IterableDataset.from_generator(
             _texts,
             features=Features({"text": Value("string")}),
@@ -231,24 +185,6 @@ def _texts(files, column):
             yield {"text": row[column]}
 
 
-@functools.lru_cache
-def _warn_of_wrapped_lines(name, files):
-    """A book or an article whose lines are broken at a width is not one text a line."""
-    rows = (row["text"] for row in _texts(files[:1], "text"))
-    lines = [line for _, line in zip(range(1000), rows)]
-    if len(lines) < 20:
-        return
-    longest = statistics.quantiles(map(len, lines), n=10)[-1]
-    ends = sum(line.endswith((".", "!", "?", '"', "'", ":", "\u201d")) for line in lines)
-    if 40 < longest <= 100 and ends < 0.5 * len(lines):
-        print(
-            f"dataset {name}: its lines look broken at a width ({100 * ends / len(lines):.0f} % of "
-            "them end a sentence), but every line is taken as one text; if they belong together, "
-            "give jsonl with one text a row",
-            file=sys.stderr,
-        )
-
-
 # ------------------------------------------------------------------------------------------------
 # telling sources apart
 
@@ -257,6 +193,7 @@ def source_key(sources):
     """What sources are known by, as a dict of JSON types: names without folders, and the content of
     local files."""
     paths = [path for source in sources for path in source.paths]
+    hub = [source for source in sources if source.kind == "hub"]
     urls = [
         [file.name, file.size]
         for source in sources
@@ -269,10 +206,9 @@ def source_key(sources):
         "dataset": ", ".join(names),
         "content": content_hash(paths) if paths else None,
         "urls": urls or None,
-        "subset": [source.subset for source in sources if source.subset] or None,
-        "revisions": [source.revision for source in sources if source.revision] or None,
-        "split": sources[0].split,
-        "column": sources[0].column,
+        "hub": [[source.subset, source.revision] for source in hub] or None,
+        "split": ", ".join(dict.fromkeys(source.split for source in sources)),
+        "column": ", ".join(dict.fromkeys(source.column for source in sources)),
     }
 
 

@@ -27,7 +27,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
     Args:
         rows: list of `datasets.IterableDataset` with the column "text", one a source.
-        shares: {name: share of the texts} of weighted sources, {} of others.
+        shares: of the texts, of weighted sources that sum to 1; [] of others.
         tokenizer, masking, spec: a fast tokenizer, `TokenMasking`, `BatchSpec`.
         count: micro-batches of the run in all processes, for a mask schedule.
         rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
@@ -38,7 +38,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def __init__(
         self, rows, shares, tokenizer, masking, spec, count, rank=0, world_size=1, workers=0
     ):
-        self.rows, self.shares, self.masking = rows, shares, masking
+        self.rows, self.shares, self.masking = rows, shares or [1.0], masking
         self.tokenizer, self.special = tokenizer, SpecialTokens.of(tokenizer)
         self.spec, self.count = spec, count
         self.rank, self.world_size, self.workers = rank, world_size, max(1, workers)
@@ -52,6 +52,12 @@ class StreamedBatches(torch.utils.data.IterableDataset):
             states: {worker: state}, each of the worker's last batch before `consumed`.
         """
         self.start, self.saved = consumed, {int(worker): state for worker, state in states.items()}
+
+    def passes(self, states):
+        """Complete passes over the data of this process, a mean over its workers and weighted
+        sources, by the newest state of each worker."""
+        parts = [part["passes"] for state in states for part in state["parts"]]
+        return sum(np.dot(self.shares, passes) for passes in parts) / max(1, len(states))
 
     def __iter__(self):
         """Worker w makes micro-batches w, w + workers, ... of this process, which is the order in
@@ -85,8 +91,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
         stream on its own."""
         least = self.spec.mixture[number][0]
         windows = _Windows(self.tokenizer, self.special, self.spec, least)
-        shares = list(self.shares.values()) or [1.0]
-        return Texts(self.rows, shares, windows, (self.spec.seed, number), reader, readers)
+        return Texts(self.rows, self.shares, windows, (self.spec.seed, number), reader, readers)
 
 
 class _Windows:

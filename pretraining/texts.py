@@ -9,7 +9,7 @@ from ..common.errors import UserError
 from .batches import MicroBatches, SpecialTokens, Windows
 from .heldout import check_held_out
 from .masking import TokenMasking
-from .prepared import TokenisedTexts, describe, load_prepared, prepare
+from .prepared import TokenisedTexts, load_prepared, prepare
 from .sources import load_rows, shares_of
 from .streaming import StreamedBatches
 
@@ -23,23 +23,15 @@ def prepared_tokens(run, name, sources, tokenizer):
     """The tokenised form of `sources`, made first when it is not there, under `name` of
     `Given.sets`."""
     folder = run.prepared / name
-    if len(sources) == 1 and sources[0].kind == "prepared":
-        folder = sources[0].name
-    else:
-        with run.training.main_process_first(desc="tokenising"):
-            prepare(sources, folder, tokenizer)
-    tokens, summary = load_prepared(folder, tokenizer)
+    with run.training.main_process_first(desc="tokenising"):
+        summary = prepare(sources, folder, tokenizer)
     if run.training.process_index == 0:
-        print(f"{summary['dataset']}: {describe(summary)}", file=sys.stderr, flush=True)
-    return tokens
-
-
-def training_tokens(run, tokenizer):
-    """`TokenisedTexts` of the training text."""
-    sets = {name: sources for name, sources in run.sets.items() if name.startswith("train")}
-    tokens = [prepared_tokens(run, name, sources, tokenizer) for name, sources in sets.items()]
-    shares = shares_of(run.data.sources)
-    return TokenisedTexts.joined(tokens, shares) if shares else tokens[0]
+        print(
+            f"{summary['dataset']}: {summary['kept']:,} of {summary['rows']:,} rows have text, "
+            f"{summary['tokens']:,} tokens",
+            file=sys.stderr,
+        )
+    return load_prepared(folder)
 
 
 def check_text(run):
@@ -48,42 +40,32 @@ def check_text(run):
     check_held_out(run.data.heldout_sources, run.data.sources)
     for name, sources in run.sets.items():
         is_there = (run.prepared / name / "prepared.json").is_file()
-        if sources[0].kind != "prepared" and not is_there:
-            if next(iter(load_rows(sources)), None) is None:
-                raise UserError(f"dataset {sources[0].name} has no rows")
+        if not is_there and next(iter(load_rows(sources)), None) is None:
+            raise UserError(f"dataset {sources[0].name} has no rows")
 
 
 def heldout_batches(run, tokenizer):
     """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
-    return {name: heldout_set(run, name, tokenizer) for name in run.data.heldout_sources}
-
-
-def heldout_set(run, name, tokenizer, prefix=""):
-    """`MicroBatches` of one held-out set; `prefix` of its folder in `prepared`."""
     spec, batch = run.spec.of_all_texts(run.spec.seed + 1), run.batch
-    sources, folder = run.data.heldout_sources[name], prefix + folder_of(name)
-    tokens = prepared_tokens(run, folder, sources, tokenizer)
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
-    masking = TokenMasking(tokenizer, *shares)
-    return make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
+    masking, sets = TokenMasking(tokenizer, *shares), {}
+    for name, sources in run.data.heldout_sources.items():
+        tokens = prepared_tokens(run, folder_of(name), sources, tokenizer)
+        sets[name] = make_batches(tokens, tokenizer, masking, spec, name or run.data.heldout)
+    return sets
 
 
 def training_batches(run, tokenizer, masking):
-    """(`TokenisedTexts`, `MicroBatches`) of the training text; of text that is streamed (None,
-    `StreamedBatches` of this process)."""
-    if run.streams:
-        return None, make_stream(run, tokenizer, masking)
-    tokens = training_tokens(run, tokenizer)
-    return tokens, make_batches(
-        tokens, tokenizer, masking, run.spec, run.data.dataset, run.micro_batches
-    )
-
-
-def make_stream(run, tokenizer, masking):
-    """`StreamedBatches` of this process."""
-    training, shares = run.training, shares_of(run.data.sources)
-    parts = [[source] for source in run.data.sources] if shares else [run.data.sources]
-    rows = [load_rows(part) for part in parts]
+    """`MicroBatches` of the training text; of text that is streamed `StreamedBatches` of this
+    process."""
+    sources, training, shares = run.data.sources, run.training, shares_of(run.data.sources)
+    if not run.streams:
+        sets = {name: parts for name, parts in run.sets.items() if name.startswith("train")}
+        tokens = [prepared_tokens(run, name, parts, tokenizer) for name, parts in sets.items()]
+        tokens = TokenisedTexts.joined(tokens, shares) if shares else tokens[0]
+        name = run.data.dataset
+        return make_batches(tokens, tokenizer, masking, run.spec, name, run.micro_batches)
+    rows = [load_rows([source]) for source in sources] if shares else [load_rows(sources)]
     return StreamedBatches(
         rows,
         shares,

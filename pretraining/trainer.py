@@ -2,7 +2,6 @@
 complete micro-batches."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -38,29 +37,6 @@ def flops_per_batch(config, tokens, squares, predicted):
     return blocks + 6 * hidden * config.vocab_size * predicted
 
 
-def matrix_product_rate(device, dtype, seconds=0.3):
-    """Floating-point operations a second of a large square matrix product: what MFU is measured
-    against.
-
-    The run's random numbers stay as they are.
-    """
-    size, generator = (8192 if device.type == "cuda" else 1024), torch.Generator(device)
-    a, b = (
-        torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2)
-    )
-    a @ b
-    best, stop = 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < stop:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = max(best, 2 * size**3 / (time.perf_counter() - start))
-    return best
-
-
 class _Records(TrainerCallback):
     """The last step and every step that is saved are logged, so that the log and tokens_seen of a
     continued run miss nothing; and what the held-out text says before the first step.
@@ -74,8 +50,6 @@ class _Records(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            if self.trainer.measure_start is not None:
-                self.trainer.log(self.trainer.measure_start(self.trainer))
             self.trainer.evaluate()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -87,26 +61,21 @@ class PretrainingTrainer(RunTrainer, Trainer):
     micro-batch.
 
     Logged every `logging_steps`, at every checkpoint and at the end, over all processes: loss (mean
-    over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, mfu,
-    tokens_seen, as epoch the passes over the data, and passes_NAME of each weighted source.
+    over masked tokens), masked_accuracy, learning_rate, grad_norm, tokens_per_second, tokens_seen,
+    as epoch the passes over the data, and mfu where `peak_tflops` is given.
 
     Args:
-        run: RunArguments.
-        moments: file of an optimizer's state to begin with, or None.
-        measure_start: called with the trainer before the first step, returns metrics of the model
-            given, which are logged; or None.
+        peak_tflops: of the device.
         others: as of Trainer.
     """
 
-    def __init__(self, *others, run, moments=None, measure_start=None, **more):
+    def __init__(self, *others, peak_tflops=None, **more):
         super().__init__(*others, data_collator=_only_item, **more)
         self.add_callback(_Records(self))
-        self.run, self.moments, self.measure_start = run, moments, measure_start
+        self.peak_tflops = peak_tflops
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
         self._window_start = None
-        self._peak = None
         self._stream = {}  # by loader worker: where it was after its last batch
-        self._passes = {}  # of weighted sources, that were said
 
     # ------------------------------------------------------------------------------------------
     # data
@@ -139,16 +108,6 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     def get_decay_parameter_names(self, model):
         return optimisation.decay_parameter_names(model)
-
-    def create_optimizer(self, model=None):
-        if self.optimizer is None:
-            super().create_optimizer(*(() if model is None else (model,)))
-            if self.moments is not None:
-                moments = torch.load(self.moments, map_location="cpu", weights_only=True)
-                self.optimizer.load_state_dict(
-                    optimisation.with_moments(self.optimizer.state_dict(), moments)
-                )
-        return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None:
@@ -194,26 +153,15 @@ class PretrainingTrainer(RunTrainer, Trainer):
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
-            for name, value in counts.items():
-                if name.startswith("passes_"):
-                    logs[name] = value
-                    self._tell_passes(name, int(value))
-            if seconds > 0:
-                logs["tokens_per_second"] = counts["tokens"] / seconds
+            logs["tokens_per_second"] = counts["tokens"] / max(seconds, 1e-9)
+            if self.peak_tflops:
                 config = self.model.config
                 predicted = counts["masked" if config.sparse_prediction else "tokens"]
                 flops = flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
-                logs["mfu"] = flops / seconds / (self._peak_rate() * self.args.world_size)
+                peak = self.peak_tflops * 1e12 * self.args.world_size
+                logs["mfu"] = flops / max(seconds, 1e-9) / peak
             self.state.epoch = counts["passes"]
         super().log(logs, *args, **kwargs)
-
-    def _tell_passes(self, name, passes):
-        """Says that a weighted source has ended and begins again."""
-        if passes > self._passes.get(name, 0) and self.is_world_process_zero():
-            times = "once" if passes == 1 else f"{passes:,} times"
-            source = name.removeprefix("passes_")
-            print(f"{source} has been read {times} and begins again", file=sys.stderr)
-        self._passes[name] = passes
 
     def _reduced_counts(self):
         """What was counted since the last call, and how far the data has been read, summed over
@@ -221,31 +169,15 @@ class PretrainingTrainer(RunTrainer, Trainer):
         args, counts = self.args, {name: float(value) for name, value in self._counts.items()}
         self._counts = dict.fromkeys(counts, 0)
         if isinstance(self.train_dataset, IterableDataset):
-            shares = self.train_dataset.shares or {"": 1.0}
-            for number, (name, share) in enumerate(shares.items()):
-                parts = (part for state in self._stream.values() for part in state["parts"])
-                passes = sum(part["passes"][number] for part in parts)
-                passes /= max(1, len(self._stream)) * args.world_size
-                counts["passes"] = counts.get("passes", 0.0) + share * passes
-                if name:
-                    counts[f"passes_{name}"] = passes
+            passes = self.train_dataset.passes(self._stream.values())
         else:
             i = self.state.global_step * args.gradient_accumulation_steps * args.world_size
-            counts["passes"] = self.train_dataset.passes(i) / args.world_size
-            for name, passes in self.train_dataset.source_passes(i).items():
-                counts[f"passes_{name}"] = passes / args.world_size
+            passes = self.train_dataset.passes(i)
+        counts["passes"] = passes / args.world_size
         if args.world_size > 1:
             values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
             counts = dict(zip(counts, self.accelerator.reduce(values, reduction="sum").tolist()))
         return counts
-
-    def _peak_rate(self):
-        if self._peak is None:
-            low = self.args.bf16 or self.args.fp16
-            dtype = (torch.bfloat16 if self.args.bf16 else torch.float16) if low else torch.float32
-            given = self.run.peak_tflops
-            self._peak = given * 1e12 if given else matrix_product_rate(self.args.device, dtype)
-        return self._peak
 
     def write_log(self):
         """`log.jsonl` in the output folder: every logged record of the run, resumed parts

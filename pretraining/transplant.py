@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import set_seed
 
 
-COPIED, MEAN, REST, RANDOM = "copied", "mean of old pieces", "mean of all", "random"
+COPIED, MEAN, REST = "copied", "mean of old pieces", "mean of all"
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _ROLES += ("bos_token", "eos_token")
 _UNUSED = re.compile(r"\[unused\d+\]")
@@ -27,13 +26,12 @@ class Rows:
     """Where the rows of a vocabulary come from.
 
     Attributes:
-        sources: of each new id the old ids whose mean it is, [] for the mean of all; None: the rows
-            are drawn anew.
+        sources: of each new id the old ids whose mean it is, [] for the mean of all.
         ordinary: old ids whose mean that is: no special tokens, no [unused1].
         counts: {kind: new ids}.
     """
 
-    sources: list | None
+    sources: list
     ordinary: list
     counts: dict
 
@@ -140,17 +138,12 @@ def find_rows(old, new):
     return Rows(sources, ordinary, counts)
 
 
-def random_rows(new):
-    """`Rows` that are all drawn anew, for a vocabulary like that of the tokenizer `new`."""
-    return Rows(None, [], {RANDOM: len(new)})
-
-
 def mean_rows(weight, rows, count):
     """The new rows.
 
     Args:
         weight: (old rows, D).
-        rows: `Rows`, with sources.
+        rows: `Rows`.
         count: of the new rows; those after the vocabulary are padding, with the mean of all.
     Returns:
         (count, D). A row with one source has its bits.
@@ -164,7 +157,7 @@ def mean_rows(weight, rows, count):
 
 
 @torch.no_grad()
-def replace_vocabulary(model, rows, count, pad_token_id, seed):
+def replace_vocabulary(model, rows, count, pad_token_id):
     """Gives a masked LM a vocabulary of `count` rows, in the embedding and the decoder alike; its
     configuration follows.
 
@@ -172,20 +165,15 @@ def replace_vocabulary(model, rows, count, pad_token_id, seed):
         model: `NeoBERTForMaskedLM`, tied or not, with all weights on one device.
         rows: `Rows`.
         pad_token_id: of the new tokenizer, or None.
-        seed: of rows that are drawn anew.
     """
     config, decoder = model.config, model.decoder
     embedding = model.get_input_embeddings()
     config.vocab_size, config.pad_token_id = count, pad_token_id
-    set_seed(seed)
     made = nn.Embedding(count, config.hidden_size, padding_idx=pad_token_id)
     head = nn.Linear(config.hidden_size, count)
-    for module in (made, head):
-        model._init_weights(module)
-    if rows.sources is not None:
-        made.weight.copy_(mean_rows(embedding.weight, rows, count))
-        head.weight.copy_(mean_rows(decoder.weight, rows, count))
-        head.bias.copy_(mean_rows(decoder.bias[:, None], rows, count)[:, 0])
+    made.weight.copy_(mean_rows(embedding.weight, rows, count))
+    head.weight.copy_(mean_rows(decoder.weight, rows, count))
+    head.bias.copy_(mean_rows(decoder.bias[:, None], rows, count)[:, 0])
     model.set_input_embeddings(made)
     model.set_output_embeddings(head)
     model.tie_weights()

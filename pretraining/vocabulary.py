@@ -7,10 +7,9 @@ library learns from the counts; the same texts give the same tokenizer.
 """
 
 import json
-import re
 import sys
 from collections import Counter
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -18,62 +17,42 @@ from tqdm.auto import tqdm
 
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, listed
-from ..common.files import json_text, read_json, write_json, write_text
+from ..common.files import json_text, read_json, write_text
 from ..common.folders import apart, check_new, new_folder
-from ..common.held_out import is_held_out
 from ..common.loading import load_tokenizer, save_tokenizer
-from ..common.output import run_settings
 from ..common.results import markdown_table
+from .options import MULTIPLE, OPTIONS
 from .sources import load_rows, parse_sources
-from .vocabulary_options import MULTIPLE, TOKENIZER_OPTIONS
 
 
-REPORT = "tokenizer_report"
 # BERT's: [PAD] is 0, [UNK], [CLS], [SEP] and [MASK] are 100 to 103.
 SPECIAL = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LONGEST_WORD = 100  # characters; WordPiece makes [UNK] of longer ones
-HELD_OUT_CHARACTERS = 5_000_000
-HELD_OUT_PERCENT = 2
+HELD_OUT = 50  # every so many texts one is measured and not learnt from
 
 
 # ------------------------------------------------------------------------------------------------
 # reading
 
 
-def read_texts(rows, limit, name):
-    """What is between spaces in the texts, counted, and the texts that are held out, 2 % of them.
+def read_texts(rows, limit):
+    """(what is between spaces in the texts, counted; the texts that are held out).
 
     Args:
         rows: {"text"} each.
         limit: characters that are read.
-        name: of the texts, for messages.
-    Returns:
-        (Counter, list of texts, characters read).
-    Raises:
-        UserError: no row has text.
     """
-    chunks, held_out, read, kept = Counter(), [], 0, 0
-    with tqdm(desc="reading", unit=" characters", unit_scale=True) as bar:
-        for row in rows:
-            text = (row["text"] or "")[: limit - read]
-            # A key of its own: the texts may be a training part that was split by their own keys.
-            if kept < HELD_OUT_CHARACTERS and is_held_out(f"tokenizer {text}", HELD_OUT_PERCENT):
-                held_out.append(text)
-                kept += len(text)
-            else:
-                chunks.update(text.split())
-            read += len(text)
-            bar.update(len(text))
-            if read >= limit:
-                break
-    if not chunks:  # of a few rows all may be held out
-        chunks = Counter(word for text in held_out for word in text.split())
-        held_out = []
-    if not chunks:
-        raise UserError(f"{name} has no text")
-    if read >= limit:
-        print(f"learnt from the first {read:,} characters (limit)", file=sys.stderr)
-    return chunks, held_out, read
+    chunks, held_out, read = Counter(), [], 0
+    for number, row in enumerate(tqdm(rows, desc="reading", unit=" texts"), 1):
+        text = (row["text"] or "")[: limit - read]
+        read += len(text)
+        if number % HELD_OUT:
+            chunks.update(text.split())
+        else:
+            held_out.append(text)
+        if read >= limit:
+            break
+    return chunks, held_out
 
 
 def count_words(chunks, backend):
@@ -83,11 +62,10 @@ def count_words(chunks, backend):
     text needs them once.
     """
     words = Counter()
-    for chunk, count in chunks.items():
-        for word, _ in backend.pre_tokenizer.pre_tokenize_str(
-            backend.normalizer.normalize_str(chunk)
-        ):
-            words[word] += count
+    for chunk, times in chunks.items():
+        normal = backend.normalizer.normalize_str(chunk)
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal):
+            words[word] += times
     return words
 
 
@@ -99,13 +77,13 @@ def usable(words, least):
     word.
     """
     counts = Counter()
-    for word, count in words.items():
+    for word, times in words.items():
         for character in word:
-            counts[character] += count
-    rare = {character for character, count in counts.items() if count < least}
+            counts[character] += times
+    rare = {character for character, times in counts.items() if times < least}
     kept = {
-        word: count
-        for word, count in words.items()
+        word: times
+        for word, times in words.items()
         if len(word) <= LONGEST_WORD and rare.isdisjoint(word)
     }
     within = {f"##{character}" for word in kept for character in word[1:]}
@@ -141,13 +119,13 @@ def learn(words, alphabet, size, least):
 
 def _repeated(words, block=100_000):
     """Texts with every word as often as it was counted."""
-    for word, count in sorted(words.items()):
-        for done in range(0, count, block):
-            yield f"{word} " * min(block, count - done)
+    for word, times in sorted(words.items()):
+        for done in range(0, times, block):
+            yield f"{word} " * min(block, times - done)
 
 
-def most_useful(words, known, candidates, count):
-    """The `count` candidates that save most pieces in the words, beside the `known` pieces.
+def most_useful(words, known, candidates, most):
+    """The `most` candidates that save most pieces in the words, beside the `known` pieces.
 
     A candidate's worth is how often it is used when all of them are there, times the pieces that
     stand in its place without them.
@@ -164,7 +142,7 @@ def most_useful(words, known, candidates, count):
         cut = within.tokenize(piece[2:]) if piece.startswith("##") else before.tokenize(piece)
         worth[piece] = used[piece] * (len(cut) - 1)
     best = sorted(candidates, key=lambda piece: (-worth[piece], piece))
-    return [piece for piece in best if worth[piece] > 0][:count]
+    return [piece for piece in best if worth[piece] > 0][:most]
 
 
 def _cutter(starts, known=()):
@@ -194,9 +172,8 @@ def choose_pieces(words, alphabet, options, base):
     if options.rows < needed:
         least = -(-needed // MULTIPLE) * MULTIPLE
         raise UserError(
-            f"vocab_size {options.vocab_size:,} is smaller than the alphabet of the texts, "
-            f"{len(characters):,} pieces of one character, and the {len(known):,} pieces that are "
-            f"there before them; give at least {least:,}, or a larger min_frequency "
+            f"vocab_size {options.vocab_size:,} is smaller than the alphabet of the texts and the "
+            f"{len(known):,} pieces before it; give at least {least:,}, or a larger min_frequency "
             f"({options.min_frequency} now)"
         )
     if options.extend is None:
@@ -211,13 +188,9 @@ def choose_pieces(words, alphabet, options, base):
 
 def filled(pieces):
     """`pieces` with [unused99], [unused100], ... up to a multiple of 64."""
-    there, number = {*pieces}, 99
-    pieces = list(pieces)
-    while len(pieces) % MULTIPLE:
-        if (name := f"[unused{number}]") not in there:
-            pieces.append(name)
-        number += 1
-    return pieces
+    names = (f"[unused{number}]" for number in count(99))
+    spare = (name for name in names if name not in pieces)
+    return [*pieces, *islice(spare, -len(pieces) % MULTIPLE)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -225,62 +198,33 @@ def filled(pieces):
 
 
 def measure(tokenizer, texts):
-    """Figures of a WordPiece tokenizer on texts; a word is a run of letters, digits and
-    underscores, [UNK] is one piece, spaces count as characters.
-
-    Returns:
-        {name: value}; the shares are of the words.
-    """
-
-    def ids_of(texts):
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-    words = Counter(word for text in texts for word in re.findall(r"\w+", text))
-    total, pieces, complete, unknown = max(1, words.total()), 0, 0, 0
-    for ids, count in zip(ids_of(list(words) or [""]), words.values()):
-        pieces += count * len(ids)
-        if tokenizer.unk_token_id in ids:
-            unknown += count
-        elif len(ids) == 1:
-            complete += count
-    tokens = max(1, sum(map(len, ids_of(texts))))
+    """Figures of a tokenizer on texts, {name: value}; a space is a character."""
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = max(1, sum(map(len, ids)))
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
     return {
-        "vocabulary": len(tokenizer),
-        "pieces a word": pieces / total,
-        "characters a token": sum(map(len, texts)) / tokens,
-        "words kept complete": complete / total,
-        "words that fall to [UNK]": unknown / total,
+        "vocabulary": f"{len(tokenizer):,}",
+        "characters a token": f"{sum(map(len, texts)) / tokens:.3f}",
+        "[UNK] among the tokens": f"{unknown / tokens:.3%}",
     }
 
 
-def _checked(tokenizer, name):
-    """The tokenizer that is extended, or UserError where it is none of BERT's kind."""
-    backend = tokenizer.backend_tokenizer
-    kind = type(backend.model).__name__
-    if kind != "WordPiece" or None in (backend.normalizer, backend.pre_tokenizer):
-        raise UserError(
-            f"extend {name} cuts words by {kind}; a WordPiece tokenizer is needed, as BERT's"
-        )
-    if tokenizer.mask_token is None:
-        raise UserError(f"extend {name} has no [MASK], which a masked LM needs")
-    if sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer))):
-        raise UserError(f"extend {name} has gaps or doubles among its ids")
-    return tokenizer
-
-
-def make_tokenizer(text, options):
-    """Writes the tokenizer that `TextOptions` and `VocabularyOptions` ask for, and returns the page
-    of its report.
+def make_tokenizer(options):
+    """Writes the tokenizer that `VocabularyOptions` ask for, and returns a table of how it cuts
+    held-out text.
 
     Raises:
         UserError: no text, a vocabulary smaller than the alphabet, an EXTEND of another kind, an
             output that is there.
     """
-    sources = parse_sources(text.texts, text.subset, text.split, text.column)
+    sources = parse_sources(options.texts, options.split, options.column)
     check_new(options.output)
     apart(options.output, *(path for source in sources for path in source.paths))
     base_name = options.extend or str(TOKENIZER)
-    base = _checked(load_tokenizer(base_name, padding=False), base_name)
+    base = load_tokenizer(base_name, padding=False)
+    kind = type(base.backend_tokenizer.model).__name__
+    if kind != "WordPiece":
+        raise UserError(f"extend {base_name} cuts words by {kind}; a WordPiece tokenizer is needed")
     # What the new one is like but for its vocabulary.
     content, settings = json.loads(base.backend_tokenizer.to_str()), {}
     if options.extend is None:
@@ -288,20 +232,15 @@ def make_tokenizer(text, options):
         settings = {"do_lower_case": lower, "strip_accents": strip}
         content["normalizer"] |= {"lowercase": lower, "strip_accents": strip}
 
-    chunks, held_out, read = read_texts(load_rows(sources), text.limit, listed(text.texts))
+    chunks, held_out = read_texts(load_rows(sources), options.limit)
     words = count_words(chunks, Tokenizer.from_str(json.dumps(content)))
     words, alphabet = usable(words, options.min_frequency)
     if not words:
         raise UserError(
-            f"{listed(text.texts)} has no word of which every character occurs "
+            f"{listed(options.texts)} has no word of which every character occurs "
             f"{options.min_frequency} times; give more text, or a smaller min_frequency"
         )
     pieces = filled(choose_pieces(words, alphabet, options, base))
-    where = f"{sum(map(len, held_out)):,} characters in {len(held_out):,} held-out texts"
-    if not held_out:
-        held_out = list(islice(chunks, 100_000))
-        where = "the distinct words of the text itself, of which no row was kept back"
-    described = {"settings": run_settings(text, options), "characters": read, "words": len(words)}
     with new_folder(options.output) as folder:
         save_tokenizer(base, folder)
         path = folder / "tokenizer_config.json"
@@ -310,22 +249,16 @@ def make_tokenizer(text, options):
         content["model"]["vocab"] = {piece: number for number, piece in enumerate(pieces)}
         write_text(folder / "tokenizer.json", json_text(content))
         write_text(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
-        described["new"] = measure(load_tokenizer(str(folder)), held_out)
-        described["base"] = measure(base, held_out)
-        rows = [
-            [name, *(f"{value:,}" if name == "vocabulary" else f"{value:.3f}" for value in values)]
-            for name, *values in zip(
-                described["new"], described["new"].values(), described["base"].values()
-            )
-        ]
-        table = markdown_table(["", "new", Path(base_name).name], rows)
-        page = f"# Tokenizer\n\nMeasured on {where}.\n\n{table}"
-        write_text(folder / f"{REPORT}.md", page)
-        write_json(folder / f"{REPORT}.json", described)
-    return page
+    new, old = (
+        measure(tokenizer, held_out or list(chunks))
+        for tokenizer in (load_tokenizer(options.output), base)
+    )
+    rows = [[name, new[name], old[name]] for name in new]
+    return markdown_table(["", Path(options.output).name, Path(base_name).name], rows)
 
 
 def main(argv=None):
     """Entry point of `neobert tokenizer`; returns the exit code."""
-    print(make_tokenizer(*TOKENIZER_OPTIONS.read(list(sys.argv[1:] if argv is None else argv))))
+    (options,) = OPTIONS["tokenizer"].read(list(sys.argv[1:] if argv is None else argv))
+    print(make_tokenizer(options))
     return 0

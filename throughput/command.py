@@ -22,7 +22,7 @@ from ..common.memory import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .models import build, draw_lengths, lengths_of_file, make_batch
 from .options import OPTIONS
-from .timing import CLOCKS, MatrixProduct, between, in_turns, out_of_memory, ratio
+from .timing import CLOCKS, MatrixProduct, between, in_turns, ratio
 
 
 NOTE = (
@@ -111,38 +111,24 @@ def _build(pair, arguments, small, candidates):
 
 @torch.inference_mode()
 def _first_passes(candidate, lengths, arguments):
-    """Untimed passes, with as many texts as the options say: on a GPU without --batch, doubled
-    until memory ends.
+    """Untimed passes, with as many texts as the options allow.
 
     Args:
         lengths: function of a number of texts -> their lengths.
     Returns:
         (the `Batch`, bytes of memory beyond those before its first pass or None).
     """
-    most = arguments.batch or arguments.max_batch
-    if max(lengths(most)) > candidate.longest:
+    texts = arguments.batch or arguments.max_batch
+    while not arguments.batch and texts > 1 and texts * max(lengths(texts)) > arguments.max_tokens:
+        texts -= 1
+    batch = make_batch(lengths(texts), arguments.device, arguments.seed)
+    if max(batch.lengths) > candidate.longest:
         raise ValueError(f"takes texts of at most {candidate.longest} tokens")
-    while not arguments.batch and most > 1 and most * max(lengths(most)) > arguments.max_tokens:
-        most -= 1
-    count = 1 if arguments.on_gpu and not arguments.batch else most
-    fits = None
-    while fits is None or count > len(fits[0].lengths):
-        try:
-            batch = make_batch(lengths(count), arguments.device, arguments.seed)
-            with PeakMemory(arguments.device) as memory:
-                candidate(batch)
-            fits = batch, memory.growth
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            if fits is None:
-                texts = "one text" if count == 1 else f"{count} texts"
-                raise MemoryError(f"out of memory with {texts}") from None
-            break
-        count = min(2 * count, most)
+    with PeakMemory(arguments.device) as memory:
+        candidate(batch)
     for _ in range(arguments.warmup - 1):
-        candidate(fits[0])
-    return fits
+        candidate(batch)
+    return batch, memory.growth
 
 
 def _figures(candidate, batch, timing, product):

@@ -26,6 +26,8 @@ from transformers import (
 from ..common.blocks import compile_blocks
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError
+from ..common.loading import load_tokenizer
+from ..common.packing import pack
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 from .options import IMPLEMENTATIONS
@@ -125,21 +127,20 @@ def _rotated(x, rotary):
     return torch.view_as_real(pairs * rotary).flatten(-2).type_as(x)
 
 
+@dataclass
 class Candidate:
     """One model under one implementation.
 
     Attributes:
+        layout: of the batches that it is given.
         longest: the longest text that the model takes, in tokens.
         backend: which attention kernel runs, where the model says so.
     """
 
-    def __init__(self, name, implementation, model, longest, backend):
-        self.name = name
-        self.implementation = implementation
-        self.model = model
-        self.longest = longest
-        self.backend = backend
-        self.layout = IMPLEMENTATIONS[implementation][1]
+    model: nn.Module
+    layout: str
+    longest: int
+    backend: str
 
     def __call__(self, batch):
         """Last hidden states of a `Batch`, (B, L, D); packed by the caller it is one row, (1, T,
@@ -148,7 +149,7 @@ class Candidate:
             return self.model(batch.input_ids, batch.attention_mask)
         if self.layout == "packed":
             return self.model(**batch.packed).last_hidden_state
-        mask = batch.attention_mask if batch.has_padding or self.layout == "masked" else None
+        mask = batch.attention_mask if batch.has_padding else None
         return self.model(input_ids=batch.input_ids, attention_mask=mask).last_hidden_state
 
     def flops(self, lengths):
@@ -197,11 +198,8 @@ def build(name, implementation, device, dtype, small=None, shared=None):
     config = make_config(**(small or {}))
     if name == "neobert":
         config.unpad_inputs = layout not in ("padded", "published")
-    options = (
-        {"add_pooling_layer": False}
-        if "add_pooling_layer" in inspect.signature(model_class).parameters
-        else {}
-    )
+    pooled = "add_pooling_layer" in inspect.signature(model_class).parameters
+    options = {"add_pooling_layer": False} if pooled else {}
     torch.manual_seed(0)
     if hasattr(config, "reference_compile"):
         config.reference_compile = False
@@ -223,7 +221,7 @@ def build(name, implementation, device, dtype, small=None, shared=None):
     elif compiled:
         model = compile_blocks(model, **COMPILE_OPTIONS)
         backend = f"compiled; {backend}"
-    return Candidate(name, implementation, model, longest, backend)
+    return Candidate(model, layout, longest, backend)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -277,13 +275,10 @@ def _lengths_of_fill(fill, count, generator, longest=512):
 
 def lengths_of_file(path, tokenizer=None):
     """Lengths in tokens of the non-empty lines of a text file."""
-    from transformers import AutoTokenizer
-
-    folder = tokenizer or TOKENIZER
     lines = [line for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
         raise UserError(f"{path} holds no text")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(tokenizer or TOKENIZER)
     return [len(ids) for ids in tokenizer(lines, truncation=True, max_length=8192)["input_ids"]]
 
 
@@ -293,7 +288,8 @@ class Batch:
 
     Attributes:
         lengths: of the texts, in tokens; Python numbers, so that nobody waits for the device to
-        learn them. input_ids, attention_mask: (B, longest), padded on the right.
+            learn them.
+        input_ids, attention_mask: (B, longest), padded on the right.
     """
 
     lengths: tuple
@@ -308,16 +304,10 @@ class Batch:
     def packed(self):
         """One row without padding and its packing arguments, as
         `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes them."""
-        mask, longest = self.attention_mask.bool(), max(self.lengths)
-        bounds = F.pad(mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
-        positions = (mask.cumsum(dim=1) - 1)[mask][None]
-        packing = {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-        return {"input_ids": self.input_ids[mask][None], "position_ids": positions, **packing}
+        rows = [ids[:count] for ids, count in zip(self.input_ids.cpu().numpy(), self.lengths)]
+        device = self.input_ids.device
+        positions = torch.cat([torch.arange(count, device=device) for count in self.lengths])
+        return {"position_ids": positions[None], **pack(rows, device)}
 
 
 def make_batch(lengths, device="cpu", seed=0):

@@ -3,7 +3,6 @@ torch nor transformers."""
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
 from ..common.errors import UserError
@@ -25,13 +24,6 @@ IMPLEMENTATIONS = {
         "own",
         False,
         "the model's own default; NeoBERT packs, the others compute on padding",
-    ),
-    "masked": (
-        "sdpa",
-        "masked",
-        False,
-        "as sdpa, and a batch without padding has a mask of ones, which the others have without a "
-        "mask",
     ),
     "padded": ("sdpa", "padded", False, "NeoBERT with unpad_inputs=False"),
     "published": (
@@ -79,7 +71,7 @@ PRESETS = {
             "fill-80",
         ],
         "max_batch": 512,
-        "max_tokens": 1 << 20,
+        "max_tokens": 1 << 17,
         "repeats": 20,
         "warmup": 3,
     },
@@ -105,20 +97,12 @@ PRESETS = {
 
 
 def check_set(name, texts=None):
-    """Raises UserError unless `name` is a set; "texts" needs a file."""
-    if name == "texts":
-        if texts is None or not Path(texts).is_file():
-            raise UserError(
-                f"the set 'texts' needs --texts with a text file, but {texts!r} was given"
-            )
-    elif not (
-        name in ("normal-256", "normal-4096", "short")
-        or re.fullmatch(r"[1-9]\d*", name)
-        or re.fullmatch(r"fill-[1-9]\d?", name)
-    ):
+    """Raises UserError unless `name` is a set; "texts" needs a file of them."""
+    known = re.fullmatch(r"[1-9]\d*|fill-[1-9]\d?|normal-256|normal-4096|short", name)
+    if not known and not (name == "texts" and texts):
         raise UserError(
             f"there is no set {name!r}; give a length such as 512, or normal-256, normal-4096, "
-            "short, fill-30, texts"
+            "short, fill-30, or --texts with a text file"
         )
 
 
@@ -147,7 +131,7 @@ class ThroughputArguments(Arguments):
     tokenizer: str | None = option(None, "folder or name for --texts; by default the bundled one")
     batch: int | None = option(
         None,
-        "texts a batch; by default as many as the two limits allow, on a GPU the largest that fits",
+        "texts a batch; by default as many as the two limits allow",
         least=1,
     )
     max_batch: int | None = option(None, "most texts of a batch", least=1)

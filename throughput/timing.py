@@ -123,12 +123,3 @@ def in_turns(calls, repeats, product=None, clock=CLOCKS["wall"], progress=None):
             if progress:
                 progress()
     return timings
-
-
-def out_of_memory(error):
-    """Whether an exception says that memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and (
-        "out of memory" in str(error) or "can't allocate memory" in str(error)
-    )

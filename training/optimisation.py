@@ -33,9 +33,3 @@ def make_schedule(kind, optimizer, warmup_steps, max_steps, kwargs=None):
     return LambdaLR(
         optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step)
     )
-
-
-def with_moments(state, other):
-    """An optimizer's state_dict with the moments of another one of the same parameters, and its own
-    learning rates and decay."""
-    return {**state, "state": other["state"]}

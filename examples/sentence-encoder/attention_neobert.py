@@ -24,7 +24,7 @@ except ImportError:  # torch < 2.10
     varlen_attn = None
 
 # Of this file. The modeling file compares it: one process can hold the files of two folders.
-VERSION = "d8385c7b"
+VERSION = "9f2a9de5"
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -32,12 +32,12 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 # --------------------------------------------------------------------------- questions to tensors
 
 
-def is_tracing():
+def is_tracing() -> bool:
     """True under torch.compile, export and jit.trace: no shape may depend on values."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def has_values(x):
+def has_values(x: torch.Tensor) -> bool:
     """Whether a tensor has values: not on the meta device, in FakeTensorMode or under torch.func.
 
     While tracing only the device is looked at.
@@ -49,16 +49,16 @@ def has_values(x):
     return not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
-def values_are_free(x):
+def values_are_free(x: torch.Tensor) -> bool:
     """Whether the values of a tensor can be looked at without waiting for a device."""
     return not is_tracing() and x.device.type == "cpu" and x.numel() > 0 and has_values(x)
 
 
-def at_least_float32(x):
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def autocast_dtype(device, dtype):
+def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype that q, k and v will have."""
     autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if autocast else dtype
@@ -88,20 +88,27 @@ class Packing:
     """
 
     def __init__(
-        self, cu_seq_lens, max_length, lengths=None, shape=None, index=None, rows=None, traced=False
+        self,
+        cu_seq_lens: torch.Tensor,
+        max_length: int,
+        lengths: list[int] | None = None,
+        shape: torch.Size | None = None,
+        index: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        traced: bool = False,
     ):
         self.cu_seq_lens, self.max_length, self._lengths = cu_seq_lens, max_length, lengths
         self.shape, self.index, self.rows, self.traced = shape, index, rows, traced
 
     @property
-    def lengths(self):
+    def lengths(self) -> list[int]:
         """On a GPU this waits for the device, the first time."""
         if self._lengths is None:
             self._lengths = self.cu_seq_lens.diff().tolist()
         return self._lengths
 
     @classmethod
-    def from_mask(cls, mask, lengths):
+    def from_mask(cls, mask: torch.Tensor, lengths: list[int]) -> "Packing":
         """Packs a padded batch, shortest row first, so that rows of one length are neighbours.
 
         Empty rows are left out.
@@ -124,7 +131,13 @@ class Packing:
         return cls(bounds, lengths[-1], lengths, mask.shape, index, order[-len(lengths) :])
 
     @classmethod
-    def from_caller(cls, shape, attention_mask, position_ids, kwargs):
+    def from_caller(
+        cls,
+        shape: torch.Size,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        kwargs: dict,
+    ) -> "Packing | None":
         """The packing of a batch that the caller packed, or None for any other batch.
 
         It is told by `cu_seq_lens_q`, or by positions that start again at 0.
@@ -181,7 +194,7 @@ class Packing:
             )
 
     @classmethod
-    def from_positions(cls, position_ids):
+    def from_positions(cls, position_ids: torch.Tensor) -> "Packing | None":
         """From positions, (1, T) or (T,); None if they are not those of several sequences.
 
         While tracing the number of sequences must not depend on values: there are T, those at the
@@ -205,7 +218,7 @@ class Packing:
         packing.max_length = max(packing.lengths)
         return packing if len(packing.lengths) > 1 else None
 
-    def drop_empty(self):
+    def drop_empty(self) -> "Packing":
         """The same without the empty sequences that tracing puts at the end."""
         if not self.traced:
             return self
@@ -213,35 +226,35 @@ class Packing:
         bounds = torch.cat((self.cu_seq_lens[filled], self.cu_seq_lens[-1:]))
         return Packing(bounds, self.max_length)
 
-    def sequence_ids(self, total):
+    def sequence_ids(self, total: int) -> torch.Tensor:
         """(T,) sequence of each packed token."""
         device, dtype = self.cu_seq_lens.device, self.cu_seq_lens.dtype
         tokens = torch.arange(total, device=device, dtype=dtype)
         return torch.searchsorted(self.cu_seq_lens[1:].contiguous(), tokens, right=True)
 
-    def position_ids(self, total):
+    def position_ids(self, total: int) -> torch.Tensor:
         """(1, T) positions within each sequence."""
         tokens = torch.arange(total, device=self.cu_seq_lens.device)
         return (tokens - self.cu_seq_lens[:-1].long()[self.sequence_ids(total)])[None]
 
-    def pack(self, x):
+    def pack(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """(B, L, ...) -> (1, T, ...); what the caller packed, and None, stay as they are."""
         return x if x is None or self.index is None else x.flatten(0, 1)[self.index][None]
 
-    def unpack(self, x, fill=0.0):
+    def unpack(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """(1, T, ...) -> (B, L, ...), `fill` at padding; what the caller packed stays as it is."""
         if self.index is None:
             return x
         output = x.new_full((self.shape.numel(), *x.shape[2:]), fill)
         return output.index_copy(0, self.index, x[0]).unflatten(0, self.shape)
 
-    def to_rows(self, x):
+    def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """(N, ...) -> (B, ...), zero for empty rows; what the caller packed stays as it is."""
         if self.rows is None:
             return x
         return x.new_zeros(self.shape[0], *x.shape[1:]).index_copy(0, self.rows, x)
 
-    def means(self, x):
+    def means(self, x: torch.Tensor) -> torch.Tensor:
         """(1, T, D) -> (N, D), the mean of each sequence; zeros for an empty one.
 
         Summed in float32: a sum in bfloat16 stops growing after a few hundred tokens, one in
@@ -252,13 +265,13 @@ class Packing:
         sums = sums.index_add(0, self.sequence_ids(x.shape[1]), x[0].float())
         return (sums / lengths.clamp(min=1)).to(x.dtype)
 
-    def kwargs(self, others):
+    def kwargs(self, others: dict) -> dict:
         """`others` with the arguments of variable-length kernels, which want int32 bounds."""
         bounds = self.cu_seq_lens.to(torch.int32)
         values = (bounds, bounds, self.max_length, self.max_length)
         return {**others, **dict(zip(PACKING_KWARGS, values))}
 
-    def padding(self, total):
+    def padding(self, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A batch with a row for every sequence: index and mask, (N, longest), and places, (T,).
 
         Lengths 1 and 2: index [[0, 1], [1, 2]], mask [[1, 0], [1, 1]]; the tokens are found again
@@ -289,7 +302,9 @@ PACKS = tuple(KERNELS)[:5]
 _ENGINES = ("vllm", "sglang")
 
 
-def attention_kernel(config, implementation, device, dtype, training):
+def attention_kernel(
+    config, implementation: str, device: torch.device, dtype: torch.dtype, training: bool
+) -> tuple[str, str | None]:
     """Which kernel packed batches run through. Only here a name of an implementation decides.
 
     Returns:
@@ -493,8 +508,15 @@ def _own_mask(function, visible, mask, config, hidden):
 
 
 def eager_attention_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs
-):
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(q k^T * scaling) v, the reference that can return its weights.
 
     Args:

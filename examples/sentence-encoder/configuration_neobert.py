@@ -181,30 +181,30 @@ class NeoBERTConfig(PretrainedConfig):
 
     def __init__(
         self,
-        vocab_size=30522,
-        hidden_size=768,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        intermediate_size=3072,
-        max_position_embeddings=None,
-        norm_eps=1e-5,
-        hidden_act="swiglu",
-        norm_type=None,
-        position_embedding_type=None,
-        rope_theta=None,
-        rope_scaling=None,
-        rope_parameters=None,
-        attention_dropout=None,
-        hidden_dropout=None,
-        classifier_dropout=0.1,
-        classifier_pooling="cls",
-        sparse_prediction=False,
-        unpad_inputs=True,
-        embedding_init_range=0.02,
-        decoder_init_range=0.02,
-        classifier_init_range=0.02,
-        pad_token_id=0,
-        tie_word_embeddings=False,
+        vocab_size: int = 30522,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 28,
+        num_attention_heads: int = 12,
+        intermediate_size: int = 3072,
+        max_position_embeddings: int | None = None,
+        norm_eps: float = 1e-5,
+        hidden_act: str = "swiglu",
+        norm_type: str | None = None,
+        position_embedding_type: str | None = None,
+        rope_theta: float | None = None,
+        rope_scaling: dict | None = None,
+        rope_parameters: dict | None = None,
+        attention_dropout: float | None = None,
+        hidden_dropout: float | None = None,
+        classifier_dropout: float = 0.1,
+        classifier_pooling: str = "cls",
+        sparse_prediction: bool = False,
+        unpad_inputs: bool = True,
+        embedding_init_range: float = 0.02,
+        decoder_init_range: float = 0.02,
+        classifier_init_range: float = 0.02,
+        pad_token_id: int | None = 0,
+        tie_word_embeddings: bool = False,
         **kwargs,
     ):
         fields = {name: value for name, value in locals().items() if name in _FIELDS}
@@ -249,12 +249,12 @@ class NeoBERTConfig(PretrainedConfig):
         self.pad_token_id, self.tie_word_embeddings = pad_token_id, tie_word_embeddings
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         """K = hidden_size / num_attention_heads."""
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def ffn_inner_size(self):
+    def ffn_inner_size(self) -> int:
         """Inner width of the feed-forward.
 
         2/3 of `intermediate_size`, rounded up to a multiple of 8, for SwiGLU: 3072 -> 2048.
@@ -266,15 +266,15 @@ class NeoBERTConfig(PretrainedConfig):
     # `rope_parameters` is the stored form. The other two names are views of it, so that a value set
     # after construction (`from_pretrained(..., rope_scaling={...})`) counts, whichever form it has.
     @property
-    def rope_parameters(self):
+    def rope_parameters(self) -> dict:
         return self.__dict__.get("rope_parameters")
 
     @rope_parameters.setter
-    def rope_parameters(self, value):
+    def rope_parameters(self, value: dict | None) -> None:
         self.__dict__["rope_parameters"] = self._normalised_rope(value)
 
     @property
-    def context_length(self):
+    def context_length(self) -> int:
         """Longest text: `max_position_embeddings`, or what RoPE scaling extends it to."""
         rope, length = self.rope_parameters, self.max_position_embeddings
         if rope["rope_type"] == "default":
@@ -283,22 +283,22 @@ class NeoBERTConfig(PretrainedConfig):
         return max(length, int(trained * rope.get("factor", 1)))
 
     @property
-    def rope_scaling(self):
+    def rope_scaling(self) -> dict | None:
         parameters = self.rope_parameters
         if parameters["rope_type"] == "default":
             return None
         return {name: value for name, value in parameters.items() if name != "rope_theta"}
 
     @rope_scaling.setter
-    def rope_scaling(self, value):
+    def rope_scaling(self, value: dict | None) -> None:
         self.rope_parameters = value
 
     @property
-    def rope_theta(self):
+    def rope_theta(self) -> float:
         return self.rope_parameters["rope_theta"]
 
     @rope_theta.setter
-    def rope_theta(self, value):
+    def rope_theta(self, value: float) -> None:
         self.rope_parameters = {**self.rope_parameters, "rope_theta": value}
 
     def _normalised_rope(self, value):
@@ -364,7 +364,7 @@ class NeoBERTConfig(PretrainedConfig):
 
     __hash__ = None
 
-    def to_dict(self):
+    def to_dict(self) -> dict:
         """Serialised form: the published class names, and the complete auto_map.
 
         A user's own classes stay in it.
