@@ -230,6 +230,7 @@ class _Run(TrainerCallback):
         best = Path(args.output_dir) / f"checkpoint-{getattr(state, 'best_global_step', None)}"
         if best.is_dir():  # the state has the path as it was then: the folder may have been moved
             state.best_model_checkpoint = str(best)
+        self.on_save(args, state, control)  # a run may have been killed before it removed old ones
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
         # Here, as Trainer's enable_jit_checkpoint has set a handler of its own by now, which would
