@@ -176,12 +176,11 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
     # a missing file is OSError, ValueError, KeyError or AttributeError, depending on the version
     except Exception as error:
         raise UserError(
-            f"no tokenizer was found in {name}: give its folder with --tokenizer "
-            f"({one_line(error)})"
+            f"no tokenizer was found in {name}; it needs a tokenizer.json ({one_line(error)})"
         ) from error
     # transformers 5 makes an empty one where there are no files
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(f"no tokenizer was found in {name}: give its folder with --tokenizer")
+        raise UserError(f"no tokenizer was found in {name}; it needs a tokenizer.json")
     if padding and tokenizer.pad_token_id is None:
         raise UserError(
             f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is "
