@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import memory, profile_forward, rerank, server, training
+from neobert.benchmarks import memory, rerank, server, small_vectors, training
 from neobert.benchmarks.measuring import in_a_process
 from neobert.benchmarks.memory import CONTRACT, Case
 from neobert.benchmarks.training import Steps, forward_operations
@@ -207,43 +208,24 @@ def test_the_training_table(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# profile
+# small vectors
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes", "part"),
-    [
-        ("aten::mm", [[5, 768], [768, 2304]], "qkv"),
-        ("aten::mm", [[5, 768], [768, 4096]], "w12"),
-        ("aten::mm", [[5, 7], [7, 9]], "other products"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", [[1, 12, 9, 64]], "attention"),
-        ("aten::silu", [[5, 2048]], "SwiGLU"),
-        ("aten::mul_", [[5, 2048], [5, 2048]], "SwiGLU"),
-        ("aten::mul", [[1, 5, 12, 2, 32], [1, 5, 1, 1, 32]], "RoPE"),
-        ("aten::mul", [[1, 5, 768], [768]], "RMSNorm"),
-        ("aten::rsqrt_", [[1, 5, 1]], "RMSNorm"),
-        ("aten::copy_", [[1, 5, 768]], "casts and copies"),
-        ("aten::add", [[1, 5, 768], [1, 5, 768]], "residuals"),
-        ("aten::transpose", [[1, 5, 768]], "other operations"),
-    ],
-)
-def test_every_operation_has_its_part(name, shapes, part):
-    products = {(768, 2304): "qkv", (768, 768): "wo", (768, 4096): "w12", (2048, 768): "w3"}
-    assert profile_forward.part_of(name, shapes, products) == part
-
-
-def test_the_profile_of_a_tiny_model(tmp_path):
-    argv = f"--output {tmp_path}/p --texts 3 --layers 1 --repeats 2 --threads 1"
-    assert profile_forward.main(argv.split()) == 0
-    data = json.loads((tmp_path / "p.json").read_text())
-    parts = {part["part"]: part for part in data["parts"]}
-    assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), (
-        "a part is missing"
-    )
-    assert sum(part["of_the_pass"] for part in data["parts"]) == pytest.approx(1.0, abs=0.05), (
-        "the parts are the pass"
-    )
-    assert parts["attention"]["calls_a_layer"] >= 3 and parts["w12"]["share_of_gemm"] > 0, (
-        "one call a text"
-    )
-    assert "| w12 |" in (tmp_path / "p.md").read_text()
+def test_small_vectors_are_searched_and_rescored():
+    """48 unit vectors, of which the 45th alone has the signs of the query, and not its numbers."""
+    queries, documents = np.full((1, 8), 8**-0.5, np.float32), -np.eye(8, dtype=np.float32)
+    documents = np.concatenate([np.tile(documents, (6, 1))])
+    documents[44] = np.array([1, *[0.01] * 7]) / np.linalg.norm([1, *[0.01] * 7])
+    documents[0] = -documents[0]  # as near by its number, with one sign
+    made = small_vectors.ways(queries, documents)
+    sizes = {name: size for name, (size, _) in made.items()}
+    assert sizes["int8"] == "8" and sizes["binary"] == "1" and sizes["float32"] == "32"
+    assert sizes["half of the dimensions"] == "16"
+    np.testing.assert_allclose(made["float32"][1], queries @ documents.T)
+    assert made["binary"][1][0, [0, 1, 44]].tolist() == [-6, -8, 8]
+    rescored = made["binary, rescored"][1][0]
+    assert np.isfinite(rescored).sum() == small_vectors.BEST and rescored.argmax() == 44
+    tests = {"a": (["q"] * 4, range(4))}
+    vectors = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
+    rows = small_vectors.measure(lambda part: vectors, tests)
+    assert rows["float32"]["a"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)
