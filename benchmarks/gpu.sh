@@ -51,7 +51,7 @@ step() {
 
 # Throughput of NeoBERT and ModernBERT base: NAME SECONDS OPTIONS.
 throughput() {
-    step "$1" "$2" neobert throughput --output "$out/$1" --preset gpu --models neobert modernbert-base --repeats 7 --warmup 2 --plots false "${@:3}" $speed
+    step "$1" "$2" neobert throughput --output "$out/$1" --preset gpu --models neobert modernbert-base --repeats 7 --warmup 2 "${@:3}" $speed
 }
 
 for file in attention packing; do # all with tests marked gpu; the others need datasets

@@ -132,11 +132,13 @@ class Candidate:
     """One model under one implementation.
 
     Attributes:
+        encoder: its weights and configuration; `model` is what runs.
         layout: of the batches that it is given.
         longest: the longest text that the model takes, in tokens.
         backend: which attention kernel runs, where the model says so.
     """
 
+    encoder: nn.Module
     model: nn.Module
     layout: str
     longest: int
@@ -152,20 +154,20 @@ class Candidate:
         mask = batch.attention_mask if batch.has_padding else None
         return self.model(input_ids=batch.input_ids, attention_mask=mask).last_hidden_state
 
-    def flops(self, lengths):
-        """Floating-point operations that the real tokens need: 2 a weight of every linear layer,
-        and 4 D a pair of visible tokens.
 
-        Args:
-            lengths: of the texts, in tokens. Padding is not needed and not counted.
-        """
-        model = self.model.model if self.layout == "published" else self.model
-        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        config, pairs = model.config, 0
-        for layer in range(config.num_hidden_layers):
-            local = _local_window(config, layer)
-            pairs += sum(n * (n if local is None else min(n, local)) for n in lengths)
-        return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
+def flops(model, lengths):
+    """Floating-point operations of an encoder that the real tokens need: 2 a weight of every linear
+    layer, and 4 D a pair of visible tokens.
+
+    Args:
+        lengths: of the texts, in tokens. Padding is not needed and not counted.
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    config, pairs = model.config, 0
+    for layer in range(config.num_hidden_layers):
+        local = _local_window(config, layer)
+        pairs += sum(n * (n if local is None else min(n, local)) for n in lengths)
+    return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
 
 
 def _local_window(config, layer):
@@ -175,10 +177,6 @@ def _local_window(config, layer):
     kinds = getattr(config, "layer_types", None)
     local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
     return config.local_attention + 1 if local else None
-
-
-# Options of torch.compile for every compiled block.
-COMPILE_OPTIONS = {}
 
 
 def build(name, implementation, device, dtype, small=None, shared=None):
@@ -215,13 +213,14 @@ def build(name, implementation, device, dtype, small=None, shared=None):
         if hasattr(model, "attention_backend")
         else f"{attention}, {layout} layout"
     )
+    run = model
     if layout == "published":
-        model = PublishedConstruction(model)
+        run = PublishedConstruction(model)
         backend = "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
-        model = compile_blocks(model, **COMPILE_OPTIONS)
+        compile_blocks(model)
         backend = f"compiled; {backend}"
-    return Candidate(model, layout, longest, backend)
+    return Candidate(model, run, layout, longest, backend)
 
 
 # ------------------------------------------------------------------------------------------------
