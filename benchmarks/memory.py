@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ..common.arguments import Arguments, option
 from ..common.commands import guarded
-from ..common.memory import PeakMemory
+from ..common.measures import PeakMemory
 from ..common.results import markdown_table
 from ..throughput.models import IMPLEMENTATIONS, build, make_batch
 from .measuring import benchmark, in_a_process, mib

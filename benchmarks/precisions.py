@@ -28,7 +28,7 @@ from ..common.commands import guarded
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.loading import load_tokenizer
-from ..common.memory import PeakMemory
+from ..common.measures import PeakMemory
 from ..common.results import markdown_table
 from ..throughput.models import draw_lengths
 from ..throughput.options import check_set

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from ..common.arguments import Arguments, option
 from ..common.commands import guarded
-from ..common.memory import PeakMemory
+from ..common.measures import PeakMemory
 from ..common.results import markdown_table
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM

@@ -17,7 +17,7 @@ from transformers import (
 
 from ..common.errors import UserError
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
-from ..common.memory import PeakMemory, mebibytes
+from ..common.measures import PeakMemory
 from ..common.results import environment
 from ..training import checkpoints
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
@@ -217,8 +217,8 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             "parameters": {"trained": trained, "all": total},
             **checkpoints.spent(trainer),
             "resumed": resumed,
-            "peak_memory_mib": mebibytes(memory.peak),
-            "memory_before_mib": mebibytes(memory.before),
+            "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
+            "memory_before_mib": memory.before and round(memory.before / 2**20),
             "environment": environment(
                 dtype=dtype if dtype == "float32" else f"{dtype} autocast",
                 processes=process_state().num_processes,

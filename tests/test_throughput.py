@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neobert.common import memory
+from neobert.common import measures
 from neobert.common.errors import UserError
 from neobert.throughput import command, timing
 from neobert.throughput.command import main, ratios
@@ -39,7 +39,7 @@ def small_matrix_product(monkeypatch):
     monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
     # Half a second a time; tests/test_memory.py has it.
-    monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
+    monkeypatch.setattr(measures, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tiny(output, *more):

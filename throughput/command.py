@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..common.errors import one_line
 from ..common.folders import check_new
-from ..common.memory import PeakMemory
+from ..common.measures import PeakMemory
 from ..common.results import environment, markdown_table, write_result
 from .models import build, draw_lengths, flops, lengths_of_file, make_batch
 from .options import OPTIONS

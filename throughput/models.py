@@ -23,11 +23,10 @@ from transformers import (
     RobertaModel,
 )
 
-from ..common.blocks import compile_blocks
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError
 from ..common.loading import load_tokenizer
-from ..common.packing import pack
+from ..common.packing import compile_blocks, pack
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 from .options import IMPLEMENTATIONS
