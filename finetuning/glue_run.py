@@ -28,6 +28,9 @@ from .glue_rows import evaluation_metrics, prepare, split_heldout
 from .glue_tasks import TASKS
 
 
+_SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "loss")  # of an evaluation
+
+
 def process_state():
     """accelerate's view of the processes. Without an accelerator it must be told so: torchrun's
     processes would not find each other."""
@@ -237,13 +240,12 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
 def _history(log):
     """[{"step", "epoch", metrics without "eval_"}] of every evaluation, in order, each step
     once."""
-    entries = {}
-    for entry in log:
-        if "eval_score" in entry:
-            values = {name.removeprefix("eval_"): value for name, value in entry.items()}
-            for name in ("runtime", "samples_per_second", "steps_per_second", "loss"):
-                values.pop(name, None)
-            entries[entry["step"]] = values
+    left_out = {f"eval_{name}" for name in _SPEEDS}
+    entries = {
+        entry["step"]: {k.removeprefix("eval_"): v for k, v in entry.items() if k not in left_out}
+        for entry in log
+        if "eval_score" in entry
+    }
     return [entries[step] for step in sorted(entries)]
 
 

@@ -207,16 +207,11 @@ def main(argv=None, small=None):
     check_new(arguments.output, "output")
     folder = Path(arguments.output)
     made = environment(dtype=arguments.dtype)
-    measured = []
-
-    def save(rows):
-        measured[:] = rows
-        write_results(folder, arguments, made, rows)
-
+    save = functools.partial(write_results, folder, arguments, made)
     try:
-        measure(arguments, small, save)
+        rows = measure(arguments, small, save)
     except KeyboardInterrupt:
         print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
         return 130
-    print(row_table(measured), ratio_table(measured), sep="\n")
+    print(row_table(rows), ratio_table(rows), sep="\n")
     return 0

@@ -163,19 +163,13 @@ def flops(model, lengths):
     """
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     config, pairs = model.config, 0
-    for layer in range(config.num_hidden_layers):
-        local = _local_window(config, layer)
-        pairs += sum(n * (n if local is None else min(n, local)) for n in lengths)
-    return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
-
-
-def _local_window(config, layer):
-    """Tokens that a token of this layer sees, or None for all (ModernBERT: two layers of three see
-    64 to each side)."""
+    # ModernBERT: in two layers of three a token sees 64 to each side.
     every = getattr(config, "global_attn_every_n_layers", None)
     kinds = getattr(config, "layer_types", None)
-    local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
-    return config.local_attention + 1 if local else None
+    for layer in range(config.num_hidden_layers):
+        local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
+        pairs += sum(n * (min(n, config.local_attention + 1) if local else n) for n in lengths)
+    return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
 
 
 def build(name, implementation, device, dtype, small=None, shared=None):
