@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..common.blocks import compile_blocks
+from ..attention_neobert import Packing
 from ..common.errors import UserError, require
-from ..common.packing import mean_of_sequences, pack
+from ..common.packing import compile_blocks, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
@@ -32,16 +32,15 @@ class Files:
 
     folder: Path
 
-    def find(self, names, made_by):
-        """The first of `names` that exists.
+    def find(self, name, made_by):
+        """The file `name`.
 
         Raises:
-            UserError: none does; the sentence says which command makes it.
+            UserError: it is not there; the sentence says which command makes it.
         """
-        for name in names:
-            if (self.folder / name).exists():
-                return self.folder / name
-        raise UserError(f"there is no {names[0]}; {made_by}")
+        if not (self.folder / name).exists():
+            raise UserError(f"there is no {name}; {made_by}")
+        return self.folder / name
 
     @property
     def model(self):
@@ -73,36 +72,39 @@ class Engine:
 # torch
 
 
-class Packed:
-    """NeoBERT in torch, all texts packed into one row."""
+def torch_engine(name, precision, how, load, size, compiled):
+    """NeoBERT that `load(files)` returns, all texts packed into one row."""
 
-    def __init__(self, model):
-        self.model = model
+    def open_session(files, threads):
+        model = compile_blocks(load(files)) if compiled else load(files)
 
-    def __call__(self, texts):
-        packed = pack(texts)
-        with torch.inference_mode():
-            return mean_of_sequences(
-                self.model(**packed)[0].float(), packed["cu_seq_lens_q"]
-            ).numpy()
+        @torch.inference_mode()
+        def session(texts):
+            packed = pack(texts)
+            means = Packing(packed["cu_seq_lens_q"], None).means
+            return means(model(**packed)[0].float()).numpy()
+
+        return session
+
+    name, blocks = (f"{name}, compiled", ", blocks compiled") if compiled else (name, "")
+    return Engine(name, precision, f"{how}, texts packed{blocks}", open_session, size)
 
 
-def torch_engine(precision, compiled=False):
-    """NeoBERT packed in a floating-point dtype."""
+def torch_float_engine(precision, compiled=False):
     dtype = DTYPES[precision]
-    how = f"`from_pretrained(..., dtype={dtype})`, texts packed"
-    return _packed_engine(
-        "torch",
-        precision,
-        how,
-        lambda files: _neobert(files, dtype),
-        compiled,
-        lambda f: _weights(f.model) * dtype.itemsize // 4,
+
+    def size(files):
+        weights = sum(path.stat().st_size for path in files.model.glob("*.safetensors"))
+        return weights * dtype.itemsize // 4
+
+    how = f"`from_pretrained(..., dtype={dtype})`"
+    return torch_engine(
+        "torch", precision, how, lambda files: _neobert(files, dtype), size, compiled
     )
 
 
 def torch_int8_engine(name, how, quantise, compiled=False):
-    """NeoBERT packed, its linear layers quantised by `quantise(model)`, which returns the model."""
+    """Its linear layers are quantised by `quantise(model)`, which returns the model."""
 
     def size(files):
         # One byte a weight of a linear layer, four of everything else; scales are a thousandth of
@@ -111,26 +113,8 @@ def torch_int8_engine(name, how, quantise, compiled=False):
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
         return 4 * sum(p.numel() for p in model.parameters()) - 3 * linear
 
-    return _packed_engine(
-        name,
-        "int8",
-        f"{how}, texts packed",
-        lambda files: quantise(_neobert(files, torch.float32)),
-        compiled,
-        size,
-    )
-
-
-def _packed_engine(name, precision, how, load, compiled, size):
-    """An `Engine` of the model that `load(files)` returns."""
-    if not compiled:
-        return Engine(name, precision, how, lambda files, threads: Packed(load(files)), size)
-    return Engine(
-        f"{name}, compiled",
-        precision,
-        f"{how}, blocks compiled",
-        lambda files, threads: Packed(compile_blocks(load(files))),
-        size,
+    return torch_engine(
+        name, "int8", how, lambda files: quantise(_neobert(files, torch.float32)), size, compiled
     )
 
 
@@ -162,8 +146,9 @@ def _torchao(model):
     return model
 
 
-def _weights(folder):
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+def _size(path):
+    """Bytes of a file and of those beside it that hold its weights: NAME.bin, NAME.onnx_data."""
+    return sum(other.stat().st_size for other in path.parent.glob(f"{path.stem}.*"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,7 +186,7 @@ class Padded:
         return np.stack(vectors).astype(np.float32)
 
 
-def onnx_engine(precision, names):
+def onnx_engine(precision, file):
     made_by = "make it by: neobert export onnx FILES/model FILES/onnx --precisions fp32 int8"
 
     def open_session(files, threads):
@@ -212,7 +197,7 @@ def onnx_engine(precision, names):
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         session = onnxruntime.InferenceSession(
-            str(files.find(names, made_by)), options, providers=["CPUExecutionProvider"]
+            str(files.find(file, made_by)), options, providers=["CPUExecutionProvider"]
         )
         names_of_outputs = [output.name for output in session.get_outputs()]
         known = [name for name in names_of_outputs if name in HIDDEN_STATES]
@@ -232,25 +217,11 @@ def onnx_engine(precision, names):
         precision,
         how,
         open_session,
-        lambda files: _graph_size(files.find(names, made_by)),
+        lambda files: _size(files.find(file, made_by)),
     )
 
 
-def _graph_size(path):
-    """Bytes of a graph file and of the weights beside it that carry its name."""
-    beside = (
-        other
-        for other in path.parent.iterdir()
-        if other.name.startswith(path.stem + ".") and other.suffix != ".py"
-    )
-    return sum(
-        other.stat().st_size
-        for other in beside
-        if other.suffix in (path.suffix, ".bin", ".data") or other.name.endswith("_data")
-    )
-
-
-def openvino_engine(precision, hint, names):
+def openvino_engine(precision, hint, file):
     made_by = (
         "make it by: neobert export openvino FILES/model FILES/openvino --precisions fp32 int8"
     )
@@ -266,7 +237,7 @@ def openvino_engine(precision, hint, names):
             "INFERENCE_PRECISION_HINT": hint,
         }
         model = core.compile_model(
-            core.read_model(str(files.find(names, made_by))), "CPU", properties
+            core.read_model(str(files.find(file, made_by))), "CPU", properties
         )
 
         requests = [
@@ -296,7 +267,7 @@ def openvino_engine(precision, hint, names):
         precision,
         how,
         open_session,
-        lambda files: _graph_size(files.find(names, made_by)),
+        lambda files: _size(files.find(file, made_by)),
     )
 
 
@@ -348,17 +319,17 @@ class Llama:
         self.process.wait(30)
 
 
-def llama_engine(precision, names):
-    made_by = f"make it by: neobert export gguf FILES/model FILES/{names[0]} --dtype {precision}"
+def llama_engine(precision, file):
+    made_by = f"make it by: neobert export gguf FILES/model FILES/{file} --dtype {precision}"
 
     def open_session(files, threads):
         if shutil.which("node") is None:
             raise UserError("node is not installed; llama.cpp runs in it")
         modules = files.find(
-            ["node/node_modules"],
+            "node/node_modules",
             "in FILES/node: npm i --ignore-scripts node-llama-cpp @node-llama-cpp/linux-x64",
         )
-        return Llama(modules, files.find(names, made_by), threads)
+        return Llama(modules, files.find(file, made_by), threads)
 
     how = "node-llama-cpp, prebuilt for this CPU; its embedding context takes one text at a time"
     return Engine(
@@ -366,16 +337,16 @@ def llama_engine(precision, names):
         precision,
         how,
         open_session,
-        lambda files: files.find(names, made_by).stat().st_size,
+        lambda files: files.find(file, made_by).stat().st_size,
     )
 
 
 ENGINES = {
-    "torch-fp32": torch_engine("fp32"),
-    "torch-bf16": torch_engine("bf16"),
-    "torch-fp16": torch_engine("fp16"),
-    "torch-bf16-compiled": torch_engine("bf16", compiled=True),
-    "torch-fp16-compiled": torch_engine("fp16", compiled=True),
+    "torch-fp32": torch_float_engine("fp32"),
+    "torch-bf16": torch_float_engine("bf16"),
+    "torch-fp16": torch_float_engine("fp16"),
+    "torch-bf16-compiled": torch_float_engine("bf16", compiled=True),
+    "torch-fp16-compiled": torch_float_engine("fp16", compiled=True),
     "torch-int8": torch_int8_engine("torch", "`neobert.quantize_int8`", _ours),
     "torch-int8-compiled": torch_int8_engine(
         "torch", "`neobert.quantize_int8`", _ours, compiled=True
@@ -389,14 +360,14 @@ ENGINES = {
         _torchao,
         compiled=True,
     ),
-    "onnx-fp32": onnx_engine("fp32", ["onnx/onnx/model.onnx"]),
-    "onnx-int8": onnx_engine("int8", ["onnx/onnx/model_quantized.onnx"]),
-    "openvino-fp32": openvino_engine("fp32", "f32", ["openvino/openvino/openvino_model.xml"]),
-    "openvino-bf16": openvino_engine("bf16", "bf16", ["openvino/openvino/openvino_model.xml"]),
-    "openvino-fp16": openvino_engine("fp16", "f16", ["openvino/openvino/openvino_model.xml"]),
+    "onnx-fp32": onnx_engine("fp32", "onnx/onnx/model.onnx"),
+    "onnx-int8": onnx_engine("int8", "onnx/onnx/model_quantized.onnx"),
+    "openvino-fp32": openvino_engine("fp32", "f32", "openvino/openvino/openvino_model.xml"),
+    "openvino-bf16": openvino_engine("bf16", "bf16", "openvino/openvino/openvino_model.xml"),
+    "openvino-fp16": openvino_engine("fp16", "f16", "openvino/openvino/openvino_model.xml"),
     "openvino-int8": openvino_engine(
-        "int8", "f32", ["openvino/openvino/openvino_model_qint8_quantized.xml"]
+        "int8", "f32", "openvino/openvino/openvino_model_qint8_quantized.xml"
     ),
-    "llama-f16": llama_engine("f16", ["model.f16.gguf"]),
-    "llama-q8_0": llama_engine("q8_0", ["model.q8_0.gguf"]),
+    "llama-f16": llama_engine("f16", "model.f16.gguf"),
+    "llama-q8_0": llama_engine("q8_0", "model.q8_0.gguf"),
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in under 9 minutes on an H100: tests, throughput, compiled blocks, memory, profile, training steps.
+# Everything that needs a GPU, in under 9 minutes on an H100: tests, throughput, compiled blocks, memory, training steps.
 #
 #   bash benchmarks/gpu.sh                # or: make gpu
 #   OUT=/some/folder bash benchmarks/gpu.sh
-#   bash benchmarks/gpu.sh --rehearse     # the same on the CPU, tiny, with stand-ins for what only CUDA has
+#   bash benchmarks/gpu.sh --rehearse     # the same commands on the CPU, tiny
 #
 # Installs nothing and needs no network: Python with torch, transformers, msgspec and pytest is enough. Finished steps are kept in $OUT (results/gpu
-# otherwise); called again it goes on where it stopped. A copy without git tells its commit by NEOBERT_COMMIT=abc1234.
-set -euo pipefail
+# otherwise); called again it does what is left. A copy without git tells its commit by NEOBERT_COMMIT=abc1234.
+set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The package is found under its name by a link, so that nothing has to be installed.
 link="$(mktemp -d)"
@@ -15,4 +15,57 @@ trap 'rm -rf "$link"' EXIT
 ln -s "$root" "$link/neobert"
 export PYTHONPATH="$link${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
-"${PYTHON:-python3}" -m neobert.benchmarks.gpu --output "${OUT:-results/gpu}" "$@"
+python="${PYTHON:-python3}" failed=0
+if [ "${1:-}" = --rehearse ]; then
+    out="${OUT:-.cache/gpu-rehearsal}" end=$((SECONDS + 3600))
+    export TORCH_COMPILE_DISABLE=1 # it needs a C++ compiler
+    tests="--collect-only"
+    speed="--device cpu --layers 1 --sets short --max-batch 2 --repeats 2 --warmup 1"
+    peak="--device cpu --layers 1 --lengths 128 --batch 1"
+    steps="--device cpu --hidden 64 --layers 1 --tokens 32 --steps 1"
+elif "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    out="${OUT:-results/gpu}" end=$((SECONDS + 520)) tests="" speed="" peak="" steps=""
+else
+    echo "torch sees no GPU here; --rehearse runs the same on the CPU" >&2
+    exit 2
+fi
+mkdir -p "$out"
+
+# step NAME SECONDS MODULE OPTIONS: what it says goes to NAME.log. Neither a failure nor a broken CUDA context ends the rest.
+step() {
+    local name=$1 limit=$2 left=$((end - SECONDS))
+    shift 2
+    if [ -e "$out/$name.done" ]; then
+        echo "$name: done before"
+    elif [ "$left" -lt 20 ]; then
+        echo "$name: left for the next call"
+        failed=1
+    else
+        rm -rf "${out:?}/$name"
+        timeout $((limit < left ? limit : left)) "$python" -m "$@" >"$out/$name.log" 2>&1
+        local code=$?
+        [ $code = 0 ] && touch "$out/$name.done" || failed=1
+        echo "$name: exit code $code, $out/$name.log"
+    fi
+}
+
+# Throughput of NeoBERT and ModernBERT base: NAME SECONDS OPTIONS.
+throughput() {
+    step "$1" "$2" neobert throughput --output "$out/$1" --preset gpu --models neobert modernbert-base --repeats 7 --warmup 2 "${@:3}" $speed
+}
+
+for file in attention packing; do # all with tests marked gpu; the others need datasets
+    step "test_$file" 120 pytest -q -m gpu -p no:cacheprovider --tb=short $tests "tests/test_$file.py"
+done
+throughput long 100 --implementations sdpa --sets 4096 8192
+throughput variable 110 --implementations sdpa padded --sets normal-256 normal-4096 short
+throughput lengths 90 --implementations sdpa --sets 512 1024 2048
+throughput compiled 150 --implementations compiled --sets 2048 4096 8192
+step memory 120 neobert.benchmarks.memory --output "$out/memory" --device cuda --layers 0 --lengths 4096 8192 --batch 8 $peak
+for sets in "short" "1024 4096"; do # padded only where there is padding
+    [ "$sets" = short ] && ways="packed padded" || ways=packed
+    step "training_${sets// /_}" 80 neobert.benchmarks.training --output "$out/training_${sets// /_}" --sets $sets --ways $ways --dtypes bfloat16 \
+        --device cuda --hidden 768 --layers 28 --tokens 16384 --steps 5 --repeats 1 $steps
+done
+"$python" -m neobert.benchmarks.gpu "$out" || failed=1
+exit $failed

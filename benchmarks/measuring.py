@@ -1,15 +1,48 @@
 """What several benchmarks share beside the clock of `throughput/timing.py`."""
 
+import inspect
 import multiprocessing
 import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from unittest import mock
 
+import torch
+
+from ..common.arguments import Options
 from ..common.errors import UserError
+from ..common.results import environment, write_result
 
 
 WORDS = "time year people way day man thing woman life child world school".split()
+
+
+def benchmark(title, group):
+    """Makes a script's `main(argv)` of the function that measures, which takes the options and
+    gives (JSON values, page in markdown, what `environment` takes); writes OUTPUT.json and .md.
+
+    Args:
+        title: heading of the page.
+        group: dataclass of the options, with `output`; `threads`, if it is a number, is for torch.
+    """
+
+    def script(measure):
+        module = inspect.getmodule(measure)
+        command = f"python -m neobert.benchmarks.{inspect.getmodulename(module.__file__)}"
+
+        def main(argv=None, **more):
+            options = Options(command, module.__doc__, (group,))
+            (given,) = options.read(sys.argv[1:] if argv is None else argv)
+            if isinstance(getattr(given, "threads", None), int):
+                torch.set_num_threads(given.threads)
+            data, page, made = measure(given, **more)
+            print(write_result(given.output, title, environment(**made), data, page))
+            return 0
+
+        return main
+
+    return script
 
 
 def equal_texts(count, draw):

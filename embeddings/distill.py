@@ -17,11 +17,11 @@ import numpy as np
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import set_seed
 
-from ..common.blocks import compile_blocks, uncompile_blocks
 from ..common.folders import apart, check_folder
 from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model
 from ..common.output import Output, run_settings
+from ..common.packing import compile_blocks, uncompile_blocks
 from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer

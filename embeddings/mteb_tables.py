@@ -6,8 +6,7 @@ from statistics import fmean
 import mteb
 
 from ..common.files import write_text
-from ..common.published import MTEB, MTEB_NOTE, MTEB_TYPES
-from ..common.results import earlier_result, markdown_table
+from ..common.results import MTEB, MTEB_NOTE, MTEB_TYPES, earlier_result, markdown_table
 from .instructions import TEMPLATE
 from .options import BENCHMARKS, PAPER_BENCHMARK
 

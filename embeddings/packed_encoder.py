@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
+from ..attention_neobert import Packing
 from ..common.arguments import Arguments
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS, TOKENIZER
 from ..common.errors import UserError, one_line, require
@@ -23,7 +24,7 @@ from ..common.loading import (
     choose_dtype,
     position_limit,
 )
-from ..common.packing import mean_of_sequences, pack
+from ..common.packing import pack
 from ..common.results import processor_units
 
 
@@ -315,7 +316,7 @@ class PackedEncoder:
         if self.pooling == "cls":
             pooled = hidden[0, bounds[:-1].long()]
         else:
-            pooled = mean_of_sequences(hidden, bounds)
+            pooled = Packing(bounds, None).means(hidden)
         features = {"sentence_embedding": pooled}
         for module in self._rest:
             features = module(features)

@@ -50,16 +50,13 @@ def example():
 
 
 @contextlib.contextmanager
-def quiet_tracing():
-    """What the exporters have to say to developers of torch is not printed."""
-    names = ("torch.onnx", "torch.export", "torch.onnx._internal.exporter._registration")
-    levels = {name: logging.getLogger(name).level for name in names}
+def quiet():
+    """What exporters have to say to their developers is not printed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for name in names:
-            logging.getLogger(name).setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)

@@ -16,7 +16,7 @@ from ..common.errors import UserError, one_line
 from ..common.outliers import encoders_of, smooth
 from . import folder
 from .check import Precision, Reference
-from .graph import INPUTS, Graph, example, quiet_tracing
+from .graph import INPUTS, Graph, example, quiet
 
 
 check_output = folder.check_output
@@ -86,7 +86,7 @@ def _trace(graph):
     """onnx.ModelProto of a Graph."""
     inputs, axes = example()
     try:
-        with quiet_tracing():
+        with quiet():
             program = torch.onnx.export(
                 graph.eval(),
                 (),

@@ -7,11 +7,11 @@ depend on the texts beside it. Weights use 7 of the 8 bits: sums of two products
 bits, which processors without VNNI instructions would cut off.
 """
 
-import contextlib
 import copy
-import logging
 
 import numpy as np
+
+from .graph import quiet
 
 
 # Weights are -63 to 63, inputs 1 to 255 around 128: 2 * 255 * 63 < 2^15.
@@ -37,7 +37,7 @@ def q4(model):
     excluded = [
         node.name for node, weight in _linear_layers(model) if weight.shape[1] < _LEAST_OUTPUTS
     ]
-    with _quiet_logging():
+    with quiet():  # ONNX Runtime tells of every matrix
         quantiser = MatMulNBitsQuantizer(
             model,
             bits=4,
@@ -49,17 +49,6 @@ def q4(model):
         )
         quantiser.process()
     return quantiser.model.model
-
-
-@contextlib.contextmanager
-def _quiet_logging():
-    """ONNX Runtime tells of every matrix."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _arrays(graph):

@@ -15,7 +15,7 @@ from ..common.errors import UserError, one_line
 from ..common.files import write_json
 from . import folder
 from .check import Precision, Reference
-from .graph import INPUTS, Graph, example, quiet_tracing
+from .graph import INPUTS, Graph, example, quiet
 
 
 check_output = folder.check_output
@@ -64,7 +64,7 @@ def _trace(graph):
 
     inputs, axes = example()
     try:
-        with quiet_tracing():
+        with quiet():
             program = torch.export.export(graph.eval(), (), inputs, dynamic_shapes=axes)
             model = openvino.convert_model(program)
     except Exception as error:  # of both libraries, of many kinds

@@ -37,10 +37,9 @@ def run_folder(arguments, settings):
     """OUTPUT/<name>/<task>/<readable part and a digest of all settings>."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     lora = f"_lora{settings['lora']['rank']}" if settings["lora"] else ""
-    hyper = "bs{batch_size}_lr{learning_rate:g}_wd{weight_decay:g}".format(**settings)
-    name = re.sub(r"[^\w.-]+", "-", arguments.name)
-    run = f"{hyper}{lora}_seed{settings['seed']}_{digest}"
-    return Path(arguments.output) / name / settings["task"] / run
+    run = "bs{batch_size}_lr{learning_rate:g}_wd{weight_decay:g}{0}_seed{seed}_{1}"
+    row = Path(arguments.output) / re.sub(r"[^\w.-]+", "-", arguments.name)
+    return row / settings["task"] / run.format(lora, digest, **settings)
 
 
 def runs_of_row(arguments, task):

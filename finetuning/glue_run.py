@@ -17,7 +17,7 @@ from transformers import (
 
 from ..common.errors import UserError
 from ..common.loading import check_vocabulary, save_tokenizer, text_limit
-from ..common.memory import PeakMemory, mebibytes
+from ..common.measures import PeakMemory
 from ..common.results import environment
 from ..training import checkpoints
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
@@ -26,6 +26,9 @@ from ..training.options import check_trainer_options, training_arguments
 from .glue_model import load_classifier
 from .glue_rows import evaluation_metrics, prepare, split_heldout
 from .glue_tasks import TASKS
+
+
+_SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "loss")  # of an evaluation
 
 
 def process_state():
@@ -217,8 +220,8 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             "parameters": {"trained": trained, "all": total},
             **checkpoints.spent(trainer),
             "resumed": resumed,
-            "peak_memory_mib": mebibytes(memory.peak),
-            "memory_before_mib": mebibytes(memory.before),
+            "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
+            "memory_before_mib": memory.before and round(memory.before / 2**20),
             "environment": environment(
                 dtype=dtype if dtype == "float32" else f"{dtype} autocast",
                 processes=process_state().num_processes,
@@ -237,13 +240,12 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
 def _history(log):
     """[{"step", "epoch", metrics without "eval_"}] of every evaluation, in order, each step
     once."""
-    entries = {}
-    for entry in log:
-        if "eval_score" in entry:
-            values = {name.removeprefix("eval_"): value for name, value in entry.items()}
-            for name in ("runtime", "samples_per_second", "steps_per_second", "loss"):
-                values.pop(name, None)
-            entries[entry["step"]] = values
+    left_out = {f"eval_{name}" for name in _SPEEDS}
+    entries = {
+        entry["step"]: {k.removeprefix("eval_"): v for k, v in entry.items() if k not in left_out}
+        for entry in log
+        if "eval_score" in entry
+    }
     return [entries[step] for step in sorted(entries)]
 
 

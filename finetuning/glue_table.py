@@ -8,8 +8,7 @@ import pandas
 
 from ..common.errors import UserError
 from ..common.files import read_json, write_json, write_text
-from ..common.published import GLUE, GLUE_NOTE
-from ..common.results import environment, markdown_table
+from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table
 from .glue_tasks import TASKS
 
 

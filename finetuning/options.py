@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.arguments import Arguments, Options, option
-from ..common.constants import RECIPES
+from ..common.constants import ROOT
 from ..common.errors import UserError
 from ..common.output import run_settings
 from ..training.lora import LoraOptions
@@ -15,7 +15,7 @@ from ..training.options import number_options
 from .glue_tasks import HUB_DATA
 
 
-RECIPE = RECIPES / "glue.yaml"
+RECIPE = ROOT / "recipes" / "glue.yaml"
 HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")
 
 

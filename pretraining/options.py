@@ -4,7 +4,6 @@ as defaults. Imports neither torch nor transformers."""
 from dataclasses import dataclass
 
 from ..common.arguments import Arguments, Options, option
-from ..common.constants import LAYOUTS, LONG_TEXTS
 from ..common.errors import UserError
 
 
@@ -97,12 +96,12 @@ class BatchArguments(Arguments):
     long_texts: str = option(
         "truncate",
         "what happens to longer ones: truncate, or split into windows of max_length",
-        choices=LONG_TEXTS,
+        choices=("truncate", "split"),
     )
     layout: str = option(
         "packed",
         "packed: nothing padded; packed_without_boundaries is ablation M6",
-        choices=LAYOUTS,
+        choices=("packed", "packed_without_boundaries"),
     )
     texts_per_batch: int | None = option(None, "texts of a micro-batch on each device", least=1)
     tokens_per_batch: int | None = option(None, "or its tokens, at most", least=3)

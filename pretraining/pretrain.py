@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
-from ..common.blocks import compile_blocks
 from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import known_by
 from ..common.output import Output, run_settings
+from ..common.packing import compile_blocks
 from ..common.results import environment
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options

@@ -24,12 +24,13 @@ import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..common import figures
 from ..common.errors import UserError
 from ..common.files import write_text
+from ..common.folders import new_file
 from ..common.identity import known_by
 from ..common.loading import (
     check_vocabulary,
@@ -264,18 +265,18 @@ def write_page(path, buckets, env):
         "interval, for the choice of texts and of positions.\n"
     )
     write_text(path.with_suffix(".md"), page)
-    # Figure 2: both axes logarithmic.
-    title = "Pseudo-perplexity against length"
-    figure, axes = figures.subplots(title, "length in tokens", "pseudo-perplexity")
-    for i, ((name, yarn), line) in enumerate(table.groupby(["name", "yarn"])):
-        label = name if yarn == "off" else f"{name}, YaRN x {yarn}"
-        spread = list(zip(line["low"], line["high"]))
-        x, y = list(line["length"]), list(line["pseudo_perplexity"])
-        figures.line(axes, x, y, spread, label=label, series=i)
-    figures.length_axis(axes, table["length"])
-    axes.set_yscale("log")
+    axes = Figure(layout="constrained").subplots()
+    for (name, yarn), line in table.groupby(["name", "yarn"]):
+        middle, label = (
+            line["pseudo_perplexity"],
+            name if yarn == "off" else f"{name}, YaRN x {yarn}",
+        )
+        errors = [(middle - line["low"]).clip(0), (line["high"] - middle).clip(0)]
+        axes.errorbar(line["length"], middle, errors, label=label, marker="o")
+    axes.set(xscale="log", yscale="log", xlabel="length in tokens", ylabel="pseudo-perplexity")
     axes.legend()
-    figures.save(figure, path.with_suffix(".png"), env)
+    with new_file(path.with_suffix(".png")) as file:
+        axes.figure.savefig(file, dpi=150)
     return page
 
 

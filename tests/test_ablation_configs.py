@@ -4,12 +4,15 @@ those of both stages to the paper's values."""
 import pytest
 import torch
 
-from neobert.common.constants import RECIPES, TOKENIZER
+from neobert.common.constants import ROOT, TOKENIZER
 from neobert.common.files import read_yaml
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.pretraining import pretrain
 from neobert.pretraining.schedule import paper_schedule
 from neobert.training.optimisation import make_schedule
+
+
+RECIPES = ROOT / "recipes"
 
 
 COSINE = {

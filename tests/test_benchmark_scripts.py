@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.benchmarks import memory, profile_forward, rerank, server, training
+from neobert.benchmarks import memory, rerank, server, small_vectors, training
 from neobert.benchmarks.measuring import in_a_process
-from neobert.benchmarks.memory import CONTRACT, Case
-from neobert.benchmarks.training import Steps, forward_operations
+from neobert.benchmarks.memory import CONTRACT
+from neobert.benchmarks.training import TrainingArguments, draw_batch, forward_operations
 from neobert.common.errors import UserError
 from neobert.throughput import timing
 
@@ -105,16 +106,17 @@ def test_memory_of_one_forward():
     """The published width at one layer: at least qkv and the feed-forward of one slice are there at
     once, at most a few times that."""
     growth = in_a_process(
-        Case.measure,
-        Case("neobert", "sdpa", 512, 1, 1, "cpu", 1),
+        memory.measure,
+        memory.MemoryArguments(device="cpu", threads=1),
+        *("neobert", "sdpa", 512, 1),
         variables={"MALLOC_MMAP_THRESHOLD_": "131072"},
     )
     assert 512 * 4096 * 4 < growth < 512 * 4096 * 4 * 8
 
 
-def test_the_contract_gets_two_packed_texts(monkeypatch):
-    assert Case("neobert", CONTRACT, 512, 2, 1, "cpu", 1).lengths == [512, 256, 512, 256]
-    assert Case("neobert", "sdpa", 512, 2, 1, "cpu", 1).lengths == [512, 512]
+def test_the_contract_gets_two_packed_texts(tmp_path, monkeypatch):
+    assert memory.lengths_of(CONTRACT, 512, 2) == [512, 256, 512, 256]
+    assert memory.lengths_of("sdpa", 512, 2) == [512, 512]
     q, k, v = torch.randn(3, 1, 2, 7, 4).unbind(0)
     packed, _ = memory.flash_contract(
         None, q, k, v, None, scaling=0.5, cu_seq_lens_q=torch.tensor([0, 3, 7])
@@ -126,32 +128,34 @@ def test_the_contract_gets_two_packed_texts(monkeypatch):
             packed[0, part], (scores @ v[0, :, part]).transpose(0, 1), atol=1e-6
         ), "the texts see each other"
     seen = []
-    monkeypatch.setattr(
-        memory, "in_a_process", lambda function, case, variables: seen.append(case) or 3 * 2**20
-    )
-    monkeypatch.setattr(memory, "tqdm", lambda cases, **options: cases)
-    monkeypatch.setattr(memory, "write_result", lambda output, title, env, data, text: text)
-    assert memory.main(["--lengths", "1024", "--check-depth", "2048"]) == 0
-    cases = [(case.model, case.implementation, case.length, case.layers) for case in seen]
+
+    def note(function, options, *case, variables):
+        seen.append(case)
+        return 3 * 2**20
+
+    monkeypatch.setattr(memory, "in_a_process", note)
+    argv = ["--lengths", "1024", "--check-depth", "2048", "--output", str(tmp_path / "m")]
+    assert memory.main(argv) == 0
     models = ("neobert", "modernbert-base")
-    assert cases == [
+    assert seen == [
         *((model, "sdpa", 1024, 3) for model in models),
         ("neobert", CONTRACT, 1024, 3),
         *((model, "sdpa", 2048, 0) for model in models),
     ]
+    assert "| sdpa | 1,024 | 1,024 | 3 | 3 | 3.0 | 3 | 1.00 |" in (tmp_path / "m.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------------
 # training
 
 
-def tiny_steps(**changes):
-    steps = {"way": "packed", "name": "short", "dtype": "float32", "device": "cpu", "threads": 1}
-    return Steps(**{**steps, "tokens": 100, "steps": 2, "hidden": 64, "layers": 1, **changes})
+def tiny_steps(way="packed", dtype="float32"):
+    shape = {"tokens": 100, "steps": 2, "hidden": 64, "layers": 1, "threads": 1}
+    return training.measure(TrainingArguments(**shape), "short", dtype, way)
 
 
 def test_a_step_has_the_tokens_that_were_asked_for():
-    lengths, inputs = tiny_steps(tokens=500).batch(seed=1)
+    lengths, inputs = draw_batch("short", 500, seed=1)
     assert 500 <= sum(lengths) < 500 + max(lengths), "one text fewer would be too few"
     real = inputs["attention_mask"].bool()
     assert real.sum() == sum(lengths)
@@ -162,11 +166,11 @@ def test_a_step_has_the_tokens_that_were_asked_for():
     assert (inputs["input_ids"][masked] == 103).all() and (
         inputs["labels"][masked] >= 1000
     ).all(), "[MASK] hides them, labels tell them"
-    assert tiny_steps(tokens=500, name="16").lengths(0) == [16] * 32
+    assert draw_batch("16", 500, 0)[0] == [16] * 32
 
 
 def test_both_ways_train_to_the_same_losses():
-    packed, padded = (tiny_steps(way=way).measure() for way in ("packed", "padded"))
+    packed, padded = (tiny_steps(way) for way in ("packed", "padded"))
     assert len(packed["losses"]) == 3 and len(packed["seconds"]) == 2, "the first step is not timed"
     assert packed["losses"] == pytest.approx(padded["losses"], rel=1e-5), (
         "same texts, same masks, same weights"
@@ -177,7 +181,7 @@ def test_both_ways_train_to_the_same_losses():
     assert packed["operations"] == padded["operations"] and packed["tokens"] == padded["tokens"], (
         "what is needed does not depend on the way"
     )
-    half = tiny_steps(dtype="bfloat16").measure()
+    half = tiny_steps(dtype="bfloat16")
     assert (
         half["losses"] == pytest.approx(packed["losses"], rel=0.02)
         and half["losses"] != packed["losses"]
@@ -207,43 +211,24 @@ def test_the_training_table(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------
-# profile
+# small vectors
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes", "part"),
-    [
-        ("aten::mm", [[5, 768], [768, 2304]], "qkv"),
-        ("aten::mm", [[5, 768], [768, 4096]], "w12"),
-        ("aten::mm", [[5, 7], [7, 9]], "other products"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", [[1, 12, 9, 64]], "attention"),
-        ("aten::silu", [[5, 2048]], "SwiGLU"),
-        ("aten::mul_", [[5, 2048], [5, 2048]], "SwiGLU"),
-        ("aten::mul", [[1, 5, 12, 2, 32], [1, 5, 1, 1, 32]], "RoPE"),
-        ("aten::mul", [[1, 5, 768], [768]], "RMSNorm"),
-        ("aten::rsqrt_", [[1, 5, 1]], "RMSNorm"),
-        ("aten::copy_", [[1, 5, 768]], "casts and copies"),
-        ("aten::add", [[1, 5, 768], [1, 5, 768]], "residuals"),
-        ("aten::transpose", [[1, 5, 768]], "other operations"),
-    ],
-)
-def test_every_operation_has_its_part(name, shapes, part):
-    products = {(768, 2304): "qkv", (768, 768): "wo", (768, 4096): "w12", (2048, 768): "w3"}
-    assert profile_forward.part_of(name, shapes, products) == part
-
-
-def test_the_profile_of_a_tiny_model(tmp_path):
-    argv = f"--output {tmp_path}/p --texts 3 --layers 1 --repeats 2 --threads 1"
-    assert profile_forward.main(argv.split()) == 0
-    data = json.loads((tmp_path / "p.json").read_text())
-    parts = {part["part"]: part for part in data["parts"]}
-    assert {"qkv", "wo", "w12", "w3", "attention", "RMSNorm", "SwiGLU", "RoPE"} <= set(parts), (
-        "a part is missing"
-    )
-    assert sum(part["of_the_pass"] for part in data["parts"]) == pytest.approx(1.0, abs=0.05), (
-        "the parts are the pass"
-    )
-    assert parts["attention"]["calls_a_layer"] >= 3 and parts["w12"]["share_of_gemm"] > 0, (
-        "one call a text"
-    )
-    assert "| w12 |" in (tmp_path / "p.md").read_text()
+def test_small_vectors_are_searched_and_rescored():
+    """48 unit vectors, of which the 45th alone has the signs of the query, and not its numbers."""
+    queries, documents = np.full((1, 8), 8**-0.5, np.float32), -np.eye(8, dtype=np.float32)
+    documents = np.concatenate([np.tile(documents, (6, 1))])
+    documents[44] = np.array([1, *[0.01] * 7]) / np.linalg.norm([1, *[0.01] * 7])
+    documents[0] = -documents[0]  # as near by its number, with one sign
+    made = small_vectors.ways(queries, documents)
+    sizes = {name: size for name, (size, _) in made.items()}
+    assert sizes["int8"] == "8" and sizes["binary"] == "1" and sizes["float32"] == "32"
+    assert sizes["half of the dimensions"] == "16"
+    np.testing.assert_allclose(made["float32"][1], queries @ documents.T)
+    assert made["binary"][1][0, [0, 1, 44]].tolist() == [-6, -8, 8]
+    rescored = made["binary, rescored"][1][0]
+    assert np.isfinite(rescored).sum() == small_vectors.BEST and rescored.argmax() == 44
+    tests = {"a": (["q"] * 4, range(4))}
+    vectors = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
+    rows = small_vectors.measure(lambda part: vectors, tests)
+    assert rows["float32"]["a"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)

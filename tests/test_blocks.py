@@ -9,7 +9,7 @@ from pretrain_runs import arguments_of, log_of, make_corpus, run_of  # noqa: F40
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
-from neobert.common.blocks import compile_blocks, uncompile_blocks
+from neobert.common.packing import compile_blocks, uncompile_blocks
 from neobert.pretraining import pretrain
 
 

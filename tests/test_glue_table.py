@@ -10,7 +10,7 @@ from jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.common.files import write_json
-from neobert.common.published import GLUE
+from neobert.common.results import GLUE
 from neobert.finetuning import glue, glue_run, glue_table
 from neobert.finetuning.glue_tasks import TASKS
 from neobert.finetuning.options import OPTIONS

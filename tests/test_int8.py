@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
+from neobert.attention_neobert import Packing
 from neobert.common import int8, int8_product, loading, outliers
-from neobert.common.blocks import compile_blocks
 from neobert.common.errors import UserError
-from neobert.common.packing import mean_of_sequences, pack
+from neobert.common.packing import compile_blocks, pack
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 
@@ -32,7 +32,7 @@ def outputs(model, sequences):
     """Hidden states (T, D) and means (N, D) of a packed batch."""
     packed = pack(sequences)
     hidden = model(**packed)[0]
-    return hidden[0], mean_of_sequences(hidden, packed["cu_seq_lens_q"])
+    return hidden[0], Packing(packed["cu_seq_lens_q"], None).means(hidden)
 
 
 def drawn(count, least=2, most=40, vocabulary=200):

@@ -31,7 +31,7 @@ from neobert.benchmarks import local_tasks
 from neobert.benchmarks.local_text import is_held_out
 from neobert.common import loading
 from neobert.common.errors import UserError
-from neobert.common.published import MTEB, MTEB_TYPES
+from neobert.common.results import MTEB, MTEB_TYPES
 from neobert.embeddings.mteb_evaluation import (
     PackedModel,
     choose_tasks,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neobert import NeoBERTModel, attention_neobert
 from neobert import modeling_neobert as modeling
-from neobert.common.blocks import compile_blocks
+from neobert.common.packing import compile_blocks
 
 from .reference import (
     FlashReference,

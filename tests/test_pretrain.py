@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from neobert import __main__ as cli
 from neobert import modeling_neobert
-from neobert.common.constants import RECIPES, TOKENIZER
+from neobert.common.constants import ROOT, TOKENIZER
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig
@@ -35,6 +35,9 @@ from neobert.pretraining.heldout import masked_correct, most_frequent
 from neobert.pretraining.options import OPTIONS
 from neobert.pretraining.trainer import flops_per_batch
 from neobert.training.checkpoints import checkpoints
+
+
+RECIPES = ROOT / "recipes"
 
 
 def test_a_run_learns_and_logs_what_the_paper_needs(corpus, tmp_path):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from neobert.__main__ import COMMANDS
 from neobert.common.loading import CODE_FILES
-from neobert.common.published import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
+from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 
 from .test_pages import options_of
 

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neobert.common import memory
+from neobert.common import measures
 from neobert.common.errors import UserError
 from neobert.throughput import command, timing
-from neobert.throughput.command import draw, main, ratios
+from neobert.throughput.command import main, ratios
 from neobert.throughput.models import (
     IMPLEMENTATIONS,
     MODELS,
     Candidate,
     build,
     draw_lengths,
+    flops,
     lengths_of_file,
     make_batch,
 )
@@ -38,7 +39,7 @@ def small_matrix_product(monkeypatch):
     monkeypatch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
     monkeypatch.setattr(timing, "GEMM_SECONDS", 0.0)
     # Half a second a time; tests/test_memory.py has it.
-    monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: 0))
+    monkeypatch.setattr(measures, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def tiny(output, *more):
@@ -166,11 +167,11 @@ def test_operation_count(name):
         else 2 * 32 * inner
     )
     linear = 2 * (4 * 32 * 32 + ffn)
-    assert run.flops([10, 4]) == 2 * linear * 14 + 2 * 4 * 32 * (100 + 16), (
+    assert flops(run.encoder, [10, 4]) == 2 * linear * 14 + 2 * 4 * 32 * (100 + 16), (
         "weights and pairs, of real tokens only"
     )
     if name.startswith("modernbert"):
-        assert run.flops([1000]) == 2 * linear * 1000 + 4 * 32 * 1000 * (1000 + 129), (
+        assert flops(run.encoder, [1000]) == 2 * linear * 1000 + 4 * 32 * 1000 * (1000 + 129), (
             "the second layer sees 64 tokens to each side"
         )
 
@@ -183,7 +184,9 @@ def test_the_published_construction_computes_the_same():
     outputs = [ours(batch)]
     for implementation in ("padded", "published"):
         outputs.append(
-            build("neobert", implementation, "cpu", torch.float32, SMALL, shared=ours.model)(batch)
+            build("neobert", implementation, "cpu", torch.float32, SMALL, shared=ours.encoder)(
+                batch
+            )
         )
         difference = (outputs[-1] - outputs[0])[real].abs().max()
         assert difference < 1e-5 * outputs[0].abs().max(), f"{implementation} is the same model"
@@ -202,7 +205,7 @@ def test_peers_on_a_flash_kernel(name, implementation, monkeypatch):
     real = batch.attention_mask.bool()
     plain = build(name, "sdpa", "cpu", torch.float32, SMALL)
     flash, kernel = (
-        build(name, "sdpa", "cpu", torch.float32, SMALL, shared=plain.model),
+        build(name, "sdpa", "cpu", torch.float32, SMALL, shared=plain.encoder),
         install_flash(monkeypatch),
     )
     flash.model.config._attn_implementation = "flash_attention_2"
@@ -241,7 +244,7 @@ def test_a_batch_is_as_large_as_the_options_allow(more, texts):
     seen = []
     options = {"batch": None, "max_batch": 20, "max_tokens": 4096, "seed": 0, "warmup": 2}
     arguments = SimpleNamespace(**{"device": "cpu", **options, **more})
-    candidate = Candidate(None, "own", 512, "")
+    candidate = Candidate(None, None, "own", 512, "")
     candidate.__class__ = type("Noted", (Candidate,), {"__call__": lambda self, b: seen.append(b)})
     batch, _ = command._first_passes(candidate, lambda count: [16] * count, arguments)
     assert batch.lengths == (16,) * texts and seen == [batch] * 2, "one warm-up more"
@@ -259,7 +262,7 @@ def test_a_peer_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
         return candidate
 
     monkeypatch.setattr(command, "build", broken)
-    names = ["--models", "bert-base", "neobert", "--implementations", "sdpa", "--plots", "false"]
+    names = ["--models", "bert-base", "neobert", "--implementations", "sdpa"]
     assert tiny(tmp_path / "out", *names) == 0
     rows = rows_of(tmp_path / "out")
     assert [row.get("error") for row in rows] == ["kernel takes no such argument", None] * 2
@@ -278,7 +281,7 @@ def test_a_text_that_a_model_cannot_take(tmp_path):
 
 @pytest.mark.parametrize("preset", ("quick", "cpu"))
 def test_a_preset_runs_to_its_end(preset, tmp_path):
-    """With its tables and plots, as its command is on the pages; the models alone are small."""
+    """With its tables, as its command is on the pages; the models alone are small."""
     argv = ["--preset", preset, "--device", "cpu", "--output", str(tmp_path / "speed")]
     if preset == "cpu":
         argv += ["--max-batch", "3", "--repeats", "2"]
@@ -289,15 +292,12 @@ def test_a_preset_runs_to_its_end(preset, tmp_path):
     ]
     pairs = arguments.planned()
     assert names == [(name, *pair) for name in arguments.sets for pair in pairs]
-    plots = {"quick": {"fill.png"}, "cpu": {"fill.png", "fixed.png"}}[preset]
     files = {path.name for path in (tmp_path / "speed").iterdir()}
-    assert files == plots | {f"throughput.{ending}" for ending in ("json", "md")}
-    for name in plots:
-        assert (tmp_path / "speed" / name).read_bytes()[:4] == b"\x89PNG"
+    assert files == {f"throughput.{ending}" for ending in ("json", "md")}
 
 
 def test_a_tiny_run_writes_its_tables(tmp_path, capsys):
-    more = ["--implementations", "sdpa", "padded", "--plots", "false"]
+    more = ["--implementations", "sdpa", "padded"]
     assert tiny(tmp_path / "out", *more) == 0
     rows = rows_of(tmp_path / "out")
     for row in rows:
@@ -348,35 +348,3 @@ def test_ratios_pair_neighbours():
     assert found["short"]["bert-base/sdpa"]["ratio"] == 2.0, (
         "100 tokens in 1 s against 50 in 1 s; repeat by repeat 2, 2 and 6"
     )
-
-
-def test_plots_show_every_measured_point(tmp_path, monkeypatch):
-    """Mixed batches against their fill, full ones against their length; models of the same speed
-    are beside each other."""
-    pytest.importorskip("matplotlib")
-    rows = [
-        row("neobert", "sdpa", "short", 1.0, 0.3),
-        row("neobert", "padded", "short", 3.0, 0.3),
-        row("neobert", "sdpa", "128", 1.0),
-        row("neobert", "padded", "128", 4.0),
-        row("neobert", "sdpa", "512", 2.0),
-        row("bert-base", "sdpa", "128", 0.5),
-        row("roberta-base", "sdpa", "128", 0.5),
-        {"error": "none", "set": "512"},
-    ]
-    drawn = {}
-    monkeypatch.setattr(
-        command.figures, "save", lambda figure, path, made: drawn.setdefault(path.name, figure)
-    )
-    draw(tmp_path, rows, {})
-
-    def points(figure):
-        (axes,) = figure.axes
-        return {c.get_label(): list(zip(*c.lines[0].get_data())) for c in axes.containers}
-
-    fixed = points(drawn["fixed.png"])
-    assert [round(y) for _, y in fixed["NeoBERT"]] == [100, 50], "its fastest implementation"
-    assert len({fixed[name][0][0] for name in ("BERT base", "RoBERTa base", "NeoBERT")}) == 3, (
-        "one hides behind another"
-    )
-    assert points(drawn["fill.png"]) == {"NeoBERT, padded": [(0.3, 3.0)]}, "no full batches"

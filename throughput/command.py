@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..common import figures
 from ..common.errors import one_line
 from ..common.folders import check_new
-from ..common.memory import PeakMemory
+from ..common.measures import PeakMemory
 from ..common.results import environment, markdown_table, write_result
-from .models import build, draw_lengths, lengths_of_file, make_batch
+from .models import build, draw_lengths, flops, lengths_of_file, make_batch
 from .options import OPTIONS
 from .timing import CLOCKS, MatrixProduct, between, in_turns, ratio
 
@@ -30,16 +29,6 @@ NOTE = (
     "operations that the real tokens need, over those that a plain matrix product did in the same "
     "time. Peak: memory beyond that before the forward, reserved on CUDA and resident on the CPU."
 )
-# In the order of the legends.
-NAMES = {
-    "bert-base": "BERT base",
-    "roberta-base": "RoBERTa base",
-    "modernbert-base": "ModernBERT base",
-    "bert-large": "BERT large",
-    "roberta-large": "RoBERTa large",
-    "modernbert-large": "ModernBERT large",
-    "neobert": "NeoBERT",
-}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -79,7 +68,11 @@ def measure(arguments, small=None, save=lambda rows: None):
                 of_set.append(row)
                 try:
                     if pair not in candidates:
-                        candidates[pair] = _build(pair, arguments, small, candidates)
+                        # all variants of NeoBERT share one set of weights
+                        kin = [one for (model, _), one in candidates.items() if model == "neobert"]
+                        shared = kin[0].encoder if kin and pair[0] == "neobert" else None
+                        dtype = getattr(torch, arguments.dtype)
+                        candidates[pair] = build(*pair, arguments.device, dtype, small, shared)
                     batch, peak = _first_passes(candidates[pair], lengths, arguments)
                     ready[pair] = row, batch, peak
                 # one that is not installed or fails here has a row that says so
@@ -98,15 +91,6 @@ def measure(arguments, small=None, save=lambda rows: None):
             rows += of_set
             save(rows)
     return rows
-
-
-def _build(pair, arguments, small, candidates):
-    """A `Candidate`; all variants of NeoBERT share one set of weights."""
-    shared = None
-    for (model, _), other in candidates.items():
-        if model == pair[0] == "neobert":
-            shared = other.model.model if other.layout == "published" else other.model
-    return build(*pair, arguments.device, getattr(torch, arguments.dtype), small, shared)
 
 
 @torch.inference_mode()
@@ -146,12 +130,12 @@ def _figures(candidate, batch, timing, product):
         "seconds": timing.seconds,
         "gemm_gflops": sorted(timing.rates)[len(timing.rates) // 2] / 1e9,
         "gemm_size": product.size,
-        "share_of_gemm": timing.share(candidate.flops(batch.lengths)),
+        "share_of_gemm": timing.share(flops(candidate.encoder, batch.lengths)),
     }
 
 
 # ------------------------------------------------------------------------------------------------
-# tables and plots
+# tables
 
 
 def ratios(rows, implementation="sdpa"):
@@ -214,68 +198,6 @@ def write_results(folder, arguments, made, rows):
     write_result(Path(folder) / "throughput", "Throughput", made, data, text)
 
 
-def draw(folder, rows, made):
-    """Writes fixed.png (length against speed) and fill.png (fill rate against speed-up, the gap of
-    the paper's Figure 3), each only if there is something to draw."""
-    rows = [row for row in rows if not row.get("error")]
-    fixed = [row for row in rows if row["set"].isdigit()]
-    if fixed:
-        figures.save(_fixed(fixed), Path(folder) / "fixed.png", made)
-    mixed = {name: found for name, found in ratios(rows).items() if not name.isdigit()}
-    if mixed:
-        fills = {row["set"]: row["fill"] for row in rows if row["model"] == "neobert"}
-        figures.save(_fill(mixed, fills), Path(folder) / "fill.png", made)
-
-
-def _fixed(rows):
-    """Each model with its fastest implementation on texts of one length."""
-    figure, axes = figures.subplots(
-        "Texts of one length, no padding", "length in tokens", "tokens per second"
-    )
-    lengths = sorted({int(row["set"]) for row in rows})
-    for series, (model, name) in enumerate(NAMES.items()):
-        points = []
-        for length in lengths:
-            of_length = [row for row in rows if (row["model"], row["set"]) == (model, str(length))]
-            if of_length:
-                best = max(of_length, key=lambda row: row["tokens_per_second"])
-                # A little beside each other, so that models of one speed do not hide each other.
-                points.append((length * 1.02**series, best["tokens_per_second"], best["quartiles"]))
-        if points:
-            figures.line(axes, *zip(*points), label=name, series=series, own=model == "neobert")
-    figures.length_axis(axes, lengths)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend()
-    return figure
-
-
-def _fill(mixed, fills):
-    """The speed of packed NeoBERT over everything else on mixed lengths, {set: {other: ratio}},
-    against the fill rate of the batch, {set: fill}."""
-    figure, axes = figures.subplots(
-        "Mixed lengths: NeoBERT packed is so many times as fast as",
-        "real tokens in the batch (fill rate)",
-        "times as fast (above 1: NeoBERT is faster)",
-    )
-    axes.axhline(1, color=figures.GREY, linewidth=0.8)
-    others = list(dict.fromkeys(other for found in mixed.values() for other in found))
-    ends = [1]
-    for series, other in enumerate(others):
-        points = sorted(
-            (fills[name] + 0.01 * series, found[other]["ratio"], found[other]["quartiles"])
-            for name, found in mixed.items()
-            if other in found
-        )
-        ends += [end for *_, quartiles in points for end in quartiles]
-        model, _, implementation = other.partition("/")
-        figures.line(axes, *zip(*points), label=f"{NAMES[model]}, {implementation}", series=series)
-    figures.ratio_axis(axes, min(ends), max(ends))
-    axes.set_xlim(0, 1.1)
-    axes.legend()
-    return figure
-
-
 def main(argv=None, small=None):
     """Runs the benchmark; `small` replaces configuration fields (tests). Returns the exit status,
     130 after an interrupt."""
@@ -285,18 +207,11 @@ def main(argv=None, small=None):
     check_new(arguments.output, "output")
     folder = Path(arguments.output)
     made = environment(dtype=arguments.dtype)
-    measured = []
-
-    def save(rows):
-        measured[:] = rows
-        write_results(folder, arguments, made, rows)
-
+    save = functools.partial(write_results, folder, arguments, made)
     try:
-        measure(arguments, small, save)
+        rows = measure(arguments, small, save)
     except KeyboardInterrupt:
         print(f"interrupted; the sets that were finished are in {folder}", file=sys.stderr)
         return 130
-    if arguments.plots:
-        draw(folder, measured, made)
-    print(row_table(measured), ratio_table(measured), sep="\n")
+    print(row_table(rows), ratio_table(rows), sep="\n")
     return 0

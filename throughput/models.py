@@ -23,11 +23,10 @@ from transformers import (
     RobertaModel,
 )
 
-from ..common.blocks import compile_blocks
 from ..common.constants import TOKENIZER
 from ..common.errors import UserError
 from ..common.loading import load_tokenizer
-from ..common.packing import pack
+from ..common.packing import compile_blocks, pack
 from ..configuration_neobert import NeoBERTConfig
 from ..modeling_neobert import NeoBERTModel
 from .options import IMPLEMENTATIONS
@@ -132,11 +131,13 @@ class Candidate:
     """One model under one implementation.
 
     Attributes:
+        encoder: its weights and configuration; `model` is what runs.
         layout: of the batches that it is given.
         longest: the longest text that the model takes, in tokens.
         backend: which attention kernel runs, where the model says so.
     """
 
+    encoder: nn.Module
     model: nn.Module
     layout: str
     longest: int
@@ -152,33 +153,23 @@ class Candidate:
         mask = batch.attention_mask if batch.has_padding else None
         return self.model(input_ids=batch.input_ids, attention_mask=mask).last_hidden_state
 
-    def flops(self, lengths):
-        """Floating-point operations that the real tokens need: 2 a weight of every linear layer,
-        and 4 D a pair of visible tokens.
 
-        Args:
-            lengths: of the texts, in tokens. Padding is not needed and not counted.
-        """
-        model = self.model.model if self.layout == "published" else self.model
-        weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        config, pairs = model.config, 0
-        for layer in range(config.num_hidden_layers):
-            local = _local_window(config, layer)
-            pairs += sum(n * (n if local is None else min(n, local)) for n in lengths)
-        return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
+def flops(model, lengths):
+    """Floating-point operations of an encoder that the real tokens need: 2 a weight of every linear
+    layer, and 4 D a pair of visible tokens.
 
-
-def _local_window(config, layer):
-    """Tokens that a token of this layer sees, or None for all (ModernBERT: two layers of three see
-    64 to each side)."""
+    Args:
+        lengths: of the texts, in tokens. Padding is not needed and not counted.
+    """
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    config, pairs = model.config, 0
+    # ModernBERT: in two layers of three a token sees 64 to each side.
     every = getattr(config, "global_attn_every_n_layers", None)
     kinds = getattr(config, "layer_types", None)
-    local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
-    return config.local_attention + 1 if local else None
-
-
-# Options of torch.compile for every compiled block.
-COMPILE_OPTIONS = {}
+    for layer in range(config.num_hidden_layers):
+        local = kinds[layer] == "sliding_attention" if kinds else every and layer % every
+        pairs += sum(n * (min(n, config.local_attention + 1) if local else n) for n in lengths)
+    return 2 * weights * sum(lengths) + 4 * config.hidden_size * pairs
 
 
 def build(name, implementation, device, dtype, small=None, shared=None):
@@ -215,13 +206,14 @@ def build(name, implementation, device, dtype, small=None, shared=None):
         if hasattr(model, "attention_backend")
         else f"{attention}, {layout} layout"
     )
+    run = model
     if layout == "published":
-        model = PublishedConstruction(model)
+        run = PublishedConstruction(model)
         backend = "scaled_dot_product_attention with an expanded additive mask"
     elif compiled:
-        model = compile_blocks(model, **COMPILE_OPTIONS)
+        compile_blocks(model)
         backend = f"compiled; {backend}"
-    return Candidate(model, layout, longest, backend)
+    return Candidate(model, run, layout, longest, backend)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def check_set(name, texts=None):
 class ThroughputArguments(Arguments):
     """Options of `neobert throughput`."""
 
-    output: str = option(help="a new folder for throughput.json, throughput.md and the plots")
+    output: str = option(help="a new folder for throughput.json and throughput.md")
     preset: str | None = option(
         None, "by default gpu where there is one, else cpu", choices=tuple(PRESETS)
     )
@@ -146,7 +146,6 @@ class ThroughputArguments(Arguments):
         choices=("wall", "processor"),
     )
     layers: int | None = option(None, "cut every model to this many layers (a trial run)", least=1)
-    plots: bool = option(True, "draw the plots (needs matplotlib)")
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,9 +1,10 @@
-"""Memory of the process: its peak over a stretch of work, for everything that publishes such a
-figure, and what malloc does with freed memory."""
+"""Short measurements of this process: the peak of its memory over a stretch of work, the shortest
+time of a call."""
 
 import contextlib
 import ctypes
 import gc
+import time
 from pathlib import Path
 
 import torch
@@ -51,22 +52,32 @@ class PeakMemory:
         self.growth = None if self.before is None else max(self.peak - self.before, 0)
 
 
-def keep_freed_memory():
-    """From here on malloc keeps what this process frees, for its next tensors.
+@contextlib.contextmanager
+def one_thread():
+    """Within it torch computes on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
-    By default glibc gives large blocks back to the system, which must clear each page when it is
-    used again: in training on the CPU, where a step frees all that it kept for the backward pass,
-    this took an eighth of the time. Nothing happens with another C library.
+
+def best_times(calls, repeats, clock=time.perf_counter):
+    """The shortest of `repeats` times of each call, in seconds of `clock`; the calls take turns.
+
+    Args:
+        calls: {name: function without arguments}.
+    Returns:
+        {name: seconds}.
     """
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped by itself
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the top of the heap stays
-
-
-def mebibytes(count):
-    """Bytes as whole MiB; None stays None."""
-    return None if count is None else round(count / 2**20)
+    times = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(clock() - start)
+    return {name: min(seconds[1:]) for name, seconds in times.items()}  # the first makes the kernel
 
 
 def _proc_status(name):
