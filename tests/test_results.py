@@ -116,35 +116,6 @@ def test_a_result_is_a_json_file_and_a_page(tmp_path):
 # plots
 
 
-def test_panels_are_an_array_and_one_panel_is_axes():
-    pytest.importorskip("matplotlib")
-    _, panels = figures.subplots("Two", "steps", columns=2)
-    assert [panel.get_xlabel() for panel in panels] == ["steps", "steps"]
-    figure, axes = figures.subplots("One", "steps", "loss")
-    assert figure.axes == [axes] and axes.get_ylabel() == "loss"
-    assert axes.get_title() == "One" and not figure.get_suptitle()
-
-
-def test_lines_differ_and_their_axis_has_the_measured_lengths():
-    """The labels do not collide where lengths are near each other, in the narrowest panel that a
-    result has."""
-    pytest.importorskip("matplotlib")
-    lengths = [1000, 4000, 16000, 48000]
-    figure, axes = figures.subplots("Speed", size=(4.4, 4))
-    for series in range(len(figures.COLOURS)):
-        figures.line(axes, lengths, [1, 2, 3, 4], label=str(series), series=series)
-    figures.line(axes, [1000], [1.0], [(0.5, 1.5)], label="own", series=0, own=True)
-    looks = {(c.lines[0].get_color(), c.lines[0].get_marker()) for c in axes.containers}
-    assert len(looks) == len(figures.COLOURS) + 1, "two lines look the same"
-    ((bar,),) = [c.get_segments() for c in axes.containers[-1].lines[2]]
-    assert bar[:, 1].tolist() == [0.5, 1.5]
-    figures.length_axis(axes, [*lengths, 4000])
-    figure.draw_without_rendering()
-    assert [label.get_text() for label in axes.get_xticklabels()] == [f"{n:,}" for n in lengths]
-    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-    assert all(left.x1 + 2 < right.x0 for left, right in zip(boxes, boxes[1:])), boxes
-
-
 def test_a_figure_has_its_environment_as_caption(tmp_path):
     pytest.importorskip("matplotlib")
     figure, _ = figures.subplots("Anything")
