@@ -13,7 +13,6 @@ from conversion_helpers import ROOT, convert, save
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
-from neobert.common.errors import UserError
 from neobert.common.loading import CODE_FILES
 from neobert.conversion.heads import HEADS
 from neobert.conversion.hub_folder import usage_lines
@@ -101,12 +100,6 @@ def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proo
         json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved")
     )
     assert ours == theirs, "config.json differs from what save_pretrained writes"
-
-
-@pytest.mark.parametrize("text", ["big", "5", "-5GB", "5XB"])
-def test_sizes_that_are_not_sizes(tmp_path, text):
-    with pytest.raises(UserError, match="--max-shard-size takes a size as 5GB or 500MB"):
-        convert(tmp_path, tmp_path / "out", f"--max-shard-size={text}")
 
 
 def test_shards(tmp_path, checkpoint, model, without_proof):
