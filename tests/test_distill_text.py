@@ -22,35 +22,6 @@ def test_sentences_end_at_stops_and_not_at_abbreviations():
     ]
 
 
-def test_markup_becomes_paragraphs_without_code_and_navigation():
-    page = (
-        b"<nav>Home</nav><h1>Title &amp; more</h1><p>One <b>bold</b>\nline.</p><pre>x = "
-        b"1</pre><ul><li>item</li></ul><script>var a</script>"
-    )
-    assert text.marked_up(page) == ["Title & more", "One bold line.", "item"]
-
-
-def test_perl_documentation_is_read_without_its_code():
-    assert text.pod(
-        b"=head1 NAME\n\nUse C<print> and L<the manual|perlfunc>.\n\n    print 1;\n\nEnd."
-    ) == ["Use print and perlfunc.", "End."]
-
-
-def test_a_paragraph_gives_its_sentences_always_the_same_way():
-    paragraph = " ".join(
-        f"The {word} stands on the old table near the window of the house."
-        for word in "lamp clock vase book bowl jug".split() * 3
-    )
-    pieces = list(text.pieces(paragraph))
-    assert pieces == list(text.pieces(paragraph))
-    assert set(text.sentences_of(paragraph)) <= set(pieces)
-    extra = [piece for piece in pieces if piece not in text.sentences_of(paragraph)]
-    assert extra and all(
-        " ".join(piece.split()) in paragraph.replace(".", "") + paragraph for piece in extra
-    )
-    assert not list(text.pieces("0x00FF 1234 ---- #### 5678")), "tables and code are not prose"
-
-
 def test_held_out_definitions_are_left_out_wherever_they_come_from():
     forbidden = {text.normal("a bag-shaped fishnet on a long handle")}
     rows = [
