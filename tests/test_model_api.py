@@ -300,6 +300,7 @@ BAD_CONFIGS = (
     ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
     ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
     ({"attention_dropout": 1.0}, "attention_dropout.*1.0"),
+    ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
     ({"norm_eps": -1e-5}, "norm_eps"),
     ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
     ({"pad_token_id": True}, "pad_token_id.*True"),
