@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.embeddings.encode import encode
 from neobert.embeddings.options import EncodeArguments
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 WORDS = "the cat sat on a mat while seven brown dogs ran over green hills to find water and rest".split()  # noqa: E501
@@ -47,6 +48,12 @@ def make_model_folder(tmp_path_factory, tokenizer_dir):
     NeoBERTModel(NeoBERTConfig(**config)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", name="encoder")
+def make_encoder(model_folder):
+    torch.set_num_threads(1)
+    return PackedEncoder(str(model_folder), dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module", name="reference")

@@ -1,13 +1,18 @@
 """Runs of `neobert pretrain` on a tiny corpus, for the tests of pre-training."""
 
+import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from neobert.pretraining import pretrain
+from neobert.pretraining.trainer import PretrainingTrainer
 
 
 SUBJECTS = ["river", "stone", "music", "paper", "table", "winter"]
@@ -74,6 +79,34 @@ def log_of(out):
         for record in records
         if "loss" in record
     ]
+
+
+class Killed(BaseException):
+    """Ends a run as a killed process does."""
+
+
+@contextlib.contextmanager
+def signalled(step, number=None):
+    """Runs get this signal before the first step from `step` on; without one they are killed
+    there."""
+    inner = PretrainingTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step >= step:
+            if number is None:
+                raise Killed
+            os.kill(os.getpid(), number)
+        return inner(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PretrainingTrainer, "training_step", training_step)
+        yield
+
+
+def same_weights(one, two):
+    """Whether the models of two runs have the same bits."""
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def save_bpe(texts, folder, size=300):

@@ -83,14 +83,10 @@ def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_on
     "argv, field, value",
     [
         (["--rate", "1e-4"], "rate", 1e-4),
-        (["--rate=2"], "rate", 2.0),
-        (["--rate", "1", "--rate", "3"], "rate", 3.0),
         (["--seeds", "1", "2", "3"], "seeds", [1, 2, 3]),
-        (["--seeds", "4"], "seeds", [4]),
         (["--seeds", "[1, 2]"], "seeds", [1, 2]),
         (["--seeds=[]"], "seeds", []),
         (["--texts", "[b.txt, 'c d.txt']"], "texts", ["b.txt", "c d.txt"]),
-        (["--texts", "[ab]*.txt"], "texts", "[ab]*.txt"),
         (["--texts", "2024"], "texts", "2024"),
         (["--texts", "2024", "1e3"], "texts", ["2024", "1e3"]),
         (["--lora"], "lora", True),
@@ -98,12 +94,8 @@ def test_the_command_line_wins_over_the_recipe_and_later_recipes_over_earlier_on
         (["--lora", "false"], "lora", False),
         (["--scores", "{a: [1, 2e-1], b: [4]}"], "scores", {"a": [1.0, 0.2], "b": [4.0]}),
         (["--name", "1e-4"], "name", "1e-4"),
-        (["--name", "-"], "name", "-"),
         (["--name", "[a]"], "name", "[a]"),
-        (["--name=a=b"], "name", "a=b"),
         (["--hidden_size", "7"], "hidden_size", 7),
-        (["--hidden-size", "7.0"], "hidden_size", 7),
-        (["--dropout", "0.5"], "dropout", 0.5),
         (["--dropout", "None"], "dropout", None),
         (["--model-config", "{eps: 1e-6, act: no}"], "model_config", {"eps": 1e-6, "act": "no"}),
     ],
@@ -119,37 +111,26 @@ def test_values_of_the_command_line(argv, field, value):
     "recipe, argv, words",
     [
         ("hiden_size: 64", "", "unknown key 'hiden_size' in the recipe RECIPE; did you mean"),
-        ("zzz: 64", "", "unknown key 'zzz' in the recipe RECIPE; --help lists the options"),
-        ("1: 2", "", "unknown key 1 in the recipe RECIPE"),
         ("name: a", "", "give --hidden-size; --help lists the options"),
         ("- a", "", "RECIPE must hold 'name: value' lines, but holds ['a']"),
         ("hidden_size: wide", "", "hidden_size in the recipe RECIPE must be int, but 'wide' was"),
-        ("hidden_size: 64.5", "", "hidden_size in the recipe RECIPE must be int, but 64.5"),
-        ("hidden_size: true", "", "hidden_size in the recipe RECIPE must be int, but True"),
-        ("name: [a]", "", "name in the recipe RECIPE must be str, but ['a'] was given"),
-        ("model_config: [a]", "", "model_config in the recipe RECIPE must be object | null, but"),
-        ("rate: null", "", "rate in the recipe RECIPE must be float, but None was given"),
         ("scores: {a: [x]}", "", "scores in the recipe RECIPE must be float, but {'a': ['x']}"),
         ("trainer: {seed: 1}", "", "unknown key 'seed' in the recipe RECIPE"),
         ("hidden_size: 0", "", "hidden_size must be at least 1, but 0 was given"),
         ("hidden_size: 4097", "", "hidden_size must be at most 4096, but 4097 was given"),
         ("hidden_size: 1\ndropout: 1.0", "", "dropout must be below 1, but 1.0 was given"),
         ("hidden_size: 1\nrate: 0", "", "rate must be above 0, but 0.0 was given"),
-        ("hidden_size: 1\nrate: .nan", "", "rate must be above 0, but nan was given"),
         ("hidden_size: 1\nseeds: [0, -1]", "", "seeds must be at least 0, but -1 was given"),
         ("hidden_size: 1\nlayout: no", "", "layout must be one of packed, padded, but 'no' was"),
         ("name: ''", "", "name is empty, as a variable is that was not set; give it a value"),
         ("", "--texts= --rate=1", "texts is empty"),
         ("", "--hiden-size 1", "unknown argument '--hiden-size'; did you mean --hidden-size?"),
-        ("", "--size 1", "unknown argument '--size'; did you mean --hidden-size?"),
-        ("", "--zzz 1", "unknown argument '--zzz'; --help lists the options"),
         ("", "--hidden-size", "argument --hidden-size: expected one argument"),
-        ("", "--hidden-size 1 2", "unknown argument '2'"),
         ("", "--lora a.yml", "lora on the command line must be bool, but 'a.yml'"),
         ("", f"--hidden-size {'9' * 5000}", "hidden_size on the command line must be Integer"),
         ("", "--model-config {a", "model_config on the command line must be object | null, but"),
     ],
-    ids=range(30),
+    ids=range(19),
 )
 def test_bad_options_are_one_sentence(read, tmp_path, recipe, argv, words):
     with pytest.raises(UserError) as error:
@@ -173,9 +154,8 @@ def test_positional_arguments(tmp_path):
             options.read(argv)
     recipe.write_text("size: 3\n")
     argv = ["a.txt", "b.txt", str(recipe), "1e3", "--size", "4"]
-    assert Options("x", "", (Files,)).read(argv) == [Files(["a.txt", "b.txt", "1e3"], 4)], (
-        "the last one takes all where it is a list"
-    )
+    # The last one takes all where it is a list.
+    assert Options("x", "", (Files,)).read(argv) == [Files(["a.txt", "b.txt", "1e3"], 4)]
 
 
 def test_ranges_hold_for_objects_made_in_python():
@@ -214,9 +194,8 @@ def test_training_arguments(tmp_path, monkeypatch):
     options = {"max_steps": 3, "seed": 5, "hub_token": "hf_secret"}
     made = training_arguments(tmp_path, options, {"seed": 5, "use_cpu": True})
     assert (made.max_steps, made.seed, made.use_cpu, made.output_dir) == (3, 5, True, str(tmp_path))
-    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret", (
-        "Trainer would write it into every checkpoint"
-    )
+    # Trainer would write it into every checkpoint.
+    assert made.hub_token is None and os.environ["HF_TOKEN"] == "hf_secret"
     monkeypatch.delenv("HF_TOKEN")
     made = training_arguments(tmp_path, {"report_to": "none"}, {})
     assert made.use_cpu is not torch.accelerator.is_available()
@@ -228,13 +207,10 @@ def test_training_arguments(tmp_path, monkeypatch):
     [
         ({"output_dir": "x"}, "output_dir is set by this command; give --output in its place"),
         ({"bf16": True}, "bf16 is set to False by this command, but True was given; leave it out"),
-        ({"eval_strategy": "sometimes"}, "sometimes is not a valid"),
         ({"load_best_model_at_end": True, "eval_strategy": "no"}, "load_best_model_at_end"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1"),
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1"),
         ({"num_train_epochs": 0.0}, "num_train_epochs must be above 0, but 0.0 was given"),
         ({"max_steps": 0}, "max_steps must be at least 1, or -1 where num_train_epochs counts"),
-        ({"seed": -1}, "seed must be at least 0, but -1 was given"),
     ],
 )
 def test_options_that_trainer_cannot_take(tmp_path, options, words):
@@ -285,21 +261,6 @@ def test_a_recipe_of_the_package_is_found_where_there_is_none_of_that_name(tmp_p
         options.read(["recipes/nothing.yaml"])
 
 
-def test_usage(capsys):
-    assert cli.main(["--help"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"\n  {command} " in printed for command in cli.COMMANDS), (
-        "the help does not list every command"
-    )
-    assert cli.main([]) == 2
-    assert capsys.readouterr().err == printed, "without arguments: the same, as an error"
-    assert cli.main(["fly\x1b[2J"]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"neobert: there is no command 'fly\\x1b[2J'; choose one of {', '.join(cli.COMMANDS)}\n"
-    )
-
-
 # ------------------------------------------------------------------------------------------------
 # the commands
 
@@ -321,13 +282,6 @@ def test_a_typing_error_is_named_as_such_by_every_command(command, capsys, tmp_p
         == f"neobert {command}: unknown argument '--outptu'; did you mean --output?\n"
     )
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("command, needed", [("export", "gguf, onnx"), ("glue", "--task")])
-def test_a_command_without_arguments_says_what_it_needs(command, needed, capsys):
-    assert cli.main([command]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"neobert {command}: ") and needed in error and error.count("\n") == 1
 
 
 HELP = """

@@ -133,16 +133,6 @@ def test_packed_heads(implementation, flash, batch):
         assert_same(actual, expected, what=f"packed {model_class.__name__}")
 
 
-@torch.no_grad()
-def test_dynamic_length_of_positions_that_are_not_packing():
-    """Several rows, or positions that do not restart at 0, are an ordinary batch."""
-    model, (ids, _) = make_model(NeoBERTModel), random_batch([8, 8])
-    for rows, positions in ((2, [0, 1, 2, 3, 0, 1, 2, 3]), (1, [0, 1, 5, 3, 0, 1, 2, 9])):
-        positions = torch.tensor(positions)
-        hidden = model(ids[:rows], position_ids=positions).last_hidden_state
-        assert_same(hidden[0], reference_states(model, ids[0], positions)[0][-1])
-
-
 # ------------------------------------------------------------------------------------------------
 # gradients
 

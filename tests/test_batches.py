@@ -82,9 +82,8 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec):
         if "tokens" in spec:
             assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep to its token budget"
         elif len(texts) != 7:
-            assert len(seen) % len(lengths) == 0, (
-                "a batch has as many texts as were asked for, but the last of an epoch"
-            )
+            # A batch has as many texts as were asked for, but the last of an epoch.
+            assert len(seen) % len(lengths) == 0
         assert batch["max_length_q"] == max(sizes)
         if first_epoch is None and len(seen) >= len(lengths):
             first_epoch = list(seen)
@@ -116,31 +115,24 @@ def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
                 if torch.is_tensor(value)
                 else value == fresh[i][name]
             )
-            assert same, (
-                f"batch {i} must be the same when it is the first that is asked for ({name})"
-            )
+            assert same
     other = _batches(lengths, tokenizer, 40, seed=2, **settings)
-    assert not torch.equal(other[0]["labels"], in_order[0]["labels"]), (
-        "another seed must give another batch"
-    )
+    assert not torch.equal(other[0]["labels"], in_order[0]["labels"])
 
 
 def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
     lengths = [3 + i % 17 for i in range(60)]
     settings = {"layout": "packed_without_boundaries", "tokens": 96, "length": 32, "seed": 0}
     batches = _batches(lengths, tokenizer, 7, **settings)
-    assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}, (
-        "batches of training are full, in the next epoch too"
-    )
+    # Batches of training are full, in the next epoch too.
+    assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}
     batches = _batches(lengths, tokenizer, **settings)
     shapes = [tuple(batches[i]["input_ids"].shape) for i in range(len(batches))]
-    assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)], (
-        "one pass must hold the last rows too, the very last one shorter"
-    )
+    # One pass must hold the last rows too, the very last one shorter.
+    assert shapes == [(3, 32)] * 6 + [(1, 32), (1, 16)]
     few = _batches([9, 8], tokenizer, **settings)
-    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17), (
-        "text that does not fill a batch must be evaluated too"
-    )
+    # Text that does not fill a batch must be evaluated too.
+    assert len(few) == 1 and few[0]["input_ids"].shape == (1, 17)
     ids = []
     for i in range(len(batches)):
         batch = batches[i]
@@ -152,12 +144,8 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
         )
     starts = [i for i, token in enumerate(ids) if token == 101]
     texts = [tuple(ids[start:stop]) for start, stop in zip(starts, starts[1:])]
-    assert len(texts) > 50 and len(set(texts)) == len(texts), (
-        "texts must follow each other, each once"
-    )
-    assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts), (
-        "no token may be lost between rows"
-    )
+    assert len(texts) > 50 and len(set(texts)) == len(texts)
+    assert all(text == (101, *[text[1]] * (lengths[text[1] - 2000] - 2), 102) for text in texts)
     with pytest.raises(UserError, match="a batch takes 96 tokens, but the data has fewer"):
         _batches([9, 8], tokenizer, 3, **settings)
 
@@ -167,16 +155,12 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
     batches = _batches(lengths, tokenizer, 2000, tokens=64, length=32, mixture=mixture, seed=3)
     shares = np.bincount(batches.source, minlength=3) / 2000
-    assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04, (
-        f"parts must be drawn 20 / 40 / 40, got {shares}"
-    )
+    assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04
     seen = 0
     for i in range(60):
         texts = texts_of_batch(batches[i])
         assert batches.passes(i) == pytest.approx(seen / len(lengths))
-        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]], (
-            "a batch must keep to its part's least length"
-        )
+        assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]]
         seen += len(texts)
     with pytest.raises(UserError, match="at least 64 tokens"):
         _batches(lengths, tokenizer, 10, tokens=64, length=32, mixture={0: 0.5, 64: 0.5})

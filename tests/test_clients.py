@@ -12,7 +12,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
-    AutoModelForMultipleChoice,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Trainer,
@@ -78,55 +77,37 @@ METHODS = {
 }
 
 
-def check_reloaded_adapter(auto_class, base, folder, config, batch, **fields):
+@pytest.mark.parametrize("method", METHODS)
+def test_peft_defaults_keep_the_head(base, tmp_path, method):
     """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as;
     reloaded on the base model, drawn by another seed as in another process, they give the logits
     that were trained."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
-
-    def fresh(seed):
-        torch.manual_seed(seed)
-        return auto_class.from_pretrained(base, dtype=torch.float32, **fields)
-
-    model = peft.get_peft_model(fresh(1), config(peft))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    with torch.no_grad():
-        expected = model.eval()(**batch).logits
-        # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
-        del batch["labels"]
-        actual = peft.PeftModel.from_pretrained(fresh(2), folder).eval()(**batch).logits
-        untrained = fresh(2).eval()(**batch).logits
-    assert_same(actual, expected, what="logits of a reloaded adapter")
-    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_peft_defaults_keep_the_head(base, tmp_path, method):
     ids, mask = random_batch([9, 4, 7])
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
     name, options = METHODS[method]
     task = {} if "modules_to_save" in options else {"task_type": "SEQ_CLS"}
 
-    def config(peft):
-        return getattr(peft, f"{name}Config")(**task, **options)
+    def fresh(seed):
+        torch.manual_seed(seed)
+        classifier = AutoModelForSequenceClassification
+        return classifier.from_pretrained(base, dtype=torch.float32, num_labels=3)
 
-    classifier = AutoModelForSequenceClassification
-    check_reloaded_adapter(classifier, base, tmp_path, config, batch, num_labels=3)
-
-
-def test_peft_on_multiple_choice(base, tmp_path):
-    ids, mask = (x.view(2, 2, -1) for x in random_batch([9, 4, 7, 6]))
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
-
-    def config(peft):
-        return peft.LoraConfig(modules_to_save=["classifier"], **BLOCKS)
-
-    check_reloaded_adapter(AutoModelForMultipleChoice, base, tmp_path, config, batch)
+    model = peft.get_peft_model(fresh(1), getattr(peft, f"{name}Config")(**task, **options))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.eval()(**batch).logits
+        # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+        del batch["labels"]
+        actual = peft.PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
+        untrained = fresh(2).eval()(**batch).logits
+    assert_same(actual, expected, what="logits of a reloaded adapter")
+    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing"
 
 
 def test_the_embedding_as_a_module_to_save(base):

@@ -224,14 +224,10 @@ BAD = {
     "no data": ([], "give data sets of different names"),
     "a name twice": (["--pairs", "good.jsonl", "good.jsonl"], "but good, good was given"),
     "a row without a positive": (["--pairs", "bad.jsonl"], "row 2: there is no column 'positive'"),
-    "no rows": (["--pairs", "empty.jsonl"], r"set empty \(empty.jsonl\) gives no pairs"),
-    "no file": (["--pairs", "missing.jsonl"], "there is no file of rows missing.jsonl"),
     "one answer": (["--pairs", "alike.jsonl"], "its 5 usable rows have not so many; give a small"),
     "a batch of one": (["--per-device-train-batch-size", "1"], "batch_size must be at least 2"),
     "a file as output": (["--output", "good.jsonl"], "are in one another; choose an output"),
     "steps and epochs": (["--num-train-epochs", "1"], "num_train_epochs would be ignored"),
-    "evaluation": (["--eval-strategy", "steps"], "is set to 'no' by this command"),
-    "a recipe's key": (["recipe.yaml"], "unknown key 'positives'"),
 }
 
 
@@ -242,14 +238,9 @@ def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path,
     write_jsonl(tmp_path / "good.jsonl", good)
     write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
     write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
-    (tmp_path / "empty.jsonl").write_text("")
-    entry = {"name": "x", "path": "good.jsonl", "positives": "p"}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"datasets": [entry]}))
     words, message = BAD[case]
     if words and words[0].startswith("--") and words[0] != "--pairs":
         words = ["--pairs", "good.jsonl", *words]
-    recipe = [word for word in words if word == "recipe.yaml"]
-    words = [word for word in words if word not in recipe]
     with pytest.raises(UserError, match=message):
-        main([*recipe, *arguments_for(model_folder, tmp_path / "out"), *words])
+        main([*arguments_for(model_folder, tmp_path / "out"), *words])
     assert not (tmp_path / "out").exists(), "something was written"

@@ -78,9 +78,7 @@ def test_batches_are_drawn_by_size_to_the_alpha(alpha):
     for number, weight in enumerate(weights):
         p = weight / sum(weights)
         error = (p * (1 - p) / len(drawn)) ** 0.5
-        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error), (
-            f"data set {number} is not drawn by size^{alpha}"
-        )
+        assert counts[number] / len(drawn) == pytest.approx(p, abs=4 * error)
 
 
 def test_an_epoch_repeats_exactly_and_the_next_differs():
@@ -104,9 +102,7 @@ def test_a_small_data_set_is_gone_through_completely_before_it_repeats():
     small = [index for owner, batch in zip(owners, batches) if owner == 1 for index in batch]
     assert len(small) > 16, "the small data set was hardly drawn, so this test would be vacuous"
     rounds = [tuple(small[i : i + 8]) for i in range(0, len(small) - 7, 8)]
-    assert all(sorted(part) == list(range(200, 208)) for part in rounds), (
-        "a text repeats before the data set was gone through"
-    )
+    assert all(sorted(part) == list(range(200, 208)) for part in rounds)
     assert len(set(rounds)) > 1, "every round has the same order"
 
 
@@ -115,9 +111,7 @@ def test_the_processes_of_a_step_share_a_data_set():
     sampler, _ = mixture(sizes, alpha=0.5, group=4)
     owners, batches = origins(sampler, sizes)
     assert len(batches) == len(sampler) == 48
-    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4)), (
-        "neighbouring batches of one step differ in data set"
-    )
+    assert all(len(set(owners[i : i + 4])) == 1 for i in range(0, 48, 4))
 
 
 def test_texts_per_batch_counts_every_column():
@@ -143,9 +137,7 @@ def test_every_batch_reaches_a_process_whatever_its_size():
         ConcatDataset(parts), batch_samplers=samplers, alpha=0.0, group=2
     )
     shards = [list(accelerate.BatchSamplerShard(sampler, 2, process)) for process in (0, 1)]
-    assert {len(batch) for batch in sampler} == {4, 5}, (
-        "one data set was not drawn, so this test would be vacuous"
-    )
+    assert {len(batch) for batch in sampler} == {4, 5}
     assert [batch for step in zip(*shards) for batch in step] == list(sampler)
 
 
@@ -183,9 +175,8 @@ def test_rows_become_examples_with_as_many_negatives_each():
     row = {"q": "q", "pos": ["p"], "neg": ["n1", "n2", "n3", "n4"]}
     negatives = {"negative_1": "n1", "negative_2": "n2", "negative_3": "n3"}
     assert example(row, source, 3) == {"anchor": "q", "positive": "p", **negatives}
-    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1", (
-        "a shorter list is repeated"
-    )
+    # A shorter list is repeated.
+    assert example({**row, "neg": ["n1", "n2"]}, source, 3)["negative_3"] == "n1"
     assert unusable(row, source, 3) is None
     assert unusable({**row, "neg": []}, source, 3) == "without negative"
     assert unusable({**row, "neg": []}, source, 0) is None
@@ -267,9 +258,8 @@ SHAPES = {
 
 def test_every_data_set_of_the_recipe_gives_pairs(tmp_path):
     sources = {entry["name"]: entry for entry in yaml.safe_load(RECIPE.read_text())["datasets"]}
-    assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}, (
-        "these two are read as queries, corpus and judgements"
-    )
+    # These two are read as queries, corpus and judgements.
+    assert sources.keys() - SHAPES.keys() == {"fever", "ms-marco"}
     for name, row in SHAPES.items():
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", [row] * 3))
         data = load_source(PairSource.from_dict({**sources[name], "path": path}))
@@ -306,9 +296,8 @@ def test_judgements_queries_and_corpus_become_pairs(tmp_path):
     )
     data = load_source(PairSource(name="fever", path=str(tmp_path), qrels=True))
     pairs = set(zip(data["anchor"], data["positive"]))
-    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}, (
-        "judgements of 0 are not positives"
-    )
+    # Judgements of 0 are not positives.
+    assert pairs == {("query 1", "Title 2 text 2"), ("query 2", "Title 1 text 1")}
 
 
 def test_instructions_reach_the_tokens_of_the_query_alone(model_folder, triplets, pairs, tmp_path):

@@ -106,22 +106,6 @@ def test_a_layer_that_records_its_output_keeps_it():
     assert all(torch.equal(output, kept) for output, kept in seen)
 
 
-@torch.no_grad()
-def test_input_embeddings_of_a_users_own_class():
-    class SoftPrompt(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, ids):
-            return self.inner(ids)
-
-    model, (ids, mask) = make_model(NeoBERTModel), random_batch([9, 5])
-    expected = model(ids, attention_mask=mask)[0]
-    model.set_input_embeddings(SoftPrompt(model.get_input_embeddings()))
-    assert_same(model(ids, attention_mask=mask)[0], expected, 1e-6)
-
-
 # --------------------------------------------------------------------------------------------
 # learned positions, 4-D masks
 

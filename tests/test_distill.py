@@ -110,9 +110,7 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
             rows.append(torch.stack(cosines).softmax(0))
         expected += (rows[0] * (rows[0] / rows[1]).log()).sum() / 5
     torch.testing.assert_close(similarity_loss(student, teacher, 0.1), expected)
-    assert similarity_loss(teacher * 3, teacher, 0.1).abs() < 1e-6, (
-        "the same directions must cost nothing"
-    )
+    assert similarity_loss(teacher * 3, teacher, 0.1).abs() < 1e-6
 
 
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
@@ -132,14 +130,12 @@ def test_agreement_is_one_with_itself_and_sees_order_alone():
     turned = agreement(
         vectors @ np.linalg.qr(np.random.default_rng(1).normal(size=(8, 8)))[0], vectors
     )
-    assert turned["spearman"] == pytest.approx(1) and turned["cosine"] < 0.5, (
-        "a rotation keeps similarities, not vectors"
-    )
+    # A rotation keeps similarities, not vectors.
+    assert turned["spearman"] == pytest.approx(1) and turned["cosine"] < 0.5
     other = agreement(np.random.default_rng(2).normal(size=(40, 8)), vectors)
     assert abs(other["spearman"]) < 0.2
-    assert "cosine" not in agreement(vectors[:, :5], vectors), (
-        "vectors of different widths have no cosine"
-    )
+    # Vectors of different widths have no cosine.
+    assert "cosine" not in agreement(vectors[:, :5], vectors)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,9 +153,8 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
     assert all(is_held_out(text, 20) for text in texts.held_out)
     assert not any(is_held_out(text, 20) for text in texts.train)
     assert 30 < len(texts.held_out) < 90
-    assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}, (
-        "a training text is not a text of another kind"
-    )
+    # A training text is not a text of another kind.
+    assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}
     assert is_held_out("Some  TEXT", 50) == is_held_out("some text", 50), "a copy on another side"
 
 
@@ -208,13 +203,6 @@ def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
     assert files(32, replace(texts, train=["bc", "a"])) == 5
 
 
-def test_too_few_texts_to_measure_with(tmp_path):
-    texts = Texts(["a"] * 11, ["b", "c"], {}, [])
-    with pytest.raises(UserError, match="2 of 13 texts are held out, and 3 .* a larger --held-out"):
-        texts.check_measured()
-    replace(texts, other={"mails": ["a", "b", "c"]}).check_measured()
-
-
 # ------------------------------------------------------------------------------------------------
 # student
 
@@ -241,9 +229,8 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     first = build_student(arguments_for(teacher, model_config=NARROW), encoder, 32)
     save_student(first, tmp_path, "float32", "float32")
     settings = json.loads((tmp_path / "sentence_bert_config.json").read_text())
-    assert settings == {"max_seq_length": 32, "do_lower_case": False}, (
-        "versions before 6 refuse keys that they do not know"
-    )
+    # Versions before 6 refuse keys that they do not know.
+    assert settings == {"max_seq_length": 32, "do_lower_case": False}
     start = {"model_config": {}, "init_from": str(tmp_path)}
     again = build_student(arguments_for(teacher, **start), encoder, 32)
     torch.testing.assert_close(again[2].linear.weight, first[2].linear.weight)
@@ -261,9 +248,8 @@ def test_token_embeddings_come_from_the_teacher(teacher):
     )
     weight = build_student(arguments, encoder, 32)[0].auto_model.get_input_embeddings().weight
     assert not weight.requires_grad
-    assert torch.equal(weight, source.to(torch.float8_e5m2).float()), (
-        "they must be trained with as they are stored"
-    )
+    # They must be trained with as they are stored.
+    assert torch.equal(weight, source.to(torch.float8_e5m2).float())
     narrow = build_student(
         arguments_for(teacher, model_config=NARROW, embeddings_from_teacher=True), encoder, 32
     )
@@ -377,9 +363,7 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     monkeypatch.setattr(DistillLoss, "forward", loss)
     assert command(["distill", recipe(tmp_path, teacher, files)]) == 0
     assert seen == [tokens for tokens, _ in real], "blocks saw other rows than the real tokens"
-    assert sum(padded for _, padded in real) > sum(seen), (
-        "no batch had padding, so this test would be vacuous"
-    )
+    assert sum(padded for _, padded in real) > sum(seen)
 
 
 def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
@@ -430,39 +414,19 @@ def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_student_starts_from_an_existing_model(tmp_path, teacher, files, tokenizer_dir):
-    torch.manual_seed(5)
-    model = NeoBERTModel(NeoBERTConfig(**STUDENT, max_position_embeddings=64))
-    model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
-    before = load_file(tmp_path / "model" / "model.safetensors")
-    start = {"model_config": None, "init_from": str(tmp_path / "model")}
-    trainer = {"max_steps": 1, "learning_rate": 1e-5}
-    assert command(["distill", recipe(tmp_path, teacher, files, trainer=trainer, **start)]) == 0
-    after = load_file(tmp_path / "student" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all((before[name] - after[name]).abs().max() < 1e-4 for name in before), (
-        "one small step cannot lead far from the start"
-    )
-
-
 # ------------------------------------------------------------------------------------------------
 # what may go wrong
 
 
 BAD = {
     "no texts": ({"texts": None}, "give --texts"),
-    "no file": ({"texts": ["nowhere.jsonl"]}, "there is no file nowhere.jsonl"),
     "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "in texts; did you mean column?"),
     "one text": ({"texts": ["one.txt"]}, "texts must hold at least 2 different texts"),
     "few texts": ({"texts": ["few.txt"], "other_texts": None}, "of 5 texts are held out"),
     "no student": ({"model_config": {}}, "give either model_config, for a new student, or"),
     "two students": ({"init_from": "x"}, "give either model_config, for a new student, or"),
-    "a config": ({"model_config": {"hidden_size": 30, "num_attention_heads": 4}}, "multiple"),
     "a config's field": ({"model_config": {"nope": 1}}, "has an unknown field 'nope'"),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
-    "no step": ({"trainer": {"max_steps": 0}}, "max_steps must be at least 1, or -1"),
-    "work in the output": ({"work": "student/work"}, "are in one another"),
 }
 
 

@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 
 pytest.importorskip("sentence_transformers")
@@ -21,7 +20,7 @@ from contract_runs import command
 from encode_runs import (
     bits,
     embed,
-    make_corpus,  # noqa: F401
+    make_encoder,  # noqa: F401
     make_model_folder,  # noqa: F401
     texts_of_many_lengths,
 )
@@ -29,13 +28,6 @@ from jsonl import write_jsonl
 
 from neobert.common.errors import UserError
 from neobert.embeddings.encode_folder import Folder
-from neobert.embeddings.packed_encoder import PackedEncoder
-
-
-@pytest.fixture(name="encoder", scope="module")
-def make_encoder(model_folder):
-    torch.set_num_threads(1)
-    return PackedEncoder(str(model_folder), dtype="float32", device="cpu")
 
 
 @pytest.fixture(name="folder")

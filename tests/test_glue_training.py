@@ -27,9 +27,7 @@ def test_run_result_and_skipping(world, tmp_path):
     (chosen,) = [entry for entry in evaluations if entry["step"] == selected["step"]]
     assert result["score"] == chosen["dev_score"]
     assert selected["score"] == max(entry["score"] for entry in evaluations)
-    assert result["last"]["step"] == result["planned_steps"] == 27, (
-        "The final weights (3 epochs of 9 batches) were not evaluated."
-    )
+    assert result["last"]["step"] == result["planned_steps"] == 27
     assert result["reload_difference"] < 1e-5
     assert result["parameters"]["trained"] == result["parameters"]["all"]
     # The saved model gives the reported score.
@@ -45,9 +43,7 @@ def test_run_result_and_skipping(world, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
     assert len(before) == 2
     run(world, tmp_path, num_train_epochs=3, seeds="1,2")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before, (
-        "A finished run was run again."
-    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")} == before
 
 
 def test_trainers_options_go_through(world, tmp_path):
@@ -75,9 +71,7 @@ def test_mnli_start(world, tmp_path, caplog):
     starts = {task: result["starts_from"] for (task, _), (_, result) in runs.items()}
     model, mnli = "the model", runs["mnli", 1][0].name
     assert starts == dict(mnli=model, rte=mnli, stsb=mnli, mrpc=mnli, sst2=model)
-    assert runs["rte", 1][1]["new_head"] == ["classifier.bias", "classifier.weight"], (
-        "The MNLI run's dense layer was not kept."
-    )
+    assert runs["rte", 1][1]["new_head"] == ["classifier.bias", "classifier.weight"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -110,18 +104,6 @@ def test_lora_is_saved_merged_and_reloaded(world, tmp_path):
         )
     assert result["reload_difference"] < 1e-5
     assert "LoRA r=4" in (tmp_path / "table.md").read_text()
-
-
-def test_lora_on_the_embedding(world, tmp_path):
-    pytest.importorskip("peft")
-    options = {"lora_rank": 4, "lora_targets": "qkv,encoder", "warmup_ratio": 0}
-    runs = run(world, tmp_path, lora=True, num_train_epochs=0.3, **options)
-    folder, result = runs["sst2", 1]
-    adapter, head = 2 * 4 * (32 + 96) + 4 * (30522 + 32), 32 * 32 + 32 + 66
-    assert result["parameters"]["trained"] == adapter + head
-    name = "model.encoder.weight"
-    assert not torch.equal(weights(folder / "best")[name], weights(world / "model")[name])
-    assert result["reload_difference"] < 1e-5
 
 
 def test_lora_on_a_baseline(world, tmp_path):

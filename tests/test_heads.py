@@ -440,19 +440,13 @@ def test_accumulation_gives_the_gradients_of_the_whole_batch(head, items):
 
 IDS = torch.ones(2, 6, dtype=torch.long)
 ONE = torch.tensor([1])
-SINGLE = {"problem_type": "single_label_classification"}
 BAD_LABELS = (
-    (NeoBERTForMaskedLM, {}, IDS[:, :5], r"labels must have shape \(2, 6\), but \(2, 5\)"),
     (NeoBERTForMaskedLM, {}, IDS.T, r"labels must have shape \(2, 6\), but \(6, 2\) was given"),
     (NeoBERTForMaskedLM, {}, IDS * 200, "between 0 and 199, or be -100.*200"),
-    (NeoBERTForMaskedLM, {}, -IDS, "between 0 and 199.*-1 was"),
     (NeoBERTForMaskedLM, {}, IDS.float(), "whole numbers.*float32"),
-    (NeoBERTForTokenClassification, {}, IDS * 3, "between 0 and 2.*3 was"),
-    (NeoBERTForTokenClassification, {}, IDS.T, r"\(2, 6\), but \(6, 2\) was given"),
     (NeoBERTForTokenClassification, {}, torch.tensor([0, 1]), r"\(2, 6\).*\(2,\)"),
     (NeoBERTForSequenceClassification, {}, torch.tensor([0, 3]), "between 0 and 2.*3 was"),
     (NeoBERTForSequenceClassification, {}, ONE, r"\(2,\).*\(1,\)"),
-    (NeoBERTForSequenceClassification, SINGLE, torch.ones(2), "whole numbers.*float32"),
     (NeoBERTForSequenceClassification, {}, torch.ones(2, 4), r"\(2, 3\).*\(2, 4\)"),
     (NeoBERTForSequenceClassification, {}, torch.ones(2, 3) * 2, "between 0 and 1, but others"),
     (NeoBERTForSequenceClassification, {"num_labels": 1}, torch.ones(3), r"\(2,\).*\(3,\)"),

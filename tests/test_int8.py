@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from encode_runs import make_model_folder  # noqa: F401
 from torch import nn
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
@@ -341,33 +342,12 @@ def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
 # ------------------------------------------------------------------------------------------- bits
 
 
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory):
-    """A sentence encoder of 2 layers of 64 with the tokenizer of the bundled one."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers import models as modules
-    from transformers import AutoTokenizer
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("small")
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    spread = {"embedding_init_range": 0.1, "decoder_init_range": 0.1}
-    config = NeoBERTConfig(**shape, **spread, intermediate_size=96)
-    NeoBERTModel(config).save_pretrained(folder / "bare")
-    AutoTokenizer.from_pretrained(ENCODER).save_pretrained(folder / "bare")
-    bare = modules.Transformer(str(folder / "bare"))
-    SentenceTransformer(modules=[bare, modules.Pooling(64, "mean")], device="cpu").save(
-        str(folder / "encoder")
-    )
-    return folder / "encoder"
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
-def test_a_text_has_the_same_bits_in_every_batch(small_folder, dtype, threads):
+def test_a_text_has_the_same_bits_in_every_batch(model_folder, dtype, threads):
     """1,000 random batches: any neighbours, any order, any number of tokens a batch."""
     torch.set_num_threads(threads)
-    encoder, generator = PackedEncoder(small_folder, dtype=dtype), np.random.default_rng(0)
+    encoder, generator = PackedEncoder(str(model_folder), dtype=dtype), np.random.default_rng(0)
     lengths = [*range(1, 40), 64, 100, 130, 257, 513, 700]
     tokens = [generator.integers(1000, 20000, length) for length in lengths]
     alone = np.concatenate([encoder.embed([ids]) for ids in tokens])

@@ -1,8 +1,6 @@
 """Pins the text of packages: WordNet and GCIDE as sentences, absent sources that say what to
 install, and held-out parts by key."""
 
-import gzip
-
 import pytest
 
 from neobert.benchmarks import local_text
@@ -43,22 +41,6 @@ def test_wordnet_lines_become_sentences(tmp_path):
     ]
 
 
-def test_dictionary_entries_lose_their_apparatus(tmp_path):
-    entries = (
-        'Laminar \\Lam"i*nar\\, Laminal \\Lam"i*nal\\, a. [Cf. F. laminaire.\n   See {Lamina}]\n   '
-        "In, or consisting of, thin plates or layers.\n"
-        "   [1913 Webster]\n\nDowse \\Dowse\\, v. t. [imp. & p. p. {Dowsed} (doust).] [Cf. OD. "
-        "doesen to strike.]\n   1. To plunge, or duck into water.\n"
-        "      [1913 Webster]\n\n            A poor man was dowsed.   --Tillotson.\n"
-    )
-    with gzip.open(tmp_path / "gcide.dict.dz", "wt") as file:
-        file.write(entries)
-    assert [row["text"] for row in local_text.gcide_entries(tmp_path / "gcide.dict.dz")] == [
-        "Laminar: In, or consisting of, thin plates or layers.",
-        "Dowse: 1. To plunge, or duck into water. A poor man was dowsed.",
-    ]
-
-
 def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,11 +64,3 @@ def test_the_held_out_part_is_a_function_of_the_key():
     assert len(train) + len(held_out) == 5000 and 60 < len(held_out) < 140, "2 %"
     assert local_text.split(rows[::-1])[1] == held_out[::-1], "the order does not matter"
     assert is_held_out("a", 53) and not is_held_out("a", 52), "SHA-1 86f7...: 0x86f7 / 2^16 = 0.527"
-
-
-def test_the_command_writes_both_parts(tmp_path, monkeypatch):
-    rows = [{"id": f"noun-{i:08d}", "text": f"text {i}"} for i in range(1000)]
-    monkeypatch.setitem(local_text.SOURCES, "wordnet", lambda: rows)
-    assert local_text.main(["wordnet", "--out", str(tmp_path / "new")]) == 0
-    lines = {path.stem: path.read_text().splitlines() for path in (tmp_path / "new").iterdir()}
-    assert len(lines["train"]) + len(lines["heldout"]) == 1000

@@ -38,12 +38,8 @@ def test_20_percent_always_by_the_mask_token(tokenizer):
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     assert not (chosen & special).any(), "special tokens must never be predicted"
     # 70,000 real tokens: the standard deviation of the share is 0.0015.
-    assert abs(chosen[~special].float().mean() - 0.2) < 0.006, (
-        "20 % of the real tokens must be predicted"
-    )
-    assert (hidden[chosen] == tokenizer.mask_token_id).all(), (
-        "every predicted token must be replaced by [MASK]"
-    )
+    assert abs(chosen[~special].float().mean() - 0.2) < 0.006
+    assert (hidden[chosen] == tokenizer.mask_token_id).all()
     assert torch.equal(hidden[~chosen], ids[~chosen]), "all other tokens must stay as they are"
     assert torch.equal(labels[chosen], ids[chosen]), "the label must be the token that was there"
 
@@ -53,19 +49,13 @@ def test_bert_masking_15_percent_80_10_10(tokenizer):
     hidden, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
     chosen = labels != -100
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert abs(chosen[~special].float().mean() - 0.15) < 0.006, (
-        "15 % of the real tokens must be predicted"
-    )
+    assert abs(chosen[~special].float().mean() - 0.15) < 0.006
     masked = (hidden == tokenizer.mask_token_id)[chosen].float().mean()
     kept = (hidden == ids)[chosen].float().mean()
-    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015, (
-        f"expected 80/10/10, got {masked:.3f} masked and {kept:.3f} kept"
-    )
+    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015
     replaced = hidden[chosen & (hidden != ids) & (hidden != tokenizer.mask_token_id)]
     assert len(replaced) > 800, "about 10 % must be replaced by other tokens"
-    assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any(), (
-        "a random token must be an ordinary one"
-    )
+    assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any()
 
 
 def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
@@ -78,9 +68,7 @@ def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
     text = torch.tensor([[tokenizer.cls_token_id, 2000, tokenizer.sep_token_id]])
     for seed in range(20):
         labels = masking(text, torch.Generator().manual_seed(seed))[1]
-        assert labels.tolist() == [[-100, 2000, -100]], (
-            "a batch with one real token must predict it"
-        )
+        assert labels.tolist() == [[-100, 2000, -100]]
 
 
 def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
@@ -88,9 +76,7 @@ def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
     ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
         labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
-        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006, (
-            f"after {progress} of the run"
-        )
+        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006
     with pytest.raises(UserError, match="mask_schedule must be two shares"):
         TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
 
@@ -138,13 +124,10 @@ def test_the_papers_schedule_at_its_turning_points():
     )
     (factor,) = scheduler.lr_lambdas
     assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
-    assert math.isclose(factor(451_000), 0.55), (
-        "half-way down the cosine the rate is the mean of 1 and 0.1"
-    )
+    # Half-way down the cosine the rate is the mean of 1 and 0.1.
+    assert math.isclose(factor(451_000), 0.55)
     assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
-    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1), (
-        "10 % from 90 % of the steps on"
-    )
+    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1)
 
 
 def test_warm_up_stable_decay():
@@ -177,12 +160,8 @@ def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
         {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
     )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert decayed | free == set(names.values()) and not decayed & free, (
-        "every parameter must be in one group"
-    )
-    assert all("norm" in name or name.endswith("bias") for name in free), (
-        f"only norms and biases are free of decay, not {free}"
-    )
+    assert decayed | free == set(names.values()) and not decayed & free
+    assert all("norm" in name or name.endswith("bias") for name in free)
     assert not any("norm" in name or name.endswith("bias") for name in decayed)
     # With zero gradients decoupled decay alone moves a weight: w (1 - lr * decay).
     before = model.decoder.weight.detach().clone()

@@ -294,19 +294,13 @@ BAD_CONFIGS = (
     ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
     ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
     ({"num_hidden_layers": 0}, "num_hidden_layers.*positive.*0"),
-    ({"num_hidden_layers": True}, "num_hidden_layers.*True"),
     ({"intermediate_size": 1}, "intermediate_size must be at least 2.*1 was"),
-    ({"intermediate_size": 1.5}, "intermediate_size.*whole number.*1.5"),
     ({"vocab_size": "many"}, "vocab_size.*'many'"),
     ({"hidden_act": "relu"}, "hidden_act must be one of swiglu, gelu, but 'relu'"),
-    ({"norm_type": "batch"}, "norm_type must be one of rms, layer"),
     ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
-    ({"classifier_pooling": "max"}, "classifier_pooling.*cls, mean.*max"),
     ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
-    ({"masked_lm_logits": "some"}, "sparse_prediction must be True or False, but 'some'"),
     ({"attention_dropout": 1.0}, "attention_dropout.*1.0"),
     ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
-    ({"dropout": -0.1}, "dropout.*-0.1"),
     ({"norm_eps": -1e-5}, "norm_eps"),
     ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
     ({"pad_token_id": True}, "pad_token_id.*True"),
@@ -314,13 +308,11 @@ BAD_CONFIGS = (
     ({"ngpt": True}, "ngpt"),
     ({"rope_theta": 0}, "rope_theta.*0"),
     ({"rope_theta": float("nan")}, "rope_theta.*nan"),
-    ({"rope_parameters": {"rope_theta": 0}}, "rope_theta.*0"),
     ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor.*None"),
     ({"rope_scaling": 2.0}, "dictionary.*2.0"),
     (rope("longrope"), "rope_type.*linear.*longrope"),
     (rope("linear", float("inf")), "factor.*inf"),
     ({"hidden_size": 8, **rope("dynamic")}, "head_dim of at least 4.*2 was"),
-    (rope(original_max_position_embeddings=True), "positive whole number.*True"),
     (rope(original_max_position_embeddings=0), "positive whole number.*0"),
     (rope(beta_fast=4, beta_slow=4), "beta_fast above beta_slow"),
     (rope(beta_slow=0), "beta_slow above 0"),
@@ -332,15 +324,3 @@ def test_impossible_configurations(fields, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         NeoBERTConfig(**{**FIELDS, **fields})
     assert "\n" not in str(error.value), "The message should be one sentence."
-
-
-def test_training_configurations_are_understood():
-    config = NeoBERTConfig(**FIELDS, rope=False, rms_norm=False, hidden_act="GELU", dropout=0.1)
-    kinds = (config.position_embedding_type, config.norm_type, config.hidden_act)
-    assert kinds == ("learned", "layer", "gelu")
-    assert config.attention_dropout == config.hidden_dropout == 0.1
-    config = NeoBERTConfig(
-        rope=True, rms_norm=True, hidden_act="SwiGLU", dropout_prob=0, ngpt=False
-    )
-    kinds = (config.position_embedding_type, config.norm_type, config.hidden_act)
-    assert kinds == ("rope", "rms", "swiglu") and config.hidden_dropout == 0

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from neobert.benchmarks import precisions
-from neobert.common.errors import UserError
 from neobert.throughput import timing
 
 
@@ -85,18 +84,3 @@ def test_speeds_are_tokens_over_seconds_at_one_pace():
 
 def run(seconds, rate):
     return {"set": "a", "threads": 1, "batch": None, "seconds": [seconds] * 3, "rates": [rate] * 3}
-
-
-def test_the_worst_cosine():
-    exact = {"a": np.array([[1.0, 0.0], [0.0, 2.0]])}
-    assert precisions.worst_cosine(
-        {"a": np.array([[3.0, 0.0], [1.0, 1.0]])}, exact
-    ) == pytest.approx(0.5**0.5)
-
-
-def test_nothing_could_be_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
-    argv = f"--files {tmp_path}/files --output {tmp_path}/out --engines onnx-fp32 --sets short"
-    with pytest.raises(UserError, match="no engine could be measured: there is no onnx/onnx/model"):
-        precisions.main(argv.split(), small=SMALL)
-    assert not list(tmp_path.glob("out*")), "nothing is written"

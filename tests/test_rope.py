@@ -128,16 +128,6 @@ def test_there_are_no_buffers():
 
 
 @torch.no_grad()
-def test_only_relative_positions_matter():
-    model, (ids, _) = make_model(NeoBERTModel), random_batch([20, 20])
-    here = model(ids).last_hidden_state
-    shifted = model(ids, position_ids=torch.arange(20) + 50).last_hidden_state
-    assert_same(shifted, here, 5e-5, "hidden state of a shifted text")
-    stretched = model(ids, position_ids=torch.arange(20) * 2).last_hidden_state
-    assert (stretched - here).abs().max() > 0.1, "position_ids are ignored."
-
-
-@torch.no_grad()
 def test_position_ids_per_row():
     model = make_model(NeoBERTModel)
     ids, _ = random_batch([12, 12])
@@ -259,14 +249,3 @@ def test_dynamic_scaling_of_packed_texts(compiled):
         hidden = run(ids[mask.bool()][None], **given).last_hidden_state
         assert_same(hidden[0], expected, what=f"output, packed by {sorted(given)}")
     torch._dynamo.reset()
-
-
-def test_scaling_survives_saving(tmp_path):
-    linear = {"rope_type": "linear", "factor": 3.0}
-    for rope in (linear, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}):
-        config = NeoBERTConfig(**FIELDS, rope_scaling=rope, rope_theta=500.0)
-        config.save_pretrained(tmp_path)
-        again = NeoBERTConfig.from_pretrained(tmp_path)
-        assert again.rope_parameters == config.rope_parameters and again.rope_theta == 500.0
-        assert rope.items() <= again.rope_scaling.items()
-    assert NeoBERTConfig(**FIELDS).rope_scaling is None

@@ -122,9 +122,7 @@ def test_the_call_of_vllm(vllm, compiled):
         assert_same(actual, expected, what=f"texts of {lengths}")
     assert not compiled or graphs["stats"]["unique_graphs"] == 1
     ids, _ = packed_ids([12])
-    assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all(), (
-        "the profile run has positions of zero"
-    )
+    assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all()
     torch._dynamo.reset()
 
 
@@ -154,15 +152,7 @@ def test_the_source_that_vllm_reads():
             calls.append(node)
     (call,) = (node for node in calls if ast.unparse(node.func) in names)
     scalings = [ast.unparse(word.value) for word in call.keywords if word.arg == "scaling"]
-    assert scalings == ["self.scaling"]
-
-
-def test_what_vllm_reads_of_the_model():
-    assert NeoBERTModel._supports_attention_backend
-    blocks = make_model(NeoBERTModel).transformer_encoder
-    assert [(block.is_causal, block.layer_idx) for block in blocks] == [
-        (False, layer) for layer in range(3)
-    ]
+    assert scalings == ["self.scaling"] and NeoBERTModel._supports_attention_backend
 
 
 # ------------------------------------------------------------------------------------------------

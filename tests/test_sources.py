@@ -1,7 +1,6 @@
 """Pins the sources of pre-training text: kinds of files, names of the Hub, prepared sets that
 belong to their source and tokenizer."""
 
-import gzip
 import json
 
 import pytest
@@ -80,24 +79,16 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypa
 
 BAD = {
     "a.jsonl": "no column 'text'",
-    "c.odt": "file of rows",
     "d.txt": "it has no rows|none of its 0 rows",
-    "f.parquet": "cannot be read .*arquet",
-    "g.jsonl.gz": "cannot be read .*ended before",
     "h.parquet": "'text' must be text, but is 1",
-    "i.jsonl": "row 2: ",
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_sources_are_one_sentence(tmp_path, tokenizer, name):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    (tmp_path / "c.odt").write_text("x")
     (tmp_path / "d.txt").write_text("\n\n")
-    (tmp_path / "f.parquet").write_bytes(b"PAR1 and nothing else")
-    (tmp_path / "g.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a river"}\n' * 999)[:-9])
     Dataset.from_dict({"text": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
-    (tmp_path / "i.jsonl").write_text('{"text": "a river"}\n{broken\n')
     with pytest.raises(UserError, match=BAD[name]) as error:
         prepare(str(tmp_path / name), tmp_path / "out", tokenizer)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()

@@ -146,15 +146,6 @@ def test_a_corpus_is_read_to_its_limit(texts, tmp_path):
     assert "y" in pieces and "q" not in pieces and "p" not in pieces
 
 
-def test_several_files_and_formats(texts, tmp_path):
-    (tmp_path / "more.txt").write_text("Zwei Zeilen\nZwei Zeilen Zebra Zebra\n")
-    (tmp_path / "t.csv").write_text("text\nXylophon Xylophon\n")
-    out = tmp_path / "out"
-    files = (texts, tmp_path / "more.txt", tmp_path / "t.csv")
-    assert run(*files, "--output", out, "--vocab-size", 320) == 0
-    assert {"zebra", "xylophon", "datei"} <= {*(out / "vocab.txt").read_text().split()}
-
-
 # ------------------------------------------------------------------------------------------------
 # figures
 
@@ -187,9 +178,7 @@ def test_every_50th_text_is_measured_and_not_learnt_from(texts, tmp_path, capsys
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "empty.txt").write_text("")
-    (folder / "blank.jsonl").write_text('{"text": " "}\n')
     (folder / "once.txt").write_text("abcdefg\n")
-    (folder / "latin.jsonl").write_bytes(b'{"text": ""}\n' + b'{"text": "caf\xe9"}\n' * 2)
     save_bpe(["a text", "one more"], folder / "bpe")
     return folder
 
@@ -198,17 +187,11 @@ def inputs(tmp_path_factory):
     "arguments, words",
     [
         (["{inputs}/empty.txt"], "empty.txt has no word"),
-        (["{inputs}/blank.jsonl"], "blank.jsonl has no word"),
         (["{inputs}/once.txt"], "has no word of which every character occurs 2 times"),
-        (["{inputs}/none.txt"], "there is no file of rows"),
-        (["{texts}", "--column", "body"], "no column 'body'"),
         (["{texts}", "--vocab-size", "128"], "is smaller than the alphabet of the texts"),
         (["{texts}", "--vocab-size", "30464", "--extend", TOKENIZER], "give at least 30,528"),
         (["{texts}", "--extend", "{inputs}/bpe"], "cuts words by BPE"),
         (["{texts}", "--extend", TOKENIZER, "--cased"], "follow the tokenizer that is extended"),
-        (["{texts}", "--vocab-size", "0"], "vocab_size must be at least 64"),
-        (["--cased"], "give TEXTS"),
-        (["{inputs}/latin.jsonl"], "latin.jsonl cannot be read"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(

@@ -37,16 +37,12 @@ def test_numbers_truths_references_and_anchors(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[" * 1000, "recursion"),
         ("a: &a\n  b: *a", "recursion"),
-        ("a: !!int x", "invalid literal"),
-        ("a: 2001-99-99", "month must be in"),
-        ("? [a]\n: 1", "unhashable"),
         ("a: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ("a: 1\n---\nb: 2", "single document"),
         (b"\xff\xfea", "cannot be read .*decode"),
     ],
-    ids=range(8),
+    ids=range(4),
 )
 def test_refused_with_one_sentence(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as refusal:

@@ -166,7 +166,6 @@ def unchanged(state):
     "change, fields, options, message",
     [
         (drop("1.wo.", "decoder.bias"), {}, [], r"missing .*: .*1\.wo\.weight, .*decoder.bias"),
-        (drop("encoder.1."), {}, [], r"missing .*: model.transformer_encoder.1.attention_norm"),
         (drop("model.encoder.weight"), {}, [], "no token embedding"),
         (drop("transformer_encoder"), {}, [], "no transformer layers"),
         (drop("ffn"), {}, [], "no feed-forward of a NeoBERT"),
@@ -177,19 +176,14 @@ def unchanged(state):
         (put(WO, 64, 64, dtype=torch.int8), {}, [], r"dtype that is not converted: .*torch.int8"),
         (put(WO, place=(3, 5), value=float("nan")), {}, [], rf"{WO} holds numbers that are NaN"),
         (put(WO, place=0, value=-1e5), {}, ["--dtype", "float16"], "beyond the range of float16"),
-        (put("model.encoder.weight", 200), {}, [], "model.encoder.weight should be a matrix"),
         (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "wrong shape"),
         (unchanged, {"hidden_size": 128}, [], r"is \(200, 64\) instead of \(200, 128"),
         (unchanged, {"num_hidden_layers": 2}, [], "unexpected .*: model.transformer_encoder.2"),
-        (unchanged, {"num_hidden_layers": 10**9}, [], "num_hidden_layers"),
-        (unchanged, {"num_attention_heads": 5}, [], "must be a multiple of num_attention_heads"),
         (unchanged, {"vocab_size": 10**18}, [], "no model can be made|wrong shape"),
-        (unchanged, {"vocab_size": "many"}, [], "vocab_size must be a positive whole number"),
-        (unchanged, {"rope_scaling": "yarn"}, [], "must be a dictionary"),
         (unchanged, {"tie_word_embeddings": True}, [], "decoder.weight and .* differ"),
         (unchanged, {}, ["--head", "sequence-classification"], "missing tensors: dense.weight"),
     ],
-    ids=range(23),
+    ids=range(17),
 )
 def test_refused(tmp_path, model, tiny_config, change, fields, options, message):
     state = dict(model.state_dict())

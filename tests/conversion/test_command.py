@@ -4,24 +4,17 @@ outputs; nothing is replaced; what a conversion that fails or is stopped leaves 
 
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import select
 import shutil
-import signal
-import sys
-import time
 
 import pytest
 import torch
-from conversion_helpers import convert, digests, run_script, save
+from conversion_helpers import convert, run_script, save
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification
-from neobert.common.commands import guarded
 from neobert.common.errors import UserError
-from neobert.conversion import command
 
 
 @pytest.mark.slow
@@ -59,60 +52,6 @@ def test_the_command(tmp_path, golden, tokenizer_dir):
     real = expected["attention_mask"].bool()
     assert (logits - expected["logits"])[real].abs().max() < 5e-5
     assert not list(tmp_path.glob("out/.*")), "something temporary was left"
-
-
-@pytest.mark.parametrize(
-    "checkpoint_name, output, message",
-    [
-        ("run", "run", "is there already"),
-        ("run", "to_step", "is there already"),
-        ("run", "run/new", "are in one another"),
-        ("to_run", "run/new", "are in one another"),
-    ],
-)
-def test_outputs_that_are_refused(tmp_path, model, monkeypatch, checkpoint_name, output, message):
-    """Links too; before the checkpoint is read."""
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained(tmp_path / "run" / "checkpoint-3")
-    (tmp_path / "to_run").symlink_to("run")
-    (tmp_path / "to_step").symlink_to("run/checkpoint-3")
-    (tmp_path / "run" / "checkpoint-3" / "model.safetensors").write_bytes(b"rubbish")
-    before = digests(tmp_path)
-    with pytest.raises(UserError, match=message):
-        convert(checkpoint_name, output, "--tokenizer", "none")
-    assert digests(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "sent, code", [(signal.SIGKILL, -9), (signal.SIGINT, 130)], ids=["killed", "ctrl-c"]
-)
-def test_stopped_while_writing(tmp_path, checkpoint, monkeypatch, without_proof, sent, code):
-    """No output. What a killed run left, the next one removes."""
-    (reads, writes), output = os.pipe(), tmp_path / "new" / "out"
-
-    def write(*arguments):
-        write_model_card(*arguments)
-        os.write(writes, b"!")
-        time.sleep(60)
-
-    def run():
-        sys.exit(guarded("x", lambda: convert(checkpoint, output, "--tokenizer", "none")))
-
-    write_model_card = command.write_model_card
-    monkeypatch.setattr(command, "write_model_card", write)
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    assert select.select([reads], [], [], 60)[0], "it never came to write"
-    os.kill(process.pid, sent)
-    process.join()
-    monkeypatch.setattr(command, "write_model_card", write_model_card)
-    assert process.exitcode == code
-    left = [path.name for path in tmp_path.glob("new/*")]
-    assert left == ([] if sent == signal.SIGINT else [".out.tmp"])
-    convert(checkpoint, output, "--tokenizer", "none")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"], (
-        "what the killed run left is still there"
-    )
 
 
 HEADS = "masked-lm, base, sequence-classification, token-classification, question-answering"

@@ -38,9 +38,7 @@ def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenize
 
 def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
-    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64, (
-        "a file outside of the run was read"
-    )
+    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,6 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     [
         ("a.json", "{", "cannot be read"),
         ("a.yaml", "- 1", "should be a mapping"),
-        ("a.json", "[1]", "should be a mapping"),
         ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
         ("a.json", '{"model_type": "bert", "hidden_size": 2}', "configuration of a bert model"),
         ("a.json", '{"colour": 2}', "no field of a NeoBERT configuration"),

@@ -38,17 +38,13 @@ def test_zero_master_weights(distributed, name):
     checkpoint = open_checkpoint(distributed / name)
     assert checkpoint.format == f"DeepSpeed ZeRO {name[-1]}, 2 shards"
     reference = load_file(distributed / f"{name}.safetensors")
-    assert reference.pop("model.freqs_cis") is not None, (
-        "the buffer is not in the reference, so it was not tested"
-    )
+    assert reference.pop("model.freqs_cis") is not None
     frozen = "model.transformer_encoder.0.wo.weight"
     # DeepSpeed's own tool loses frozen weights of stage 1.
     reference.setdefault(frozen, checkpoint.tensors[frozen].float())
     assert_same(checkpoint, reference)
     trained = [tensor for key, tensor in checkpoint.tensors.items() if key != frozen]
-    assert all(tensor.dtype == torch.float32 for tensor in trained), (
-        "not the float32 master weights"
-    )
+    assert all(tensor.dtype == torch.float32 for tensor in trained)
     assert reference[frozen].abs().sum() > 0
 
 
@@ -78,7 +74,6 @@ def test_accelerate_and_trainer_layouts_of_deepspeed(distributed, tmp_path):
     "name, pattern, message",
     [
         ("zero1", "*rank_1_*optim*", "has the ZeRO optimizer shards of rank 0, of 2 ranks"),
-        ("zero2", "*rank_1_*optim*", "has the ZeRO optimizer shards of rank 0, of 2 ranks"),
         ("zero3", "*rank_1_*optim*", "has the ZeRO optimizer shards of rank 0, of 2 ranks"),
         ("zero1", "*optim*", "ZeRO shards .* are missing"),
         ("zero3", "*model_states*", "model_states.pt .*missing"),
@@ -146,13 +141,9 @@ SHARD, OTHER_SHARD, MODEL = "*pp_rank_0_*optim*", "*rank_1*optim*", "*model_stat
         ("1", OTHER_SHARD, _fewer, "ZeRO shards hold"),
         ("3", OTHER_SHARD, _longer, "hold 39878, 39879 numbers each where 39878 belong"),
         ("3", SHARD, _optimizer(partition_count=10**9), "shards of rank 0, 1, of 1000000000 ranks"),
-        ("3", SHARD, _optimizer(partition_count="two"), "of 'two' ranks"),
-        ("1", MODEL, lambda data: data.update(param_shapes=7), "cannot be read"),
-        ("1", MODEL, lambda data: data.pop("module"), "cannot be read"),
-        ("1", SHARD, _optimizer(single_partition_of_fp32_groups=[1, 2]), "cannot be read"),
         ("1", SHARD, lambda data: data.pop("optimizer_state_dict"), "cannot be read"),
     ],
-    ids=range(12),
+    ids=range(8),
 )
 def test_shards_that_do_not_belong_together_or_are_damaged(run, names, pattern, change, message):
     for name in names:

@@ -72,39 +72,6 @@ def _entry(metadata):
     return entry
 
 
-def _doubled(metadata):
-    """The first half twice, in two places of a file: the sizes add up, and the second half is
-    nowhere."""
-    entry, data = _entry(metadata), metadata.storage_data
-    first, second = (
-        next(
-            index for index in data if index.fqn == NAME and tuple(index.offset) == tuple(c.offsets)
-        )
-        for c in entry.chunks
-    )
-    entry.chunks[1] = entry.chunks[0]
-    del data[second]
-    assert first in data
-
-
-def _overlapping(metadata):
-    """The second half begins a row too early."""
-    entry, data = _entry(metadata), metadata.storage_data
-    index = next(index for index in data if index.fqn == NAME and index.offset[0])
-    entry.chunks[1] = dataclasses.replace(
-        entry.chunks[1], offsets=torch.Size([index.offset[0] - 1, 0])
-    )
-    data[dataclasses.replace(index, offset=entry.chunks[1].offsets)] = data.pop(index)
-
-
-def _set(**values):
-    def edit(metadata):
-        for name, value in values.items():
-            setattr(_entry(metadata), name, value)
-
-    return edit
-
-
 def _placed(**values):
     def edit(metadata):
         index = next(index for index in metadata.storage_data if index.fqn == NAME)
@@ -116,20 +83,13 @@ def _placed(**values):
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (_doubled, "lacks numbers, or holds NaN, for: .*qkv"),
-        (_overlapping, "lacks numbers, or holds NaN, for: .*qkv"),
         (lambda metadata: _entry(metadata).chunks.pop(), "lacks numbers, or holds NaN, for: .*qkv"),
-        (_set(size=torch.Size([1 << 40, 64])), "cannot be read"),
-        (_set(chunks=None), "cannot be read|lacks numbers"),
-        (_placed(offset=-5), "cannot be read"),
         (_placed(length=300), "cannot be read"),
         (_placed(relative_path="../__0_0.distcp"), "is missing"),
         (_placed(relative_path="/etc/passwd"), "is missing"),
-        (_placed(transform_descriptors=["zstd"]), "cannot be read"),
-        (lambda metadata: metadata.storage_data.clear(), "cannot be read"),
         (lambda metadata: delattr(metadata, "state_dict_metadata"), "cannot be read"),
     ],
-    ids=range(12),
+    ids=range(5),
 )
 def test_damaged_metadata(change, edit, message):
     run = change(edit)

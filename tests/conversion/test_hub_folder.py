@@ -4,7 +4,6 @@ names stay text in it.
 """
 
 import json
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from conversion_helpers import ROOT, convert, save
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
-from neobert.common.errors import UserError
 from neobert.common.loading import CODE_FILES
 from neobert.conversion.heads import HEADS
 from neobert.conversion.hub_folder import usage_lines
@@ -101,23 +99,6 @@ def test_same_bytes_as_save_pretrained(tmp_path, checkpoint, model, without_proo
         json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved")
     )
     assert ours == theirs, "config.json differs from what save_pretrained writes"
-
-
-@pytest.mark.parametrize("text", ["big", "5", "-5GB", "5XB"])
-def test_sizes_that_are_not_sizes(tmp_path, text):
-    with pytest.raises(UserError, match="--max-shard-size takes a size as 5GB or 500MB"):
-        convert(tmp_path, tmp_path / "out", f"--max-shard-size={text}")
-
-
-def test_shards(tmp_path, checkpoint, model, without_proof):
-    convert(checkpoint, tmp_path / "out", "--tokenizer", "none", "--max-shard-size", "60 KB")
-    shards = list((tmp_path / "out").glob("model-*.safetensors"))
-    assert len(shards) > 5 and max(shard.stat().st_size for shard in shards) < 70_000
-    umask = os.umask(0o022)
-    os.umask(umask)
-    assert all(shard.stat().st_mode & 0o777 == 0o666 & ~umask for shard in shards)
-    loaded = NeoBERTForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
 def test_names_of_strangers_stay_text_in_the_model_card(

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from conversion_helpers import assert_same, convert
+from conversion_helpers import assert_same
 
 from neobert.common.errors import UserError
 from neobert.conversion.config_files import find_config
@@ -132,9 +132,3 @@ def test_a_pointer_elsewhere_is_not_followed(run, content):
     (run / "model_checkpoints" / "latest").write_text(content)
     with pytest.raises(UserError, match="the name of a folder beside it"):
         find_step(run / "model_checkpoints")
-
-
-@pytest.mark.parametrize("step", ["-1", "1.0", "newest"])
-def test_steps_that_are_not_numbers(run, tmp_path, step):
-    with pytest.raises(UserError, match="--step takes a number or latest"):
-        convert(run, tmp_path / "out", f"--step={step}")

@@ -9,7 +9,7 @@ import pytest
 from conversion_helpers import convert, save
 from transformers import AutoTokenizer
 
-from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError
 from neobert.conversion import tokenizer
@@ -76,21 +76,6 @@ def test_vocabulary_rows_against_the_tokenizer(rows):
     words = f"{rows} vocabulary rows, but the tokenizer .* has 30522 tokens .*30522, 30528, 30592"
     with pytest.raises(UserError, match=words):
         check_rows(30522, rows, "it")
-
-
-def test_llama_vocabulary(tmp_path, tokenizer_dir, without_proof):
-    """32,064 rows: the bundled tokenizer of 30,522 does not fit; one with 32,003 tokens, rounded up
-    to a multiple of 64, does."""
-    sizes = {"vocab_size": 32064, "hidden_size": 64, "num_hidden_layers": 1}
-    config = NeoBERTConfig(num_attention_heads=1, intermediate_size=96, **sizes)
-    source = save(tmp_path / "run", NeoBERTModel(config).state_dict())
-    with pytest.raises(UserError, match="32064 vocabulary rows, but the tokenizer .* has 30522"):
-        convert(source, tmp_path / "out")
-    loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
-    loaded.add_tokens([f"extra{i}" for i in range(32003 - 30522)])
-    loaded.save_pretrained(tmp_path / "llama")
-    convert(source, tmp_path / "out", "--tokenizer", tmp_path / "llama")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids("extra7") == 30529
 
 
 @pytest.mark.parametrize(
@@ -177,12 +162,9 @@ def test_no_code_or_path_of_a_tokenizer_comes_along(
     "settings, is_read",
     [
         ({"model_max_length": None}, True),
-        ({"model_max_length": 1e30}, True),
-        ({"tokenizer_class": None}, True),
         ({"cls_token": {"__type": "AddedToken", "content": "[CLS]", "special": True}}, True),
         ({"added_tokens_decoder": {"0": {"content": "[PAD]", "special": True}}}, True),
         ({"model_max_length": "long"}, False),
-        ({"added_tokens_decoder": {"x": 1}}, False),
     ],
 )
 def test_settings_of_any_type(small, write, settings, is_read):
@@ -199,9 +181,7 @@ def test_settings_of_any_type(small, write, settings, is_read):
     "name, content, message",
     [
         ("tokenizer.json", "{", "cannot be loaded"),
-        ("tokenizer.json", '{"model": {"type": "WordPiece"}}', "cannot be loaded"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", "[]", "cannot be loaded"),
         ("special_tokens_map.json", "{]", "cannot be loaded"),
     ],
 )

@@ -52,15 +52,6 @@ def test_a_missing_engine(monkeypatch):
         command.main(["onnx", "model", "out"])
 
 
-def test_an_output_inside_of_the_model(hub_folder):
-    given = hub_folder()
-    for name in ("onnx", "openvino"):
-        pytest.importorskip(name)
-        with pytest.raises(UserError, match="are in one another"):
-            command.main([name, str(given), str(given / "out")])
-    assert not (given / "out").exists()
-
-
 # ------------------------------------------------------------------------------------------------
 # source
 
@@ -190,16 +181,6 @@ def reference(sentence_folder):
     return found, Reference(found)
 
 
-def test_texts_of_many_lengths(reference):
-    found, made = reference
-    lengths = sorted(int(n) for _, mask in made.batches for n in mask.sum(1))
-    assert lengths[:4] == [3, 4, 5, 7] and lengths[-1] == 120 and len(set(lengths)) >= 9
-    for ids, mask in made.batches[:2]:
-        assert (mask.diff(dim=1) <= 0).all() and (mask == 0).any()
-        assert (ids[mask == 0] == found.config.pad_token_id).all()
-        assert (ids[:, 0] == 2).all() and all(row[n - 1] == 3 for row, n in zip(ids, mask.sum(1)))
-
-
 def test_the_comparison_sees_one_wrong_token(reference):
     found, made = reference
 
@@ -225,15 +206,6 @@ def test_the_comparison_sees_one_wrong_token(reference):
         assert worst == pytest.approx(-1, abs=1e-6)
     with pytest.raises(UserError, match="the output last_hidden_state should be .* but is nothing"):
         made.agreement(lambda ids, mask: {})
-
-
-def test_bounds():
-    Agreement(None, 0.99).check("x", 0.9, 0.99)
-    words = "x: the worst pooled cosine to torch is 0.980000, below 0.99"
-    with pytest.raises(UserError, match=words):
-        Agreement(0.95, 0.98).check("x", 0.9, 0.99)
-    with pytest.raises(UserError, match="the worst token cosine to torch is nan"):
-        Agreement(float("nan"), 1.0).check("x", 0.9, 0.99)
 
 
 def test_a_cosine_that_is_not_a_number_is_the_worst():
