@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
