@@ -103,7 +103,7 @@ def make_texts(name, tokenizer, count):
 def best_batch(session, texts):
     """The size that was fastest in one pass each, or None where an engine has no batches."""
     session(texts[:1])
-    if not hasattr(session, "batch"):
+    if getattr(session, "batch", None) is None:
         return None
     seconds = {}
     for size in sorted({min(size, len(texts)) for size in BATCH_SIZES}):
