@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 import neobert
 from neobert import modeling_neobert
 
+from .reference import FIELDS
+
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,14 +39,7 @@ def _one_thread_and_a_seed():
 @pytest.fixture
 def tiny_config():
     """Keyword arguments of a NeoBERTConfig with 3 layers of 64."""
-    return {
-        "vocab_size": 200,
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "max_position_embeddings": 128,
-    }
+    return dict(FIELDS)
 
 
 @pytest.fixture

@@ -13,8 +13,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from neobert import (
     NeoBERTForMaskedLM,
-    NeoBERTForSequenceClassification,
-    NeoBERTForTokenClassification,
     NeoBERTModel,
     attention_neobert,
     modeling_neobert,
@@ -115,22 +113,6 @@ def test_the_flattening_collator(implementation, flash_kwargs, flash, batch, war
     model = build(NeoBERTModel, implementation)
     assert_same(model(**flat).last_hidden_state[0], last_states(model, *texts))
     assert len(warnings("give cu_seq_lens_q")) == (not flash_kwargs)
-
-
-@every_implementation
-@torch.no_grad()
-def test_packed_heads(implementation, flash, batch):
-    ids, mask, texts = batch
-    for model_class in (
-        NeoBERTForMaskedLM,
-        NeoBERTForTokenClassification,
-        NeoBERTForSequenceClassification,
-    ):
-        model = build(model_class, implementation, num_labels=3)
-        actual, padded = model(**packed_batch(texts)).logits, model(ids, attention_mask=mask).logits
-        expected = padded if padded.dim() == 2 else padded[mask.bool()][None]
-        assert actual.shape == expected.shape
-        assert_same(actual, expected, what=f"packed {model_class.__name__}")
 
 
 # ------------------------------------------------------------------------------------------------

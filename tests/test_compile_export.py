@@ -1,7 +1,5 @@
-"""Pins torch.compile (one graph), torch.export and ONNX with dynamic batch and length, and both
+"""Pins torch.compile (one graph) and torch.export with dynamic batch and length, and both
 kinds of gradient checkpointing."""
-
-import warnings
 
 import pytest
 import torch
@@ -123,28 +121,6 @@ def test_compiled_heads(model_class):
 
 
 # ------------------------------------------------------------------------------------------------
-# torch.func
-
-
-def test_gradients_of_each_sample():
-    """`torch.func`: vmap of grad gives the gradients of one row after another."""
-    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    ids, labels = random_batch([9, 9, 9])[0], torch.tensor([0, 2, 1])
-
-    def loss(weights, ids, label):
-        logits = torch.func.functional_call(model, weights, (ids[None],)).logits
-        return torch.nn.functional.cross_entropy(logits, label[None])
-
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, ids, labels)
-    for row in range(3):
-        model.zero_grad()
-        model(ids[row : row + 1], labels=labels[row : row + 1]).loss.backward()
-        for name, parameter in model.named_parameters():
-            assert_same(found[name][row], parameter.grad, 1e-5, f"{name} of row {row}")
-
-
-# ------------------------------------------------------------------------------------------------
 # export
 
 
@@ -167,18 +143,6 @@ def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
         ids, mask = random_batch(lengths)
         rows = mask.any(dim=1) if model_class is NeoBERTForSequenceClassification else mask
         assert_agree(program, model, rows, input_ids=ids, attention_mask=mask)
-
-
-def test_jit_trace():
-    model = make_model(NeoBERTModel, return_dict=False)
-    ids, mask = random_batch([12, 7])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # Untraced, padding is zero; traced, it holds what a padded query attends to: torch's own
-        # comparison would see that.
-        traced = torch.jit.trace(model, (ids, mask), check_trace=False)
-    ids, mask = random_batch([9, 15, 3])
-    assert_agree(traced, model, mask, ids, mask)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -204,14 +168,3 @@ def test_gradient_checkpointing(use_reentrant, packed):
     assert runs == [3, 6]
     for name, gradient in gradients[1].items():
         assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")
-
-
-def test_checkpointing_with_frozen_embeddings():
-    """As under LoRA: with `enable_input_require_grads` the reentrant kind has gradients too."""
-    model = make_model(NeoBERTForMaskedLM).train()
-    model.get_input_embeddings().weight.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    ids, _ = random_batch([12])
-    model(ids, labels=ids).loss.backward()
-    assert model.model.transformer_encoder[0].qkv.weight.grad is not None

@@ -155,21 +155,6 @@ def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
     assert base_model(None, str(model_folder)) == base_model(None) == {}
 
 
-def test_a_sentence_encoder_keeps_its_own_length(model_folder, pairs, tmp_path):
-    short = load_sentence_transformer(str(model_folder), max_length=24)
-    short.save_pretrained(str(tmp_path / "short"))
-
-    def length(model, *options):
-        argv = arguments_for(model, tmp_path / "out", "--pairs", pairs, *options)
-        argv = [word for i, word in enumerate(argv) if "--max_length" not in (word, argv[i - 1])]
-        loading = contrastive.parse(argv)[0].loading()
-        return load_sentence_transformer(str(model), **loading).max_seq_length
-
-    assert length(tmp_path / "short") == 24, "the default raised the length of the folder"
-    assert length(tmp_path / "short", "--max-length", "50") == 50
-    assert length(model_folder) == 64, "a bare encoder of 64 positions"
-
-
 def test_negatives_are_searched_too(tmp_path):
     rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
     path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])

@@ -46,9 +46,7 @@ def folder(world):
 def both_ways(folder, name, arguments, single, double):
     """Runs `neobert <arguments>` in this process and in two; returns the two output folders."""
     outputs = [folder / f"{name}-one", folder / f"{name}-two"]
-    assert cli.main([*arguments, *single, str(outputs[0])]) == 0, (
-        f"neobert {name} failed in one process"
-    )
+    assert cli.main([*arguments, *single, str(outputs[0])]) == 0
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
@@ -74,9 +72,7 @@ def assert_same_weights(one, two, start):
     moved = (one[embedding] - load_file(start)["model.encoder.weight"]).abs().max().item()
     assert moved > 1e-3, "training changed nothing, so this test would be vacuous"
     for name, tensor in one.items():
-        assert torch.allclose(tensor, two[name], atol=1e-2 * moved), (
-            f"{name} differs between one and two processes"
-        )
+        assert torch.allclose(tensor, two[name], atol=1e-2 * moved), name
 
 
 def test_glue_in_two_processes(folder):
@@ -87,18 +83,13 @@ def test_glue_in_two_processes(folder):
     ]
     one, two = both_ways(folder, "glue", arguments, [], [])
     (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
-    assert first.name == second.name, (
-        "The number of processes is not a setting: the same command continues a run on more or "
-        "fewer of them."
-    )
+    # The number of processes is not a setting: a run is continued on more or fewer of them.
+    assert first.name == second.name
     results = [json.loads((run / "result.json").read_text()) for run in (first, second)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
-    assert results[0]["evaluations"][-1]["score"] > results[0]["evaluations"][0]["score"], (
-        "nothing was learnt, so this test would be vacuous"
-    )
-    assert results[0]["evaluations"] == results[1]["evaluations"], (
-        "Two processes give other scores than one at the same batch size."
-    )
+    one, two = (result["evaluations"] for result in results)
+    assert one[-1]["score"] > one[0]["score"], "vacuous: nothing was learnt"
+    assert one == two
     assert_same_weights(
         *(run / "best" / "model.safetensors" for run in (first, second)),
         folder / "model" / "model.safetensors",
@@ -116,9 +107,7 @@ def test_contrastive_in_two_processes(folder):
     results = [json.loads((output / "result.json").read_text()) for output in (one, two)]
     assert [result["environment"]["processes"] for result in results] == [1, 2]
     losses = [[loss for _, loss in result["training"]["losses"]] for result in results]
-    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4), (
-        "Two batches of a step are those of two processes."
-    )
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert_same_weights(
         one / "model.safetensors", two / "model.safetensors", folder / "model" / "model.safetensors"
     )

@@ -67,15 +67,11 @@ def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
             "".join(json.dumps(make_row(generator)) + "\n" for _ in range(count))
         )
     path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 120, (
-        f"{path.name} is promised to be under 120 lines."
-    )
+    assert len(path.read_text().splitlines()) < 120
     output = tmp_path / "out"
     options = f"--model {model_folder} --data {data} --output {output} --learning-rate 3e-3"
     metrics = example(name).main([*options.split(), "--epochs", epochs])
-    assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file(), (
-        "The trained model and its tokenizer were not saved."
-    )
+    assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file()
     return metrics
 
 
@@ -89,29 +85,9 @@ def test_text_classification(model_folder, tmp_path):
         }
 
     metrics = run("text_classification", tmp_path / "data", model_folder, tmp_path, row)
-    assert metrics["eval_accuracy"] > 0.9, (
-        f"accuracy {metrics['eval_accuracy']} on a task that one word decides (chance is 0.5)."
-    )
+    assert metrics["eval_accuracy"] > 0.9
     labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
-    assert labels == {"0": "other", "1": "person"}, (
-        "The saved configuration should name the labels of the data."
-    )
-
-
-def test_a_label_that_training_lacks_is_one_sentence(model_folder, tmp_path, capsys):
-    labels = iter(["good"] * 320 + ["bad"] * 64)
-    with pytest.raises(SystemExit):
-        run(
-            "text_classification",
-            tmp_path / "data",
-            model_folder,
-            tmp_path,
-            lambda generator: {"text": "a house", "label": next(labels)},
-        )
-    assert (
-        "test.jsonl has the label 'bad', which no row of train.jsonl has (it has good)"
-        in capsys.readouterr().err
-    )
+    assert labels == {"0": "other", "1": "person"}
 
 
 @pytest.mark.slow
@@ -134,9 +110,7 @@ def test_a_csv_with_columns_and_ratings_of_its_own(model_folder, tmp_path, capsy
     columns = "--text review --label stars --separator ;"
     arguments = f"{tmp_path / 'films.csv'} {options} {columns}".split()
     metrics = example("classify_csv").main(arguments)
-    assert metrics["test_accuracy"] > 0.9 and metrics["test_distance"] < 0.5, (
-        f"one word decides: {metrics}"
-    )
+    assert metrics["test_accuracy"] > 0.9 and metrics["test_distance"] < 0.5
     printed = capsys.readouterr().out
     assert "learning rate 3.0e-03 for a model of width 48" in printed
     assert "logistic regression on the vectors had" in printed and "warning" not in printed
@@ -281,9 +255,7 @@ def test_token_classification(model_folder, tmp_path):
     metrics = run(
         "token_classification", tmp_path / "data", model_folder, tmp_path, row, epochs="2"
     )
-    assert metrics["eval_accuracy"] > 0.95, (
-        f"accuracy {metrics['eval_accuracy']}; naming every word O gives 0.6."
-    )
+    assert metrics["eval_accuracy"] > 0.95
 
 
 @pytest.mark.slow
@@ -300,9 +272,7 @@ def test_question_answering(model_folder, tmp_path):
         }
 
     metrics = run("question_answering", tmp_path / "data", model_folder, tmp_path, row)
-    assert metrics["eval_exact"] > 0.8, (
-        f"exact spans {metrics['eval_exact']}; a guess among the positions gives less than 0.3."
-    )
+    assert metrics["eval_exact"] > 0.8
 
 
 # ------------------------------------------------------------------------------------------------
@@ -398,17 +368,13 @@ USES = ["reranker", "sparse_encoder", "late_interaction", "matryoshka", "named_e
 @pytest.mark.parametrize("name", USES)
 def test_every_use_trains_saves_and_loads_with_remote_code(name, outcomes):
     outcome = outcomes[name]
-    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 120, (
-        "it is promised to be under 120 lines"
-    )
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 120
     assert (
         "neobert"
         not in (ROOT / "examples" / f"{name}.py").read_text().split("def main")[0].split('"""')[2]
     ), "no code of ours around it"
     trained, loaded = outcome["models"][0], outcome["models"][-1]
-    assert len(outcome["models"]) >= 2 and trained["code"].startswith("transformers_modules."), (
-        "not the folder's own code"
-    )
+    assert len(outcome["models"]) >= 2 and trained["code"].startswith("transformers_modules.")
     assert (
         loaded["code"].startswith("transformers_modules.")
         and (outcome["folder"] / "modeling_neobert.py").is_file()
@@ -426,9 +392,7 @@ def test_no_padding_is_computed_in_any_use(name, outcomes):
         ("training", "inference"), (outcomes[name]["models"][0], outcomes[name]["models"][-1])
     ):
         assert seen["padded"] > 1.05 * seen["real"] > 0, f"vacuous: hardly any padding in {what}"
-        assert seen["computed"] == seen["real"], (
-            f"{what}: {seen['computed']} rows computed for {seen['real']} real tokens"
-        )
+        assert seen["computed"] == seen["real"]
 
 
 @pytest.mark.slow

@@ -183,21 +183,6 @@ def test_pooling(pooling, unpad_inputs):
     assert_same(model(texts[0][None]).logits[0], expected[0], 2e-5, "logits of a text alone")
 
 
-@both_poolings
-@torch.no_grad()
-def test_pooling_of_empty_packed_texts(pooling):
-    """They pool to zero, wherever they lie, and their neighbours to what they are without them."""
-    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling)
-    ids, _ = random_batch([9])
-    full = model(ids, cu_seq_lens_q=torch.tensor([0, 4, 9])).logits
-    empty = linear(model.classifier, torch.tanh(model.dense.bias.double()))
-    for bounds, place in (([0, 0, 4, 9], 0), ([0, 4, 4, 9], 1), ([0, 4, 9, 9], 2)):
-        logits = model(ids, cu_seq_lens_q=torch.tensor(bounds)).logits
-        rows = [row for row in range(3) if row != place]
-        assert_same(logits[rows], full, 2e-5, f"texts of {bounds}")
-        assert_same(logits[place], empty, 2e-5, f"the empty text of {bounds}")
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype,value", ((torch.bfloat16, 1), (torch.float16, 100)))
 def test_mean_pooling_sums_in_float32(dtype, value):
@@ -359,24 +344,6 @@ def test_multiple_choice(pooling):
     positions = torch.arange(9).expand(shape)
     logits = model(inputs_embeds=embeds, position_ids=positions, **shaped).logits
     assert_same(logits, scores, 2e-5, "logits of inputs_embeds with position_ids")
-
-
-@torch.no_grad()
-def test_one_choice_is_not_taken_for_a_packed_batch():
-    ids, _ = random_batch([6])
-    positions = torch.tensor([0, 1, 2, 0, 1, 2]).view(1, 1, 6)
-    model = make_model(NeoBERTForMultipleChoice)
-    assert model(ids.view(1, 1, 6), position_ids=positions).logits.shape == (1, 1)
-
-
-@torch.no_grad()
-def test_labels_of_a_quantised_model():
-    """torch's dynamic int8 layers have no weight tensor."""
-    model = make_model(NeoBERTForMaskedLM)
-    ids, mask = random_batch([9, 4])
-    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    loss, expected = (m(ids, attention_mask=mask, labels=ids).loss for m in (quantised, model))
-    assert abs(loss - expected) < 0.1 * expected
 
 
 # ----------------------------------------------------------------------------------------------

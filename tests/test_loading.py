@@ -6,11 +6,9 @@ NEOBERT_EXCHANGE names a folder in which runs on different transformers versions
 each other.
 """
 
-import copy
 import filecmp
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -170,22 +168,6 @@ def test_saved_tensor_names_are_the_published_ones(golden, tmp_path):
 
 
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 5000.0}
-POOLED = {"classifier_pooling": "mean", "unpad_inputs": False, "sparse_prediction": True}
-VARIANTS = {
-    "learned": LEARNED,
-    "yarn": YARN,
-    "settings": {**POOLED, "hidden_dropout": 0.2, "norm_eps": 1e-6},
-}
-
-
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_variants_round_trip(fields, tmp_path):
-    model = make_model(NeoBERTForMaskedLM, **fields)
-    model.save_pretrained(tmp_path)
-    again, _ = load(NeoBERTForMaskedLM, tmp_path)
-    for name in fields:
-        assert getattr(again.config, name) == getattr(model.config, name), name
-    assert torch.equal(outputs(again), outputs(model))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -232,21 +214,6 @@ def test_the_folders_own_code_runs(tmp_path, remote):
     assert base.config._attn_implementation == "eager"
     loaded.set_attn_implementation("eager")
     assert torch.equal(outputs(base), outputs(loaded.model))
-
-
-def test_a_fine_tuned_remote_head_travels(tmp_path, remote):
-    make_model(NeoBERTForMaskedLM).save_pretrained(tmp_path / "base")
-    strange_type(tmp_path / "base")
-    auto_class = AutoModelForSequenceClassification
-    model = auto_class.from_pretrained(tmp_path / "base", num_labels=4, **remote)
-    with torch.no_grad():
-        model.classifier.weight += 1
-    model.save_pretrained(tmp_path / "tuned")
-    config = saved_config(tmp_path / "tuned")
-    assert config["architectures"] == ["NeoBERTForSequenceClassification"]
-    assert config["auto_map"] == AUTO_MAP
-    again = auto_class.from_pretrained(tmp_path / "tuned", **remote)
-    assert again.num_labels == 4 and torch.equal(outputs(again), outputs(model))
 
 
 class Unregistered(NeoBERTForSequenceClassification):
@@ -443,16 +410,6 @@ def test_resize_token_embeddings(tied, size, tmp_path):
 # copies, devices, dtype
 
 
-def test_pickle_and_deepcopy():
-    model = make_model(NeoBERTForMaskedLM, rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    config = model.config
-    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert torch.equal(outputs(copied), outputs(model))
-        assert copied.config == config and copied.config is not config
-    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), copy.copy(config)):
-        assert copied == config and copied.rope_parameters == config.rope_parameters
-
-
 @pytest.mark.parametrize("device_map", ("auto", "cpu", {"": "cpu"}))
 def test_device_map(device_map, tmp_path):
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
@@ -474,26 +431,6 @@ def test_disk_offload_by_blocks(tmp_path):
     placed = accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
     assert placed.model.transformer_encoder[1].qkv.weight.device.type == "meta"
     assert torch.equal(outputs(placed), expected)
-
-
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
-def test_dtype(dtype, tmp_path):
-    model = make_model(NeoBERTForMaskedLM)
-    model.save_pretrained(tmp_path)
-    again = NeoBERTForMaskedLM.from_pretrained(tmp_path, dtype=dtype)
-    assert {p.dtype for p in again.parameters()} == {dtype}
-    if dtype == torch.float64:
-        assert_same(outputs(again), outputs(model))
-    again.save_pretrained(tmp_path / "low")
-    assert NeoBERTForMaskedLM.from_pretrained(tmp_path / "low", dtype="auto").dtype == dtype
-
-
-def test_the_meta_device():
-    with torch.device("meta"):
-        model = NeoBERTForMaskedLM(NeoBERTConfig(**FIELDS))
-        ids, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6)
-    out = model(ids, attention_mask=mask)
-    assert out.logits.shape == (2, 6, 200) and out.logits.device.type == "meta"
 
 
 def test_published_aliases():

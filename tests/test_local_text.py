@@ -1,11 +1,8 @@
 """Pins the text of packages: WordNet and GCIDE as sentences, absent sources that say what to
 install, and held-out parts by key."""
 
-import pytest
-
 from neobert.benchmarks import local_text
 from neobert.common.data import is_held_out
-from neobert.common.errors import UserError
 
 
 def test_wordnet_lines_become_sentences(tmp_path):
@@ -39,23 +36,6 @@ def test_wordnet_lines_become_sentences(tmp_path):
         "he used a landing net.",
         "The man took me in.",
     ]
-
-
-def test_absent_sources_say_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("NEOBERT_SENTIMENT", raising=False)
-    for read, words in (
-        (lambda: local_text.wordnet_entries(tmp_path), "apt-get install wordnet-base"),
-        (
-            lambda: local_text.gcide_entries(tmp_path / "gcide.dict.dz"),
-            "apt-get install dict-gcide",
-        ),
-        (lambda: local_text.sentiment_sentences("movie"), "pip download .* vaderSentiment==3.3.2"),
-        (lambda: local_text.sentiment_sentences("films"), "choose one of movie"),
-    ):
-        with pytest.raises(UserError, match=words):
-            next(iter(read()))
 
 
 def test_the_held_out_part_is_a_function_of_the_key():

@@ -126,19 +126,6 @@ def test_the_call_of_vllm(vllm, compiled):
     torch._dynamo.reset()
 
 
-@torch.no_grad()
-def test_an_engine_is_not_told_of_packing_arguments(vllm, warnings):
-    """It knows from elsewhere where texts end; to other callers positions alone are a warning."""
-    model = make_model(NeoBERTModel)
-    ids, positions = packed_ids([9, 3])
-    model.config._attn_implementation = "vllm"
-    call_of_vllm(model, ids, positions, [9, 3])
-    assert not warnings("")
-    model.config._attn_implementation = "sdpa"
-    model(ids, position_ids=positions)
-    assert len(warnings("")) == len(warnings("cu_seq_lens_q")) == 1
-
-
 def test_the_source_that_vllm_reads():
     """It parses the block's `forward`: one call through a local name that was read from
     ALL_ATTENTION_FUNCTIONS, with its scaling."""

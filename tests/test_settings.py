@@ -266,15 +266,6 @@ def test_every_head_returns_states_and_weights(model_class, by_config):
     assert_same(out.attentions[2][1, :, :5, :5], weights[2], what="weights")
 
 
-def test_the_padding_row_of_the_embedding_has_no_gradient():
-    for pad_token_id in (0, 5, None):
-        model = make_model(NeoBERTModel, pad_token_id=pad_token_id)
-        model(torch.tensor([[0, 5, 7, 9]])).last_hidden_state.square().sum().backward()
-        rows = model.encoder.weight.grad.abs().sum(dim=1)
-        for row in (0, 5, 7, 9):
-            assert (rows[row] == 0) == (row == pad_token_id)
-
-
 @torch.no_grad()
 def test_norms_in_low_precision_without_gradients_are_those_with():
     """The form of the CPU without gradients rounds once, like torch's own."""

@@ -8,15 +8,15 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
 import pytest
 from packaging.requirements import Requirement
+
+from neobert.benchmarks.server import free_port, server
 
 from .test_readme import README, ROOT, table
 
@@ -166,40 +166,21 @@ def test_serving_says_how_its_environment_is_made():
 
 def serve(words, clone):
     """Starts the server, asks it for a vector and ends it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = clone / "log"
-    with open(log, "w") as file:
-        server = subprocess.Popen(
-            [INFINITY, *words[1:], "--port", str(port)],
-            cwd=clone,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": ""},
-        )
-    try:
-        asked = json.dumps({"model": "examples/sentence-encoder", "input": ["a text"]}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/embeddings", asked, {"Content-Type": "application/json"}
-        )
-        for _ in range(240):
-            assert server.poll() is None, log.read_text()[-3000:]
-            try:
-                with urllib.request.urlopen(request, timeout=30) as answer:
-                    vector = json.load(answer)["data"][0]["embedding"]
-                break
-            except urllib.error.URLError:
-                time.sleep(0.5)
-        assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-3)
-    finally:
-        server.terminate()
-        server.wait(30)
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    asked = json.dumps({"model": "examples/sentence-encoder", "input": ["a text"]}).encode()
+    request = urllib.request.Request(
+        f"{address}/embeddings", asked, {"Content-Type": "application/json"}
+    )
+    with server([INFINITY, *words[1:], "--port", port], f"{address}/health", clone / "log"):
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            vector = json.load(answer)["data"][0]["embedding"]
+    assert sum(x * x for x in vector) == pytest.approx(1, abs=1e-3)
     return "serves"
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_row(task, clone, environment):
+def test_row(task, clone, environment, monkeypatch):
+    monkeypatch.chdir(clone)
     options, expected = SMALL[task]
     lines = commands(ROWS[task])
     assert len(lines) == len(options), f"options for each of {lines}"
@@ -214,7 +195,6 @@ def test_row(task, clone, environment):
         start = {"python": [sys.executable], "neobert": [sys.executable, "-m", "neobert"]}
         done = subprocess.run(
             [*start[words[0]], *words[1:], *more],
-            cwd=clone,
             env=environment,
             capture_output=True,
             text=True,

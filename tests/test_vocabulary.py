@@ -139,13 +139,6 @@ def test_an_extended_tokenizer_keeps_its_ids_and_cuts_shorter(made):
     assert base(english)["input_ids"] == tokenizer(english)["input_ids"]
 
 
-def test_a_corpus_is_read_to_its_limit(texts, tmp_path):
-    limits = ("--vocab-size", 256, "--limit", 45, "--min-frequency", 1)
-    assert run(texts, "--output", tmp_path / "out", *limits) == 0
-    pieces = (tmp_path / "out" / "vocab.txt").read_text(encoding="utf-8").split()
-    assert "y" in pieces and "q" not in pieces and "p" not in pieces
-
-
 # ------------------------------------------------------------------------------------------------
 # figures
 

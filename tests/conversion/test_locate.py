@@ -107,9 +107,6 @@ def test_steps(run):
     (run / "model_checkpoints" / "latest").write_text("11")
     with pytest.raises(UserError, match="11 is not there, or holds no weights"):
         find_step(run)
-    (run / "model_checkpoints" / "latest").write_text("../../elsewhere")
-    with pytest.raises(UserError, match="should hold the name of a folder beside it"):
-        find_step(run)
     (run / "model_checkpoints" / "checkpoint-2").mkdir()
     with pytest.raises(UserError, match="several folders of step 2"):
         find_step(run, "2")

@@ -5,7 +5,6 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,14 +65,6 @@ def test_a_sentence_encoder(sentence_folder):
     (dense,) = found.pooling.dense
     assert torch.equal(dense.linear.weight, state["linear.weight"])
     assert not found.config.unpad_inputs and not found.model.training
-
-
-def test_the_length_is_that_of_the_sentence_encoder(sentence_folder, tmp_path):
-    """Also where its tokenizer would take longer texts."""
-    folder = shutil.copytree(sentence_folder, tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 300}))
-    assert opened(folder).max_length == 120
 
 
 def test_prompts_that_do_not_count(sentence_folder, tmp_path):
@@ -213,17 +204,6 @@ def test_a_cosine_that_is_not_a_number_is_the_worst():
     with pytest.raises(UserError, match="the worst pooled cosine to torch is nan"):
         Agreement(None, worst).check("fp16", 0.9, 0.7)
     assert check._worst([torch.tensor([0.9]), torch.tensor([0.8, 0.95])]) == pytest.approx(0.8)
-
-
-def test_few_numbers_are_compared_together():
-    """Logits of two labels have no direction worth a comparison for each text."""
-    made = Reference.__new__(Reference)
-    logits = torch.tensor([[1.0, 2.0], [0.01, -0.01]])
-    made._source, made._expected = SimpleNamespace(pooling=None), [{"logits": logits}]
-    made.batches = [(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))]
-    other = logits + torch.tensor([[0.0, 0.0], [0.0, 0.02]])
-    agreement = made.agreement(lambda ids, mask: {"logits": other})
-    assert agreement.token is None and agreement.pooled > 0.9999
 
 
 def test_an_export_needs_a_tokenizer(hub_folder, tmp_path, capsys):

@@ -21,7 +21,6 @@ from neobert import (
     NeoBERTForTokenClassification,
     NeoBERTModel,
 )
-from neobert.common import outliers
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
 from neobert.export import command, onnx_quantise
@@ -190,33 +189,11 @@ def test_integer_sums_stay_within_16_bits(exported):
     assert max(int(np.abs(weight.astype(int)).max()) for weight in weights) * 255 * 2 < 2**15
 
 
-def exported_int8(folder, out):
-    """What int8 of a model gives: {"token", "pooled"}, its worst cosines."""
-    command.main(["onnx", str(folder), str(out), "--precisions", "int8"])
-    (found,) = json.loads((out / "export.json").read_text())["files"].values()
-    return found
-
-
-def test_int8_holds_channels_of_50_times_the_rest(hub_folder, tmp_path, monkeypatch):
-    folder = hub_folder(max_position_embeddings=301)  # a folder of its own
-    model = NeoBERTModel.from_pretrained(folder)
-    with torch.no_grad():
-        for block in model.transformer_encoder:
-            parts = ((block.attention_norm, block.qkv), (block.ffn_norm, block.ffn.w12))
-            for norm, layer in parts:
-                norm.weight[[3, 17]] *= 50
-                layer.weight[:, [3, 17]] /= 50
-    model.save_pretrained(folder)
-    found = exported_int8(folder, tmp_path / "out")
-    monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
-    monkeypatch.setitem(target.PRECISIONS, "int8", target.Precision("model_quantized.onnx", 0, 0))
-    without = exported_int8(folder, tmp_path / "without")
-    assert found["pooled"] > 0.99 > 0.95 > without["pooled"]
-
-
 def test_int8_of_the_bundled_encoder(tmp_path):
     """A trained model: what the page on serving says of it."""
-    found = exported_int8(ROOT / "examples" / "sentence-encoder", tmp_path / "out")
+    given = ["onnx", str(ROOT / "examples" / "sentence-encoder"), str(tmp_path / "out")]
+    command.main([*given, "--precisions", "int8"])
+    (found,) = json.loads((tmp_path / "out" / "export.json").read_text())["files"].values()
     assert found["pooled"] > 0.999 and found["token"] > 0.94
 
 
@@ -267,15 +244,6 @@ def test_large_models_keep_their_weights_beside_the_graph(
     assert run(graph, *padded_batch(5, 2))["sentence_embedding"].shape == (2, 48)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["transformers.js_config"] == {"use_external_data_format": {"model.onnx": 1}}
-
-
-def test_what_is_not_near_enough_is_not_kept(sentence_folder, tmp_path, traced, monkeypatch):
-    precision = target.Precision("model_quantized.onnx", 0.5, 1.5)
-    monkeypatch.setitem(target.PRECISIONS, "int8", precision)
-    words = "worst pooled cosine to torch is 0.9.* below 1.5, so it was not kept"
-    with pytest.raises(UserError, match=f"int8 in ONNX Runtime: the {words}"):
-        command.main(["onnx", str(sentence_folder), str(tmp_path / "out"), "--precisions", "int8"])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_graph_is_refused(sentence_folder, exported, tmp_path, monkeypatch):

@@ -50,13 +50,6 @@ def test_any_batch_and_length(exported, sentence_folder, lengths, padded_batch):
         assert torch.cosine_similarity(hidden, expected, dim=-1).min() > least, name
 
 
-def test_the_options_lie_beside_the_models(exported):
-    """The runtime reads no precision from a model's file, and takes bfloat16 by itself on
-    processors that have it."""
-    options = json.loads((exported / "openvino" / "ov_config.json").read_text())
-    assert options == {"INFERENCE_PRECISION_HINT": "f32"}
-
-
 def test_weights_of_one_byte(exported):
     """Products and embeddings have int8 constants; the file is a quarter of that in float32, and a
     half in float16."""
