@@ -12,6 +12,7 @@
 """
 
 import argparse
+import ast
 import gzip
 import io
 import json
@@ -22,6 +23,7 @@ import sys
 import tarfile
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ..common import data
 from ..common.commands import guarded
@@ -191,6 +193,42 @@ def deb_files(path):
             for member in archive:
                 if member.isfile():
                     yield member.name, archive.extractfile(member).read()
+
+
+class Row(NamedTuple):
+    """A short text and the long one that belongs to it; `package` is where they come from."""
+
+    package: str
+    short: str
+    long: str
+
+
+def python_rows(package, most_files=60):
+    """(rows of docstrings, rows of code) of a Python package, an `importlib.metadata.Distribution`:
+    first line and rest; docstring of one line and the function without it."""
+    docstrings, code = [], []
+    paths = [path for path in package.files or () if path.suffix == ".py"]
+    paths = [path for path in paths if "test" not in str(path).lower()]
+    for path in sorted(paths, key=lambda path: data.fraction(str(path)))[:most_files]:
+        try:
+            source = path.read_text()
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree) if len(source) < 100_000 else ():
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            first, _, rest = (ast.get_docstring(node) or "").partition("\n")
+            if rest.strip():
+                docstrings.append(Row(package.name, first, rest))
+            elif first and isinstance(node, ast.FunctionDef) and len(node.body) > 1:
+                lines, text = source.splitlines(), node.body[0]
+                kept = (
+                    lines[node.lineno - 1 : text.lineno - 1]
+                    + lines[text.end_lineno : node.end_lineno]
+                )
+                code.append(Row(package.name, first, "\n".join(kept)))
+    return docstrings, code
 
 
 def _sentiment_archive(path=None):

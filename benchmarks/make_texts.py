@@ -45,8 +45,8 @@ from ..common.constants import ROOT
 from ..common.data import fraction
 from ..common.folders import new_file
 from ..common.results import markdown_table
-from .local_text import deb_files, write_rows
-from .open_text import Row, chosen, corpus, plain_readme, python_rows, readmes
+from .local_text import Row, deb_files, python_rows, write_rows
+from .open_text import chosen, corpus
 
 
 PERMISSIVE = (
@@ -54,7 +54,6 @@ PERMISSIVE = (
     r"Domain|Zlib)(?!D$)"
 )
 PACKAGES_EACH = 60  # rows of a kind that one package may give
-MOST_FILES = 60  # of a package that are read
 # Debian packages with manual pages, and the licence that debian/copyright states for most of them.
 MANUALS = {
     "freebsd-manpages": "BSD",
@@ -150,18 +149,28 @@ class NearDuplicates:
         return found
 
 
+def plain_readme(text):
+    """A README without badges, images, addresses and tags."""
+    text = re.sub(
+        r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", text
+    )
+    return re.sub(r"https?://\S+", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+
+
 def wheel_rows(folder):
     """(kind, licence, rows) of the wheels of a folder with a permissive licence."""
     for wheel in sorted(folder.glob("*.whl")):
         (distribution,) = importlib.metadata.distributions(path=[str(wheel)])
-        package = {distribution.name: distribution}
         stated = licence(distribution.metadata)
         if not stated:
             print(f"{distribution.name}: left out (licence)")
             continue
-        docstrings, code = python_rows(package, most_files=MOST_FILES)
-        for kind, rows in (("docstring", docstrings), ("code", code), ("readme", readmes(package))):
-            yield kind, stated, rows
+        told = distribution.metadata.json
+        readme = plain_readme(told.get("description") or "")
+        docstrings, code = python_rows(distribution)
+        yield "docstring", stated, docstrings
+        yield "code", stated, code
+        yield "readme", stated, [Row(distribution.name, told.get("summary") or "", readme)]
 
 
 def node_rows(folder):

