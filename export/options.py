@@ -37,7 +37,11 @@ class ExportArguments(Arguments):
 class GgufArguments(ExportArguments):
     """Options of GGUF."""
 
-    dtype: str = option("f16", "of the matrices", choices=("f32", "f16", "q8_0"))
+    dtype: str = option(
+        "f16",
+        "of the matrices; q5_0: the token embeddings are q4_0",
+        choices=("f32", "f16", "q8_0", "q5_0"),
+    )
     check: bool = option(
         False, "write nothing, but compare the file OUTPUT, whoever made it, with the model"
     )

@@ -230,5 +230,5 @@ def test_small_vectors_are_searched_and_rescored():
     assert np.isfinite(rescored).sum() == small_vectors.BEST and rescored.argmax() == 44
     tests = {"a": (["q"] * 4, range(4))}
     vectors = np.eye(4, 8, dtype=np.float32)[[0, 1, 2, 2]]
-    rows = small_vectors.measure(lambda part: vectors, tests)
-    assert rows["float32"]["a"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)
+    _, found = small_vectors.measure(lambda part: vectors, tests)
+    assert found["a"]["float32"]["mrr"] == pytest.approx((1 + 1 + 2 / 1.5) / 4)

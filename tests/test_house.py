@@ -166,7 +166,7 @@ BUDGETS = {
     "__main__": 62,
     "benchmarks": 1918,
     "throughput": 350,
-    "export": 837,
+    "export": 839,
     "convert_checkpoint": 16,
     "pretraining": 1656,
     "finetuning": 463,

@@ -43,6 +43,7 @@ OPENVINO = {name: precision.file for name, precision in openvino.PRECISIONS.item
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 # Least cosines to torch in float32, (token, pooled), by precision.
 BOUNDS = {"fp32": (0.9999, 0.9999), "fp16": (0.995, 0.999), "q8_0": (0.97, 0.99)}
+BOUNDS["q5_0"] = (0.8, 0.9)
 BOUNDS["int8"] = (0.9, 0.99)
 NO_NODE = "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"
 
@@ -225,7 +226,7 @@ def llama_cpp(model, work):
     """llama.cpp, prebuilt for node: its tokenizer, its pooling; token vectors are those of the
     first and the last token."""
     modules = node_modules(work)
-    for dtype in ("f32", "f16", "q8_0"):
+    for dtype in ("f32", "f16", "q8_0", "q5_0"):
         path = model.export("gguf", f"model.{dtype}.gguf", "--dtype", dtype)
         vectors = {}
         for pooling in (2, 3, None):  # the first token's, the last one's, and what the file says

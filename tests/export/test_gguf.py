@@ -145,16 +145,19 @@ def test_names_and_shapes(make):
     assert keys["general.architecture"] == "neo-bert" and keys["feed_forward_length"] == 344
 
 
-@pytest.mark.parametrize("dtype, file_type", (("f32", 0), ("f16", 1), ("q8_0", 7)))
+@pytest.mark.parametrize("dtype, file_type", (("f32", 0), ("f16", 1), ("q8_0", 7), ("q5_0", 8)))
 def test_types_of_the_tensors(make, dtype, file_type):
-    """Vectors stay float32. w3's rows of 344 are no multiple of 32, the block of q8_0."""
+    """Vectors stay float32. w3's rows of 344 are no multiple of 32, the block of q8_0
+    and q5_0."""
     source = make()
     keys, tensors = read(export(source, "--dtype", dtype))
     assert keys["general.file_type"] == file_type
     for name, (kind, numbers) in tensors.items():
         expected = "F32" if numbers.ndim == 1 else dtype.upper()
-        if dtype == "q8_0" and "ffn_down" in name:
+        if dtype.startswith("q") and "ffn_down" in name:
             expected = "F16"
+        if dtype == "q5_0" and name == "token_embd.weight":
+            expected = "Q4_0"
         assert kind == expected, f"{name} is {kind}"
     exact = source.model.transformer_encoder[0].ffn.w12.weight.detach().numpy()
     error = np.abs(tensors["blk.0.ffn_up.weight"][1] - exact)
@@ -162,7 +165,9 @@ def test_types_of_the_tensors(make, dtype, file_type):
     # float16 itself stores (127 times 2^-11).
     steps = np.abs(exact).reshape(-1, 32).max(axis=1).repeat(32).reshape(exact.shape) / 127
     half = np.maximum(2.0**-11 * np.abs(exact), 2.0**-25)
-    assert (error <= {"f32": 0.0, "f16": half, "q8_0": 0.563 * steps}[dtype]).all()
+    # q5_0 has 16 steps below zero and 15 above: a number may be cut by a whole one.
+    bounds = {"f32": 0.0, "f16": half, "q8_0": 0.563 * steps, "q5_0": 127 / 15.9 * steps}
+    assert (error <= bounds[dtype]).all()
 
 
 def test_licence_and_base_model_are_those_that_are_known(make):
@@ -297,7 +302,9 @@ def test_rows_in_the_published_order_are_other_vectors(make, published_order):
     assert Reference(source).agreement(engine.run).token < 0.9
 
 
-@pytest.mark.parametrize("dtype, least", [("f32", 0.99999), ("f16", 0.999), ("q8_0", 0.98)])
+@pytest.mark.parametrize(
+    "dtype, least", [("f32", 0.99999), ("f16", 0.999), ("q8_0", 0.98), ("q5_0", 0.9)]
+)
 @pytest.mark.parametrize("model_class", [NeoBERTModel, NeoBERTForSequenceClassification])
 def test_what_llama_cpp_computes_of_a_file(make, model_class, dtype, least):
     """Over texts of many lengths, alone and padded: the vectors or logits of torch."""
