@@ -9,8 +9,8 @@ what a text gets does not depend on the other rows of a batch. Everything else, 
 residuals among it, stays in the model's dtype.
 
 A token's bytes are made in the pass that makes its values (norm, silu * up), and its scale is
-multiplied in a pass that exists anyway (rotation, silu). Eager passes work on slices that stay in
-the caches, as in the model; under torch.compile they are plain formulas, which the compiler fuses.
+multiplied in a pass that exists anyway (rotation, silu). Passes work on slices that stay in the
+caches, as in the model. torch.compile leaves them alone: compiled blocks were not faster.
 
 Shape legend: T rows, of a (B, L, D) batch B * L, R those rows filled up, D hidden size, H heads,
 K head_dim, F inner size of the feed-forward.
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32, is_tracing
+from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .errors import UserError
 from .int8_product import ZERO, pack_weight, product, usable_product
 from .outliers import drawn_states, encoders_of, linear_layers, smooth
@@ -45,9 +45,7 @@ def _filled(rows):
 
 
 def _slices(*tensors):
-    """Slices of tensors of T rows, together, of `_ELEMENTS` of the first; one while tracing."""
-    if is_tracing():
-        return [tensors]
+    """Slices of tensors of T rows, together, of `_ELEMENTS` of the first."""
     rows = max(1, _ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors))
 
@@ -71,9 +69,7 @@ class Codes:
 
     def __init__(self, shape, dtype):
         rows = shape[:-1].numel()
-        self.codes = torch.empty(
-            rows if is_tracing() else _filled(rows), shape[-1], dtype=torch.uint8
-        )
+        self.codes = torch.empty(_filled(rows), shape[-1], dtype=torch.uint8)
         self.scales = torch.empty(rows, 1)
         self.shape, self.dtype = shape, dtype
 
@@ -83,12 +79,13 @@ class Codes:
 
 
 class Int8Norm(nn.Module):
-    """The bytes of what a norm gives: (B, L, D) -> `Codes`."""
+    """The bytes of what an RMSNorm gives: (B, L, D) -> `Codes`."""
 
     def __init__(self, norm):
         super().__init__()
         self.norm = norm
 
+    @torch.compiler.disable
     def forward(self, hidden):
         if self.training or hidden.device.type != "cpu":
             raise UserError(
@@ -102,12 +99,8 @@ class Int8Norm(nn.Module):
 
     def values(self, x):
         """Rows that are the norm's up to a factor a row, (T, D), and that factor, (T, 1)."""
-        norm = self.norm
-        if isinstance(norm, nn.LayerNorm):
-            weight, bias = (x if x is None else x.float() for x in (norm.weight, norm.bias))
-            return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps), 1.0
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
-        return x * norm.weight.float(), (squares / x.shape[-1] + norm.eps).rsqrt()
+        return x * self.norm.weight.float(), (squares / x.shape[-1] + self.norm.eps).rsqrt()
 
 
 class Int8Linear(nn.Module):
@@ -131,6 +124,7 @@ class Int8Linear(nn.Module):
         """(R, K) bytes -> (R, N) of `dtype`, still without the scales of the rows."""
         return product(codes, self.packed, self.weight_scales, dtype)
 
+    @torch.compiler.disable
     def forward(self, x):
         made = Codes(x.shape, x.dtype)
         for codes, scales, values in _slices(made.rows, made.scales, x.flatten(0, -2)):
@@ -139,11 +133,6 @@ class Int8Linear(nn.Module):
         for values, scales in _slices(output, made.scales):
             values.mul_(scales)
         return output.unflatten(0, x.shape[:-1])
-
-    def __deepcopy__(self, memo):
-        shared = self.__new__(type(self))  # nothing changes the weights
-        shared.__dict__ = dict(self.__dict__)
-        return shared
 
     def _refuse(self, *args, **kwargs):
         raise UserError(
@@ -155,19 +144,15 @@ class Int8Linear(nn.Module):
 
 
 class Int8FeedForward(nn.Module):
-    """down(silu(a) * b) with (a, b) the halves of up(x), or down(gelu(up(x))).
+    """down(silu(a) * b) with (a, b) the halves of up(x): `Codes` -> (B, L, D)."""
 
-    `Codes` -> (B, L, D).
-    """
-
-    def __init__(self, up, down, gated):
+    def __init__(self, up, down):
         super().__init__()
-        self.up, self.down, self.gated = up, down, gated
+        self.up, self.down = up, down
 
+    @torch.compiler.disable
     def forward(self, tokens):
-        pieces = [(tokens.codes, tokens.scales)]
-        if not is_tracing():
-            pieces = zip(tokens.codes.split(_TOKENS), tokens.scales.split(_TOKENS))
+        pieces = zip(tokens.codes.split(_TOKENS), tokens.scales.split(_TOKENS))
         outputs = [self.piece(*piece, tokens.dtype) for piece in pieces]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(tokens.shape)
 
@@ -176,20 +161,16 @@ class Int8FeedForward(nn.Module):
         inner = self.up.product(codes, dtype)[: len(scales)]
         made = Codes(torch.Size([len(scales), self.down.in_features]), dtype)
         for codes, row_scales, x, factor in _slices(made.rows, made.scales, inner, scales):
-            _codes(*self.activate(at_least_float32(x), factor), codes, row_scales)
+            gate, value = at_least_float32(x).chunk(2, dim=-1)  # still without the factor
+            gated = F.silu(gate * factor, inplace=True).mul_(value)
+            _codes(gated, factor, codes, row_scales)
         output = self.down.product(made.codes, dtype)[: len(scales)]
         for x, row_scales in _slices(output, made.scales):
             x.mul_(row_scales)
         return output
 
-    def activate(self, x, factor):
-        """What `down` takes up to a factor a row, and that factor; `x` are products without it."""
-        if not self.gated:
-            return F.gelu(x * factor), 1.0
-        gate, value = x.chunk(2, dim=-1)
-        return F.silu(gate * factor, inplace=True).mul_(value), factor
 
-
+@torch.compiler.disable
 def _project(block, hidden, position_embeddings):
     """`NeoBERTBlock.project`; the rotation multiplies the scales of the rows."""
     made = block.attention_norm(hidden)
@@ -197,11 +178,8 @@ def _project(block, hidden, position_embeddings):
     qkv = qkv.view(*hidden.shape[:2], block.num_heads, 3, -1)
     scales = made.scales.view(*hidden.shape[:2], 1, 1, 1)
     query_key, value = qkv.split((2, 1), dim=-2)
-    if position_embeddings is None:
-        query_key.mul_(scales)
-    else:
-        turns = tuple(angles * scales for angles in position_embeddings)
-        query_key = apply_rotary_pos_emb(query_key, turns, in_place=not is_tracing())
+    turns = tuple(angles * scales for angles in position_embeddings)
+    query_key = apply_rotary_pos_emb(query_key, turns, in_place=True)
     query, key = query_key.unbind(-2)
     value = value.mul_(scales).squeeze(-2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -223,7 +201,8 @@ def quantize_int8(model: nn.Module, even_if_slow: bool = False) -> nn.Module:
     Returns:
         `model`, in evaluation, without gradients.
     Raises:
-        UserError: another model; training, a GPU; a CPU whose products are slow or not exact.
+        UserError: another model, or one of the paper's ablations; training, a GPU; a CPU whose
+            products are slow or not exact.
     """
     encoders = encoders_of(model)
     if not encoders:
@@ -257,6 +236,10 @@ def _check(encoder):
     """Raises UserError unless the linear layers of this encoder can be quantised."""
     if is_int8(encoder):
         raise UserError("this model is in int8 already")
+    config = encoder.config
+    block = (config.norm_type, config.hidden_act, config.position_embedding_type)
+    if block != ("rms", "swiglu", "rope"):
+        raise UserError(f"int8 takes blocks of rms, swiglu and rope, but these are of {block}")
     for name, module in encoder.named_modules():
         if hasattr(module, "base_layer") or isinstance(module, nn.Linear) != (
             type(module) is nn.Linear
@@ -279,5 +262,5 @@ def _quantise(block, steps):
     block.qkv, block.wo, up, down = layers
     block.attention_norm = Int8Norm(block.attention_norm)
     block.ffn_norm = Int8Norm(block.ffn_norm)
-    block.ffn = Int8FeedForward(up, down, block.config.hidden_act == "swiglu")
+    block.ffn = Int8FeedForward(up, down)
     block.project = MethodType(_project, block)

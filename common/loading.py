@@ -15,7 +15,6 @@ from .arguments import nearest
 from .constants import ROOT
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
-from .int8_product import usable_product
 from .measures import best_times, one_thread
 
 
@@ -49,16 +48,10 @@ def choose_device(device=None):
 
 def choose_dtype(dtype, device):
     """torch dtype by name; "auto": float16 on CUDA, as in the paper; on the CPU the fastest of
-    floating point by a short measurement, printed with its reason.
-
-    Raises:
-        UserError: int8 does not pay or is not exact on this CPU.
-    """
+    floating point by a short measurement, printed with its reason."""
     if dtype == "auto":
         kind = torch.device(device).type
         dtype = "float16" if kind == "cuda" else _fastest_on_cpu() if kind == "cpu" else "float32"
-    elif dtype == "int8":
-        _check_int8(torch.device(device))
     return getattr(torch, dtype)
 
 
@@ -72,14 +65,6 @@ def _fastest_on_cpu():
         file=sys.stderr,
     )
     return dtype
-
-
-@functools.cache
-def _check_int8(device):
-    """Says what int8 is here; UserError where it cannot be used."""
-    if device.type != "cpu":
-        raise UserError(f"int8 is for CPUs, but the device is {device}; give cpu, or float16")
-    print(f"dtype int8: {usable_product().words}", file=sys.stderr)
 
 
 def fastest_dtype(rates):
