@@ -6,8 +6,6 @@ batches with the same masks.
 Shapes: T tokens of a packed batch, N texts in it, B rows, L row length.
 """
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import torch
 
@@ -16,118 +14,39 @@ from ..common.packing import pack
 from .plans import Plan
 
 
-@dataclass(frozen=True)
-class BatchSpec:
-    """What a micro-batch is made of; checked when it is made.
-
-    Args:
-        layout: "packed": texts side by side, (1, T), with their boundaries;
-            "packed_without_boundaries" (ablation M6): (B, L) cut from the concatenated texts, which
-            attend to each other.
-        tokens: of a packed micro-batch at most; rows x length of one without boundaries.
-        texts: of a packed micro-batch, in place of `tokens`.
-        length: tokens of a text at most, special tokens included.
-        mixture: ((least tokens of a text, probability), ...): each micro-batch comes from one of
-            these parts. A mapping will do.
-        long_texts: "truncate", or "split" into windows of `length`.
-        seed: of order, mixture and masks.
-    Raises:
-        UserError: values that cannot be.
-    """
-
-    layout: str = "packed"
-    tokens: int | None = None
-    texts: int | None = None
-    length: int = 1024
-    mixture: tuple = ((0, 1.0),)
-    long_texts: str = "truncate"
-    seed: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "mixture", _parts(self.mixture))
-        if (self.tokens is None) == (self.texts is None):
-            raise UserError("give either tokens_per_batch or texts_per_batch")
-        if self.layout == "packed_without_boundaries" and self.tokens is None:
-            raise UserError(f"layout {self.layout} needs tokens_per_batch")
-        if self.tokens is not None and self.tokens < self.length:
-            raise UserError(
-                f"tokens_per_batch {self.tokens} is less than one text of max_length "
-                f"{self.length}; raise it or lower max_length"
-            )
-        if self.layout == "packed_without_boundaries" and self.tokens % self.length:
-            raise UserError(
-                f"tokens_per_batch {self.tokens} must be a multiple of max_length {self.length} "
-                f"for layout {self.layout}"
-            )
-
-    @property
-    def size(self):
-        """("tokens" or "texts", how many a micro-batch has)."""
-        return ("tokens", self.tokens) if self.texts is None else ("texts", self.texts)
-
-    def of_all_texts(self, seed):
-        """The same batches of all texts, for evaluation with masks of another seed."""
-        return replace(self, mixture=((0, 1.0),), seed=seed)
-
-
-def _parts(mixture):
-    """`BatchSpec.mixture` in its form: (int, float) pairs."""
-    try:
-        pairs = dict(mixture if mixture is not None else {0: 1.0}).items()
-        shares = {int(least): float(share) for least, share in pairs}
-    except (TypeError, ValueError, OverflowError):
+def text_ends(tokenizer):
+    """Ids of the tokens before and after every text; UserError if the tokenizer has none."""
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    first = tokenizer.bos_token_id if first is None else first
+    last = tokenizer.eos_token_id if last is None else last
+    if first is None or last is None:
         raise UserError(
-            f"mixture must map least lengths to probabilities, as {{0: 0.2, 1024: 0.4, 2048: "
-            f"0.4}}, but {mixture!r} was given"
-        ) from None
-    # NaN is neither
-    if not (min(shares.values(), default=0) > 0 and abs(sum(shares.values()) - 1) <= 1e-6):
-        raise UserError(
-            f"the mixture's probabilities must be above 0 and sum to 1, but {mixture!r} was given"
+            f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a text "
+            "([CLS], [SEP])"
         )
-    return tuple(shares.items())
+    return first, last
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids before and after every text."""
-
-    first: int
-    last: int
-
-    @classmethod
-    def of(cls, tokenizer):
-        """Those of a tokenizer; UserError if texts have no start or end."""
-        first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-        first = tokenizer.bos_token_id if first is None else first
-        last = tokenizer.eos_token_id if last is None else last
-        if first is None or last is None:
-            raise UserError(
-                f"the tokenizer {tokenizer.name_or_path} has no tokens for the start and end of a "
-                "text ([CLS], [SEP])"
-            )
-        return cls(first, last)
-
-    def around(self, body):
-        """`body` between the two, an int64 array."""
-        return np.concatenate(([self.first], body, [self.last])).astype(np.int64)
+def surrounded(body, special):
+    """`body` between the ids of `text_ends`, an int64 array."""
+    return np.concatenate(([special[0]], body, [special[1]])).astype(np.int64)
 
 
 class Windows:
-    """The training texts of a tokenised set: each text cut to `spec.length` tokens, or split into
+    """The training texts of a tokenised set: each text cut to `max_length` tokens, or split into
     windows of it.
 
     Args:
         texts: `TokenisedTexts`.
-        special: `SpecialTokens`.
-        spec: `BatchSpec`.
+        special: ids before and after every text.
+        spec: `BatchArguments`.
     """
 
     def __init__(self, texts, special, spec):
         self.texts = texts
         self.special = special
-        self.length = spec.length
-        self.body = spec.length - 2
+        self.length = spec.max_length
+        self.body = spec.max_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends = None  # with "split": windows up to each text's end
         if spec.long_texts == "split":
@@ -157,8 +76,6 @@ class Windows:
 
     def of_texts_from(self, least):
         """Ids of the windows whose text has at least `least` tokens, uint32."""
-        if least <= 0:
-            return np.arange(len(self), dtype=np.uint32)
         ids = np.arange(len(self), dtype=np.uint32)
         return ids[self.texts.lengths[self._place(ids)[0]] >= least]
 
@@ -167,7 +84,8 @@ class Windows:
         text, starts = self._place(ids)
         rows = self.rows[text]["input_ids"]
         return [
-            self.special.around(row[start : start + self.body]) for row, start in zip(rows, starts)
+            surrounded(row[start : start + self.body], self.special)
+            for row, start in zip(rows, starts)
         ]
 
 
@@ -184,16 +102,19 @@ class MicroBatches(torch.utils.data.Dataset):
     Args:
         windows: `Windows`.
         masking: `TokenMasking`.
-        spec: `BatchSpec`.
+        spec: `BatchArguments`.
+        seed: of order, mixture and masks.
         count: micro-batches of the run; None: every text once, for evaluation.
     Raises:
         UserError: a part of the mixture has no text, or all texts together fill no batch.
     """
 
-    def __init__(self, windows, masking, spec, count=None):
-        self.windows, self.masking, self.spec, self.count = windows, masking, spec, count
+    def __init__(self, windows, masking, spec, seed, count=None):
+        self.windows, self.masking, self.spec = windows, masking, spec
+        self.seed, self.count = seed, count
         self.plans = [
-            Plan(windows, spec, number, whole=count is None) for number in range(len(spec.mixture))
+            Plan(windows, spec, seed, number, whole=count is None)
+            for number in range(len(spec.parts))
         ]
         if count is None:
             self.count = self.plans[0].batches_of(0)
@@ -201,8 +122,8 @@ class MicroBatches(torch.utils.data.Dataset):
         # there is nothing to keep.
         self.source = self.rank = None
         if len(self.plans) > 1:
-            choices = np.random.default_rng([spec.seed, 20, 40, 40]).random(self.count)
-            shares = np.cumsum([share for _, share in spec.mixture])[:-1]
+            choices = np.random.default_rng([seed, 20, 40, 40]).random(self.count)
+            shares = np.cumsum([share for _, share in spec.parts])[:-1]
             self.source = np.searchsorted(shares, choices, side="right").astype(np.uint8)
             self.rank = np.zeros(self.count, dtype=np.int64)
             for number in range(len(self.plans)):
@@ -226,24 +147,26 @@ class MicroBatches(torch.utils.data.Dataset):
             raise IndexError(i)
         source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
         texts = self.plans[source].batch(rank)
-        return masked_batch(texts, self.spec, self.masking, int(i), i / self.count)
+        return masked_batch(texts, self.spec, self.masking, self.seed, int(i), i / self.count)
 
 
-def masked_batch(texts, spec, masking, number, progress):
+def masked_batch(texts, spec, masking, seed, number, progress):
     """A micro-batch as the model takes it.
 
     Args:
         texts: list of int64 arrays; for "packed_without_boundaries" one array of all tokens.
-        spec: `BatchSpec`. masking: `TokenMasking`.
-        number: of the micro-batch in the run, which its masks follow from.
+        spec: `BatchArguments`. masking: `TokenMasking`.
+        seed, number: of the run, and of the micro-batch in it: its masks follow from both.
         progress: share of the run that came before it, for a mask schedule.
     """
     if spec.layout == "packed":
         batch = pack(sorted(texts, key=len))
     else:
-        batch = {"input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.length))}
+        batch = {
+            "input_ids": torch.from_numpy(texts[0]).view(-1, min(len(texts[0]), spec.max_length))
+        }
     batch["input_ids"], batch["labels"] = masking(
-        batch["input_ids"], generator_for(spec.seed, number), progress
+        batch["input_ids"], generator_for(seed, number), progress
     )
     return batch
 

@@ -90,7 +90,12 @@ class DataArguments(Arguments):
 
 @dataclass
 class BatchArguments(Arguments):
-    """In which batches, with which masks."""
+    """In which batches, with which masks.
+
+    Attributes:
+        parts: ((least tokens of a text, probability), ...) of the mixture: each micro-batch comes
+            from one of these parts.
+    """
 
     max_length: int = option(1024, "tokens of a text with [CLS] and [SEP]", least=3)
     long_texts: str = option(
@@ -112,7 +117,7 @@ class BatchArguments(Arguments):
         least=1,
     )
     tokens_per_step: int | None = option(None, "or its tokens, at most", least=3)
-    mixture: dict | None = option(
+    mixture: dict[int, float] | None = option(
         None,
         "{least tokens of a text: probability} that a batch is drawn from such texts (stage 2)",
     )
@@ -134,23 +139,27 @@ class BatchArguments(Arguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tokens_per_batch is None and self.texts_per_batch is None:
+        length, tokens = self.max_length, self.tokens_per_batch
+        if tokens is None and self.texts_per_batch is None:
             self.texts_per_batch = 32
-        self.spec(0)
-
-    def spec(self, seed):
-        """The `BatchSpec` of a run with this seed."""
-        from .batches import BatchSpec
-
-        return BatchSpec(
-            self.layout,
-            self.tokens_per_batch,
-            self.texts_per_batch,
-            self.max_length,
-            self.mixture,
-            self.long_texts,
-            seed,
-        )
+        self.parts = tuple((self.mixture or {0: 1.0}).items())
+        shares = [share for _, share in self.parts]
+        if min(shares) <= 0 or not abs(sum(shares) - 1) <= 1e-6:
+            raise UserError(
+                f"the mixture's probabilities must be above 0 and sum to 1, but {self.mixture} was "
+                "given"
+            )
+        if tokens is not None and self.texts_per_batch is not None:
+            raise UserError("give either tokens_per_batch or texts_per_batch")
+        if tokens is not None and tokens < length:
+            raise UserError(
+                f"tokens_per_batch {tokens} is less than one text of max_length {length}; raise it "
+                "or lower max_length"
+            )
+        if self.layout == "packed_without_boundaries" and (tokens is None or tokens % length):
+            raise UserError(
+                f"layout {self.layout} needs tokens_per_batch, a multiple of max_length {length}"
+            )
 
     def accumulation(self, processes):
         """Micro-batches of an optimizer step on each device, or None where the recipe states no
@@ -160,12 +169,11 @@ class BatchArguments(Arguments):
             UserError: the step is not a multiple of what `processes` devices take at once, or has
                 another unit than the micro-batch.
         """
-        unit, size = self.spec(0).size
-        step, other = (
-            (self.texts_per_step, self.tokens_per_step)
-            if unit == "texts"
-            else (self.tokens_per_step, self.texts_per_step)
-        )
+        unit, size = "texts", self.texts_per_batch
+        step, other = self.texts_per_step, self.tokens_per_step
+        if size is None:
+            unit, size = "tokens", self.tokens_per_batch
+            step, other = other, step
         if other is not None:
             raise UserError(
                 f"a step and a micro-batch have one unit: with {unit}_per_batch give "

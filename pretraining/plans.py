@@ -16,17 +16,17 @@ class Plan:
 
     Args:
         windows: `Windows`.
-        spec: `BatchSpec`.
-        number: of the part.
+        spec: `BatchArguments`.
+        seed, number: of the run, and of the part.
         whole: one pass that leaves nothing out, for evaluation.
     Raises:
         UserError: there is no text that is long enough, or all together fill no batch.
     """
 
-    def __init__(self, windows, spec, number, whole=False):
-        least = spec.mixture[number][0]
+    def __init__(self, windows, spec, seed, number, whole=False):
+        least = spec.parts[number][0]
         self.windows, self.spec, self.whole = windows, spec, whole
-        self.seed = (spec.seed, number)
+        self.seed = (seed, number)
         self.ids = windows.of_texts_from(least)
         shares = windows.texts.shares
         ends = np.searchsorted(self.ids, windows.source_ends()) if shares else [len(self.ids)]
@@ -40,7 +40,7 @@ class Plan:
         self.current = None
         if not whole and not self.batches_of(0):
             raise UserError(
-                f"a batch takes {spec.tokens} tokens, but the data has fewer; lower "
+                f"a batch takes {spec.tokens_per_batch} tokens, but the data has fewer; lower "
                 "tokens_per_batch"
             )
 
@@ -62,22 +62,26 @@ class Plan:
 
     def _plan(self, order):
         spec = self.spec
-        if spec.texts is not None:
-            return order, np.append(np.arange(0, len(order), spec.texts), len(order)), None
+        if spec.texts_per_batch is not None:
+            return (
+                order,
+                np.append(np.arange(0, len(order), spec.texts_per_batch), len(order)),
+                None,
+            )
         totals = np.append(0, np.cumsum(self.windows.lengths(order), dtype=np.int64))
         if spec.layout == "packed_without_boundaries":
             # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of
             # them, and 2 tokens are left out, or in a whole pass come in a row of 2.
-            bounds = np.arange(totals[-1] // spec.tokens + 1) * spec.tokens
+            bounds = np.arange(totals[-1] // spec.tokens_per_batch + 1) * spec.tokens_per_batch
             if self.whole:
-                rows = totals[-1] // spec.length * spec.length
+                rows = totals[-1] // spec.max_length * spec.max_length
                 bounds = np.unique([*bounds, rows, totals[-1]])
             return order, bounds, totals
         # Texts of 3, 4, 2, 5 tokens and batches of 8: totals are 0, 3, 7, 9, 14. The first batch
         # ends before the first total above 8, at text 2; the next before the first above 7 + 8.
         bounds = [0]
         while bounds[-1] < len(order):
-            most = totals[bounds[-1]] + spec.tokens
+            most = totals[bounds[-1]] + spec.tokens_per_batch
             bounds.append(int(np.searchsorted(totals, most, side="right")) - 1)
         return order, np.array(bounds), None
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,19 +27,15 @@ from ..common.results import environment
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
 from .adaptation_report import write_report
-from .heldout import metric_name, most_frequent
+from .batches import MicroBatches, Windows, text_ends
+from .heldout import check_held_out, metric_name, most_frequent
 from .masking import TokenMasking
 from .model import START, choose_tokenizer, make_model, new_rows, weights_folder
-from .options import (
-    OPTIONS,
-    BatchArguments,
-    DataArguments,
-    ModelArguments,
-    RunArguments,
-)
-from .prepared import source_digest
+from .options import OPTIONS, BatchArguments, DataArguments, ModelArguments, RunArguments
+from .prepared import TokenisedTexts, load_prepared, prepare, source_digest
 from .schedule import make_training_arguments
-from .texts import check_text, folder_of, heldout_batches, prepared_tokens, training_batches
+from .sources import load_rows, shares_of
+from .streaming import StreamedBatches
 from .trainer import PretrainingTrainer
 
 
@@ -80,14 +76,13 @@ class Given:
             sets = {"train": train}
         else:
             sets = {f"train-{i}": (source,) for i, source in enumerate(train, 1)}
-        return sets | {folder_of(name): given for name, given in heldout.items()}
+        return sets | {_folder_of(name): parts for name, parts in heldout.items()}
 
     @property
-    def spec(self):
-        """`BatchSpec` of the training text."""
-        return self.batch.spec(
-            self.training.seed if self.training.data_seed is None else self.training.data_seed
-        )
+    def data_seed(self):
+        """Of the order of the texts, the mixture and the masks."""
+        training = self.training
+        return training.seed if training.data_seed is None else training.data_seed
 
     @property
     def streams(self):
@@ -102,14 +97,10 @@ class Given:
             and not (self.prepared / "train" / "prepared.json").is_file()
         )
 
-    @property
-    def micro_batches(self):
-        """Of the run, in all processes."""
-        return (
-            self.training.max_steps
-            * self.training.gradient_accumulation_steps
-            * self.training.world_size
-        )
+
+def _folder_of(name):
+    """Folder in `prepared` of the held-out set `name`, "" for the only one."""
+    return f"heldout-{name}" if name else "heldout"
 
 
 def read_run(argv):
@@ -125,21 +116,30 @@ def read_run(argv):
 def _check(run):
     """Raises UserError for options that do not go together."""
     training, plugin = run.training, run.training.deepspeed_plugin
-    strategy = getattr(training.eval_strategy, "value", training.eval_strategy)
-    if run.data.heldout is None and strategy != "no":
-        raise UserError(f"eval_strategy {strategy} needs held-out text: give heldout")
-    if plugin is not None and plugin.zero_stage == 3:
-        gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-        if not plugin.hf_ds_config.get_value(gathered):
-            raise UserError(
-                "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under "
-                "deepspeed_config, as recipes/accelerate/zero3.yaml does"
-            )
+    if run.data.heldout is None and training.eval_strategy != "no":
+        raise UserError("eval_strategy needs held-out text: give heldout")
+    gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    is_sharded = plugin is not None and plugin.zero_stage == 3
+    if is_sharded and not plugin.hf_ds_config.get_value(gathered):
+        raise UserError(
+            "ZeRO-3 would leave no final model: give zero3_save_16bit_model: true under "
+            "deepspeed_config, as recipes/accelerate/zero3.yaml does"
+        )
     # A later run reads what is in a folder of texts by then.
     inputs = [source.name for sources in run.sets.values() for source in sources]
     apart(run.output, *inputs, *filter(None, [run.model.init_from]))
     for name in run.sets:
         apart(run.prepared / name, *inputs)
+
+
+def _check_text(run):
+    """Opens the text that is not prepared yet, so that what is not there, a column or a row as
+    well, is named before a model is loaded. UserError for held-out text that is trained on."""
+    check_held_out(run.data.heldout_sources, run.data.sources)
+    for name, sources in run.sets.items():
+        is_there = (run.prepared / name / "prepared.json").is_file()
+        if not is_there and next(iter(load_rows(sources)), None) is None:
+            raise UserError(f"dataset {sources[0].name} has no rows")
 
 
 def _output(run, tokenizer):
@@ -164,6 +164,78 @@ def _output(run, tokenizer):
 
 
 # ------------------------------------------------------------------------------------------------
+# batches
+
+
+def _tokens(run, name, tokenizer):
+    """`TokenisedTexts` of a set in `Given.sets`, which is prepared first when it is not there."""
+    folder = run.prepared / name
+    with run.training.main_process_first(desc="tokenising"):
+        summary = prepare(run.sets[name], folder, tokenizer)
+    if run.training.process_index == 0:
+        print(
+            f"{summary['dataset']}: {summary['kept']:,} of {summary['rows']:,} rows have text, "
+            f"{summary['tokens']:,} tokens",
+            file=sys.stderr,
+        )
+    return load_prepared(folder)
+
+
+def _micro_batches(tokens, tokenizer, masking, spec, seed, name, count=None):
+    """`MicroBatches` of a tokenised set; `count=None`: one pass. UserError if its text has nothing
+    to mask."""
+    windows = Windows(tokens, text_ends(tokenizer), spec)
+    batches = MicroBatches(windows, masking, spec, seed, count)
+    looked = len(batches) if count is None else min(count, 100)
+    if not any((batches[i]["labels"] != -100).any() for i in range(looked)):
+        raise UserError(
+            f"the text of {name} has no token to mask, only special ones such as [UNK]; is the "
+            "tokenizer made for it?"
+        )
+    return batches
+
+
+def heldout_batches(run, tokenizer):
+    """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
+    batch, sets = run.batch, {}
+    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
+    masking, spec = TokenMasking(tokenizer, *shares), replace(batch, mixture=None)
+    for name in run.data.heldout_sources:
+        tokens, seed = _tokens(run, _folder_of(name), tokenizer), run.data_seed + 1
+        told = name or run.data.heldout
+        sets[name] = _micro_batches(tokens, tokenizer, masking, spec, seed, told)
+    return sets
+
+
+def training_batches(run, tokenizer):
+    """`MicroBatches` of the training text; of text that is streamed `StreamedBatches` of this
+    process."""
+    batch, training, seed = run.batch, run.training, run.data_seed
+    shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
+    masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
+    count = training.max_steps * training.gradient_accumulation_steps * training.world_size
+    sources, weights = run.data.sources, shares_of(run.data.sources)
+    if not run.streams:
+        tokens = [_tokens(run, name, tokenizer) for name in run.sets if name.startswith("train")]
+        tokens = TokenisedTexts.joined(tokens, weights) if weights else tokens[0]
+        name = run.data.dataset
+        return _micro_batches(tokens, tokenizer, masking, batch, seed, name, count)
+    rows = [load_rows([source]) for source in sources] if weights else [load_rows(sources)]
+    return StreamedBatches(
+        rows,
+        weights,
+        tokenizer,
+        masking,
+        batch,
+        seed,
+        count,
+        training.process_index,
+        training.world_size,
+        training.dataloader_num_workers,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
 # the run
 
 
@@ -174,11 +246,10 @@ def execute(run):
     _check(run)
     tokenizer = choose_tokenizer(run.model.tokenizer, run.start, run.model.init_embeddings)
     if run.data.prepare:
-        for name, sources in run.sets.items():
-            prepared_tokens(run, name, sources, tokenizer)
+        for name in run.sets:
+            _tokens(run, name, tokenizer)
         return {}
-    check_text(run)
-
+    _check_text(run)
     output = _output(run, tokenizer)
     if not run.data.measure and output.state() == "finished":
         result = read_json(output.result)
@@ -200,38 +271,31 @@ def execute(run):
         )
     if run.run.compile:
         compile_blocks(model)
-    heldout = heldout_batches(run, tokenizer)
-    if run.data.measure:
-        trainer = PretrainingTrainer(
-            model=model.to(training.device),
-            args=training,
-            eval_dataset=heldout,
-            processing_class=tokenizer,
-        )
-        metrics = trainer.measure()
-        _remove_start(run)
-        return metrics
-
-    shares = (run.batch.mlm_probability, run.batch.mask_replace_prob, run.batch.random_replace_prob)
-    masking = TokenMasking(tokenizer, *shares, run.batch.mask_schedule)
-    batches = training_batches(run, tokenizer, masking)
-    training.ignore_data_skip = training.ignore_data_skip or run.streams
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high")  # TF32
-    with claim(output):
-        trainer = PretrainingTrainer(
-            model=model,
-            args=training,
-            train_dataset=batches,
-            eval_dataset=heldout or None,
-            processing_class=tokenizer,
-            peak_tflops=run.run.peak_tflops,
-        )
-        train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
-        metrics = trainer.evaluate()
-        for name, batches in heldout.items():
-            metrics[metric_name(name, "unigram_accuracy")] = most_frequent(batches)[1]
-        _finish(run, output, trainer, metrics, rows)
+    training.ignore_data_skip = training.ignore_data_skip or run.streams
+    heldout = heldout_batches(run, tokenizer)
+    trainer = PretrainingTrainer(
+        model=model,
+        args=training,
+        train_dataset=None if run.data.measure else training_batches(run, tokenizer),
+        eval_dataset=heldout or None,
+        processing_class=tokenizer,
+        peak_tflops=run.run.peak_tflops,
+    )
+    if run.data.measure:
+        model.to(training.device)
+        metrics = trainer.measure()
+    else:
+        with claim(output):
+            train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
+            metrics = trainer.evaluate()
+            for name, batches in heldout.items():
+                metrics[metric_name(name, "unigram_accuracy")] = most_frequent(batches)[1]
+            _finish(run, output, trainer, metrics, rows)
+    if is_first:
+        for folder in run.output.glob(START.format("*")):  # of a raw checkpoint
+            shutil.rmtree(folder, ignore_errors=True)
     return metrics
 
 
@@ -265,13 +329,6 @@ def _finish(run, output, trainer, metrics, rows):
             page = output.scratch / "adaptation.md"
             write_report(page, trainer.state.log_history, metrics, rows is not None)
     output.finish(**result)
-    _remove_start(run)
-
-
-def _remove_start(run):
-    """Removes the Hub folder of a raw checkpoint that the run began with."""
-    for folder in run.output.glob(START.format("*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv=None):

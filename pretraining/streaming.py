@@ -13,7 +13,7 @@ import torch
 from datasets import Features, List, Value
 
 from ..common.errors import UserError
-from .batches import SpecialTokens, masked_batch
+from .batches import masked_batch, surrounded, text_ends
 from .prepared import token_ids
 
 
@@ -28,7 +28,8 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     Args:
         rows: list of `datasets.IterableDataset` with the column "text", one a source.
         shares: of the texts, of weighted sources that sum to 1; [] of others.
-        tokenizer, masking, spec: a fast tokenizer, `TokenMasking`, `BatchSpec`.
+        tokenizer, masking, spec: a fast tokenizer, `TokenMasking`, `BatchArguments`.
+        seed: of order, mixture and masks.
         count: micro-batches of the run in all processes, for a mask schedule.
         rank, world_size: of this process. Masks and mixture of its i-th batch are those of the
             run's (i * world_size + rank)-th.
@@ -36,13 +37,13 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     """
 
     def __init__(
-        self, rows, shares, tokenizer, masking, spec, count, rank=0, world_size=1, workers=0
+        self, rows, shares, tokenizer, masking, spec, seed, count, rank=0, world_size=1, workers=0
     ):
         self.rows, self.shares, self.masking = rows, shares or [1.0], masking
-        self.tokenizer, self.special = tokenizer, SpecialTokens.of(tokenizer)
-        self.spec, self.count = spec, count
+        self.tokenizer, self.special = tokenizer, text_ends(tokenizer)
+        self.spec, self.seed, self.count = spec, seed, count
         self.rank, self.world_size, self.workers = rank, world_size, max(1, workers)
-        self.mixture = np.cumsum([share for _, share in spec.mixture])[:-1]
+        self.mixture = np.cumsum([share for _, share in spec.parts])[:-1]
         self.start, self.saved = 0, {}
 
     def load_state(self, states, consumed):
@@ -69,7 +70,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def batches_of(self, worker):
         """Endless micro-batches of one worker, from the process's batch `start` on."""
         reader, readers = worker * self.world_size + self.rank, self.workers * self.world_size
-        parts = [self._texts(number, reader, readers) for number in range(len(self.spec.mixture))]
+        parts = [self._texts(number, reader, readers) for number in range(len(self.spec.parts))]
         i = worker
         if worker in self.saved:
             i = self.saved[worker]["batch"]
@@ -77,10 +78,12 @@ class StreamedBatches(torch.utils.data.IterableDataset):
                 part.load_state(state)
         while True:
             number = i * self.world_size + self.rank
-            draw = np.random.default_rng([self.spec.seed, 20, 40, 40, number]).random()
+            draw = np.random.default_rng([self.seed, 20, 40, 40, number]).random()
             part = parts[int(np.searchsorted(self.mixture, draw, side="right"))]
             texts = texts_of_batch(part, self.spec)
-            batch = masked_batch(texts, self.spec, self.masking, number, number / self.count)
+            batch = masked_batch(
+                texts, self.spec, self.masking, self.seed, number, number / self.count
+            )
             i += self.workers
             states = [part.state() for part in parts]
             batch[STATE] = json.dumps({"worker": worker, "batch": i, "parts": states})
@@ -89,9 +92,9 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def _texts(self, number, reader, readers):
         """`Texts` of one part of the mixture for one reader; each part reads its share of the
         stream on its own."""
-        least = self.spec.mixture[number][0]
+        least = self.spec.parts[number][0]
         windows = _Windows(self.tokenizer, self.special, self.spec, least)
-        return Texts(self.rows, self.shares, windows, (self.spec.seed, number), reader, readers)
+        return Texts(self.rows, self.shares, windows, (self.seed, number), reader, readers)
 
 
 class _Windows:
@@ -100,34 +103,36 @@ class _Windows:
 
     def __init__(self, tokenizer, special, spec, least):
         self.tokenizer, self.special, self.least = tokenizer, special, least
-        self.body, self.split = spec.length - 2, spec.long_texts == "split"
+        self.body, self.split = spec.max_length - 2, spec.long_texts == "split"
 
     def __call__(self, batch):
         windows = []
         for ids in token_ids(self.tokenizer, [text or "" for text in batch["text"]]):
             if ids and len(ids) + 2 >= self.least:
                 starts = range(0, len(ids), self.body) if self.split else (0,)
-                windows += [self.special.around(ids[start : start + self.body]) for start in starts]
+                windows += [
+                    surrounded(ids[start : start + self.body], self.special) for start in starts
+                ]
         return {"input_ids": windows}
 
 
 def texts_of_batch(part, spec):
     """Texts of one batch, int64 arrays; without boundaries one array of all tokens."""
-    if spec.texts is not None:
-        return [part.next() for _ in range(spec.texts)]
+    if spec.texts_per_batch is not None:
+        return [part.next() for _ in range(spec.texts_per_batch)]
     texts, total = [], 0
     if spec.layout == "packed":
-        while total + len(text := part.next()) <= spec.tokens:
+        while total + len(text := part.next()) <= spec.tokens_per_batch:
             texts.append(text)
             total += len(text)
         part.put_back(text)
         return texts
-    while total < spec.tokens:
+    while total < spec.tokens_per_batch:
         texts.append(part.next())
         total += len(texts[-1])
-    if total > spec.tokens:
-        part.put_back(texts[-1][spec.tokens - total :])
-    return [np.concatenate(texts)[: spec.tokens]]
+    if total > spec.tokens_per_batch:
+        part.put_back(texts[-1][spec.tokens_per_batch - total :])
+    return [np.concatenate(texts)[: spec.tokens_per_batch]]
 
 
 class Texts:

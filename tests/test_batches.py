@@ -8,15 +8,9 @@ from data_runs import make_tokenizer, texts_of_batch  # noqa: F401
 from datasets import Dataset
 
 from neobert.common.errors import UserError
-from neobert.pretraining.batches import (
-    BatchSpec,
-    MicroBatches,
-    SpecialTokens,
-    Windows,
-    batch_counts,
-    generator_for,
-)
+from neobert.pretraining.batches import MicroBatches, Windows, batch_counts, generator_for
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.prepared import TokenisedTexts
 
 
@@ -27,14 +21,10 @@ def _tokens(lengths):
     return TokenisedTexts(rows, np.array(lengths, dtype=np.int32))
 
 
-def _batches(lengths, tokenizer, count=None, **spec):
-    spec = BatchSpec(**spec)
-    return MicroBatches(
-        Windows(_tokens(lengths), SpecialTokens(101, 102), spec),
-        TokenMasking(tokenizer),
-        spec,
-        count,
-    )
+def _batches(lengths, tokenizer, count=None, seed=0, **spec):
+    spec = BatchArguments(**spec)
+    windows = Windows(_tokens(lengths), (101, 102), spec)
+    return MicroBatches(windows, TokenMasking(tokenizer), spec, seed, count)
 
 
 def test_long_texts_are_cut_or_split():
@@ -42,13 +32,13 @@ def test_long_texts_are_cut_or_split():
         Dataset.from_dict({"input_ids": [list(range(10, 20)), [30]]}),
         np.array([12, 3], dtype=np.int32),
     )
-    special = SpecialTokens(1, 2)
-    cut = Windows(tokens, special, BatchSpec(tokens=64, length=6))
+    cut = Windows(tokens, (1, 2), BatchArguments(tokens_per_batch=64, max_length=6))
     assert [row.tolist() for row in cut.read(np.arange(len(cut)))] == [
         [1, 10, 11, 12, 13, 2],
         [1, 30, 2],
     ]
-    split = Windows(tokens, special, BatchSpec(tokens=64, length=6, long_texts="split"))
+    spec = BatchArguments(tokens_per_batch=64, max_length=6, long_texts="split")
+    split = Windows(tokens, (1, 2), spec)
     everything = np.arange(len(split))
     assert [row.tolist() for row in split.read(everything)] == [
         [1, 10, 11, 12, 13, 2],
@@ -61,10 +51,10 @@ def test_long_texts_are_cut_or_split():
     ).tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("spec", [{"tokens": 64}, {"texts": 7}], ids=str)
+@pytest.mark.parametrize("spec", [{"tokens_per_batch": 64}, {"texts_per_batch": 7}], ids=str)
 def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec):
     lengths = [3 + i % 17 for i in range(101)]
-    batches = _batches(lengths, tokenizer, 200, length=20, seed=5, **spec)
+    batches = _batches(lengths, tokenizer, 200, max_length=20, seed=5, **spec)
     expected = sorted((101, *[2000 + i] * (n - 2), 102) for i, n in enumerate(lengths))
     seen, first_epoch = [], None
     for i in range(len(batches)):
@@ -79,7 +69,7 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec):
             "squares": sum(n * n for n in sizes),
             "masked": int((batch["labels"] != -100).sum()),
         }
-        if "tokens" in spec:
+        if "tokens_per_batch" in spec:
             assert batch["input_ids"].shape[1] <= 64, "a packed batch must keep to its token budget"
         elif len(texts) != 7:
             # A batch has as many texts as were asked for, but the last of an epoch.
@@ -95,7 +85,7 @@ def test_every_text_once_an_epoch_within_the_budget(tokenizer, spec):
 def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer):
     """The next batch begins with the text that would have been one too many."""
     lengths = [3 + (7 * i) % 18 for i in range(500)]
-    batches = _batches(lengths, tokenizer, tokens=64, length=20, seed=5)
+    batches = _batches(lengths, tokenizer, tokens_per_batch=64, max_length=20, seed=5)
     order, bounds, _ = batches.plans[0].planned(0)
     totals = [sum(lengths[i] for i in order[start:stop]) for start, stop in zip(bounds, bounds[1:])]
     after = [lengths[order[stop]] for stop in bounds[1:-1]]
@@ -104,7 +94,7 @@ def test_packed_batches_are_as_full_as_the_texts_in_their_order_allow(tokenizer)
 
 
 def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
-    lengths, settings = [3 + i % 17 for i in range(50)], {"tokens": 64, "length": 20}
+    lengths, settings = [3 + i % 17 for i in range(50)], {"tokens_per_batch": 64, "max_length": 20}
     one = _batches(lengths, tokenizer, 40, seed=1, **settings)
     in_order = [one[i] for i in range(40)]
     fresh = _batches(lengths, tokenizer, 90, seed=1, **settings)
@@ -122,7 +112,7 @@ def test_a_batch_depends_on_the_seed_and_its_number_alone(tokenizer):
 
 def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
     lengths = [3 + i % 17 for i in range(60)]
-    settings = {"layout": "packed_without_boundaries", "tokens": 96, "length": 32, "seed": 0}
+    settings = {"layout": "packed_without_boundaries", "tokens_per_batch": 96, "max_length": 32}
     batches = _batches(lengths, tokenizer, 7, **settings)
     # Batches of training are full, in the next epoch too.
     assert {batches[i]["input_ids"].shape for i in range(7)} == {(3, 32)}
@@ -153,7 +143,9 @@ def test_without_boundaries_rows_are_full_and_cross_texts(tokenizer):
 def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
     lengths = [8] * 60 + [16] * 30 + [32] * 30
     mixture = {0: 0.2, 16: 0.4, 32: 0.4}
-    batches = _batches(lengths, tokenizer, 2000, tokens=64, length=32, mixture=mixture, seed=3)
+    batches = _batches(
+        lengths, tokenizer, 2000, tokens_per_batch=64, max_length=32, mixture=mixture, seed=3
+    )
     shares = np.bincount(batches.source, minlength=3) / 2000
     assert np.abs(shares - [0.2, 0.4, 0.4]).max() < 0.04
     seen = 0
@@ -163,28 +155,40 @@ def test_mixture_draws_20_40_40_from_long_texts(tokenizer):
         assert min(map(len, texts)) >= [0, 16, 32][batches.source[i]]
         seen += len(texts)
     with pytest.raises(UserError, match="at least 64 tokens"):
-        _batches(lengths, tokenizer, 10, tokens=64, length=32, mixture={0: 0.5, 64: 0.5})
+        _batches(
+            lengths, tokenizer, 10, tokens_per_batch=64, max_length=32, mixture={0: 0.5, 64: 0.5}
+        )
 
 
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"tokens": 10, "length": 20}, "less than one text"),
-        ({"layout": "packed_without_boundaries", "tokens": 30, "length": 20}, "must be a multiple"),
+        ({"tokens_per_batch": 10, "max_length": 20}, "less than one text"),
         (
-            {"layout": "packed_without_boundaries", "tokens": None, "texts": 4},
+            {
+                "layout": "packed_without_boundaries",
+                "tokens_per_batch": 30,
+                "max_length": 20,
+            },
+            "a multiple of max_length 20",
+        ),
+        (
+            {
+                "layout": "packed_without_boundaries",
+                "tokens_per_batch": None,
+                "texts_per_batch": 4,
+            },
             "needs tokens_per_batch",
         ),
-        ({"texts": 8}, "give either tokens_per_batch or texts_per_batch"),
+        ({"texts_per_batch": 8}, "give either tokens_per_batch or texts_per_batch"),
         ({"mixture": {0: 0.5, 1024: 0.6}}, "sum to 1"),
         ({"mixture": {0: float("nan")}}, "above 0 and sum to 1"),
-        ({"mixture": {}}, "above 0 and sum to 1"),
-        ({"mixture": [1, 2]}, "must map"),
+        ({"mixture": {0: -1.0, 8: 2.0}}, "above 0 and sum to 1"),
     ],
 )
 def test_impossible_batches_are_named(settings, words):
     with pytest.raises(UserError, match=words):
-        BatchSpec(**{"tokens": 4096, "length": 1024, **settings})
+        BatchArguments(**{"tokens_per_batch": 4096, "max_length": 1024, **settings})
 
 
 def test_every_batch_has_draws_of_its_own():

@@ -22,7 +22,7 @@ from neobert.common.errors import UserError
 from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import pretrain
-from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
+from neobert.pretraining.batches import MicroBatches, Windows, text_ends
 from neobert.pretraining.heldout import (
     check_held_out,
     evaluate_batches,
@@ -30,6 +30,7 @@ from neobert.pretraining.heldout import (
     piece_characters,
 )
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.sources import parse_sources
 
 
@@ -86,9 +87,9 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
     torch.manual_seed(0)
     model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
     texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
-    spec = BatchSpec(tokens=64, length=32, seed=3)
-    windows = Windows(tokenise_texts(texts, bundled), SpecialTokens.of(bundled), spec)
-    batches = MicroBatches(windows, TokenMasking(bundled), spec)
+    spec = BatchArguments(tokens_per_batch=64, max_length=32)
+    windows = Windows(tokenise_texts(texts, bundled), text_ends(bundled), spec)
+    batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
     bits = characters = 0
     model.eval()
     for i in range(len(batches)):

@@ -168,7 +168,7 @@ BUDGETS = {
     "throughput": 350,
     "export": 839,
     "convert_checkpoint": 16,
-    "pretraining": 1656,
+    "pretraining": 1622,
     "finetuning": 463,
     "embeddings": 1849,
     "conversion": 955,

@@ -276,7 +276,7 @@ def test_data_seed_is_that_of_the_data_alone(corpus, tmp_path):
     both = {"seed": 3, "data_seed": 5}
     for given, seed in (({}, 7), ({"seed": 3}, 3), (both, 5), ({"data_seed": 0}, 0)):
         run = pretrain.read_run(arguments_of(corpus, tmp_path, **given))
-        assert run.spec.seed == seed and run.training.seed == given.get("seed", 7)
+        assert run.data_seed == seed and run.training.seed == given.get("seed", 7)
 
 
 def test_flops_of_the_published_model():

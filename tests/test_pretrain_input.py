@@ -46,7 +46,7 @@ BAD = [
         {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
         "must be shares that sum to at most 1",
     ),
-    ({"eval_strategy": "steps"}, "eval_strategy steps needs held-out text"),
+    ({"eval_strategy": "steps"}, "eval_strategy needs held-out text"),
     ({"output": "{corpus}/train.txt"}, "are in one another"),
     ({"init_from": "{corpus}/raw"}, "holds no checkpoint: expected model.safetensors"),
     ({"max_length": 2, "streaming": "true"}, "max_length must be at least 3"),

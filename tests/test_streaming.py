@@ -12,8 +12,8 @@ from data_runs import WORDS, make_texts, make_tokenizer, rows_of, texts_of_batch
 
 from neobert.common.errors import UserError
 from neobert.pretraining import streaming
-from neobert.pretraining.batches import BatchSpec
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.sources import load_rows, parse_sources, shares_of
 from neobert.pretraining.streaming import STATE, StreamedBatches
 
@@ -22,10 +22,10 @@ def _stream(dataset, tokenizer, rank=0, world_size=1, workers=0, **spec):
     sources = parse_sources(dataset if isinstance(dataset, list) else str(dataset))
     shares = shares_of(sources)
     rows = [load_rows([source]) for source in sources] if shares else [load_rows(sources)]
-    size = {} if spec.get("texts") else {"tokens": 64}
-    spec = BatchSpec(**{"length": 32, "seed": 1, **size, **spec})
-    masking = TokenMasking(tokenizer)
-    return StreamedBatches(rows, shares, tokenizer, masking, spec, 1000, rank, world_size, workers)
+    size = {} if spec.get("texts_per_batch") else {"tokens_per_batch": 64}
+    spec = BatchArguments(**{"max_length": 32, **size, **spec})
+    places = (rank, world_size, workers)
+    return StreamedBatches(rows, shares, tokenizer, TokenMasking(tokenizer), spec, 1, 1000, *places)
 
 
 def _first_text(stream, count):
@@ -77,9 +77,9 @@ def _passes(batch):
 SPECS = [
     {},
     {"mixture": {0: 0.2, 12: 0.8}},
-    {"texts": 4},
+    {"texts_per_batch": 4},
     {"layout": "packed_without_boundaries"},
-    {"long_texts": "split", "length": 8},
+    {"long_texts": "split", "max_length": 8},
 ]
 
 
@@ -181,7 +181,7 @@ def test_a_text_of_just_enough_tokens_is_taken_and_a_long_one_cut_or_split(tmp_p
     ids = tokenizer(" ".join(WORDS), add_special_tokens=False)["input_ids"]
     for long_texts, parts in (("truncate", [ids[:5], ids[:5]]), ("split", [ids[:5], ids[5:]])):
         expected = [[tokenizer.cls_token_id, *part, tokenizer.sep_token_id] for part in parts]
-        stream = _stream(path, tokenizer, length=7, long_texts=long_texts)
+        stream = _stream(path, tokenizer, max_length=7, long_texts=long_texts)
         assert _first_text(stream, 2) == expected
 
 
@@ -203,7 +203,7 @@ def test_masks_of_a_process_are_those_of_the_complete_run(tmp_path, tokenizer, m
     mask schedule from its share of the run."""
     _corpus(tmp_path)
     seen = []
-    monkeypatch.setattr(streaming, "masked_batch", lambda *given: seen.append(given[3:]) or {})
+    monkeypatch.setattr(streaming, "masked_batch", lambda *given: seen.append(given[4:]) or {})
     _loaded(_stream(tmp_path, tokenizer, rank=rank, world_size=2), 3)
     assert seen == [(number, number / 1000) for number in (rank, rank + 2, rank + 4)]
 

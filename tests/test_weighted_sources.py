@@ -21,8 +21,9 @@ from pretrain_runs import (  # noqa: F401
 pytest.importorskip("accelerate")
 
 from neobert.__main__ import main
-from neobert.pretraining.batches import BatchSpec, MicroBatches, SpecialTokens, Windows
+from neobert.pretraining.batches import MicroBatches, Windows, surrounded, text_ends
 from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
 from neobert.pretraining.plans import WeightedOrder
 from neobert.pretraining.prepared import TokenisedTexts
 from neobert.pretraining.sources import parse_sources, shares_of
@@ -40,16 +41,15 @@ def _texts(mark, count):
 
 def _batches(tokenizer, sizes, count=None, shares=SHARES, **spec):
     """`MicroBatches` of prepared sources, and the texts of each source as tuples of ids."""
-    spec = BatchSpec(
-        **{"length": 32, "seed": 5, **({} if "tokens" in spec else {"texts": 4})} | spec
-    )
+    spec = BatchArguments(**{"max_length": 32, "texts_per_batch": 4} | spec)
     tokens = [tokenise_texts(_texts(name, size), tokenizer) for name, size in sizes.items()]
-    special = SpecialTokens.of(tokenizer)
+    special = text_ends(tokenizer)
     own = [
-        {tuple(special.around(row).tolist()) for row in each.rows["input_ids"]} for each in tokens
+        {tuple(surrounded(row, special).tolist()) for row in each.rows["input_ids"]}
+        for each in tokens
     ]
     windows = Windows(TokenisedTexts.joined(tokens, shares.values()), special, spec)
-    return MicroBatches(windows, TokenMasking(tokenizer), spec, count), own
+    return MicroBatches(windows, TokenMasking(tokenizer), spec, 5, count), own
 
 
 def _drawn(batches, count):
