@@ -1,12 +1,19 @@
 """What every command does around its work: whatever goes wrong becomes one sentence and an exit
 code."""
 
-import contextlib
 import os
+import re
 import sys
 import traceback
 
-from .errors import LONGEST, Stopped, UserError, is_disk_full, one_line, printable, shortened
+from .errors import LONGEST, Stopped, UserError, one_line, printable, shortened
+
+
+# torch.save says one of the last four.
+_DISK_FULL = (
+    "No space left on device|Disk quota exceeded|os error (28|122)|\\d requested and \\d+ written|"
+    "PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|iostream error"
+)
 
 
 def _in_words(error):
@@ -15,24 +22,13 @@ def _in_words(error):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted; run the same command again to continue"
-    full, name = is_disk_full(error), getattr(error, "filename", None)
+    full, name = re.search(_DISK_FULL, str(error)), getattr(error, "filename", None)
     if full or (isinstance(error, OSError) and error.errno is not None):
         reason = "no space is left on the disk" if full else error.strerror or one_line(error)
         return reason if name is None else f"{name}: {reason}"
     if isinstance(error, ImportError):
         return one_line(error, LONGEST)
     return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
-
-
-def _flush_output():
-    """What was printed goes out; what cannot (a closed pipe, a full disk) is not tried again when
-    the interpreter ends."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
 
 
 def guarded(name, run):
@@ -50,9 +46,7 @@ def guarded(name, run):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = run() or 0
-        _flush_output()
-        return code
+        return run() or 0
     except SystemExit:
         raise
     except Stopped as stopped:
@@ -60,8 +54,6 @@ def guarded(name, run):
             print(f"{name}: {printable(stopped)}", file=sys.stderr)
         return 143
     except BaseException as error:  # a panic of Rust code is not an Exception
-        with contextlib.suppress(OSError):
-            _flush_output()
         if os.environ.get("NEOBERT_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         print(f"{name}: {shortened(printable(_in_words(error)), LONGEST)}", file=sys.stderr)

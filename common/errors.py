@@ -1,8 +1,6 @@
-"""UserError, escaping of untrusted text, and detection of a full disk: bad input is one sentence
-for the user."""
+"""UserError, and escaping of untrusted text: bad input is one sentence for the user."""
 
 import importlib.util
-import re
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -57,23 +55,6 @@ def listed(names, limit=20):
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(shortened(printable(name), 200) for name in names[:limit]) + more
-
-
-# torch.save says one of the last four.
-_DISK_FULL = (
-    "No space left on device|Disk quota exceeded|os error (28|122)|\\d requested and \\d+ written|"
-    "PytorchStreamWriter failed writing|unexpected pos \\d+ vs \\d+|iostream error"
-)
-
-
-def is_disk_full(error):
-    """Whether an error, or what caused it, is a full disk or a quota that is used up, as torch,
-    safetensors and Python report it."""
-    while error is not None:
-        if re.search(_DISK_FULL, str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # Modules that another distribution brings than one of their name.

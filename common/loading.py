@@ -30,20 +30,8 @@ def copy_code(folder):
 
 
 def choose_device(device=None):
-    """`device`, or the first CUDA device, or the CPU.
-
-    Raises:
-        UserError: there is no such device on this machine.
-    """
-    try:
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"the device {str(device)!r} cannot be used here ({one_line(error)}); give cpu, cuda "
-            "or cuda:<number>"
-        ) from None
-    return device
+    """The torch.device of a name, or the first CUDA device, or the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def choose_dtype(dtype, device):
@@ -113,25 +101,14 @@ def matrix_rates(width=768, rows=128, repeats=5):
 
 def check_there(name):
     """Raises UserError for a name that is neither a file or folder, nor may be one on the Hub,
-    ORGANISATION/MODEL. No network is asked.
-
-    Names without an organisation, as old models have them, count where the local cache has them.
-    """
+    ORGANISATION/MODEL. No network is asked."""
     path, name = Path(name), str(name)
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not path.parent.is_dir()
-    if not (name and path.exists()) and not on_hub and not _is_cached(name):
+    if not (name and path.exists()) and not on_hub:
         raise UserError(
             f"there is no {name or repr(name)}; give a folder, or a name on the Hub as "
             "ORGANISATION/MODEL"
         )
-
-
-def _is_cached(name):
-    from huggingface_hub import try_to_load_from_cache
-
-    return bool(re.fullmatch(r"[\w-][\w.-]*", name)) and isinstance(
-        try_to_load_from_cache(name, "config.json"), str
-    )
 
 
 def check_model(name):
@@ -148,12 +125,8 @@ def check_model(name):
         )
 
 
-def load_tokenizer(name, padding=True, trust_remote_code=False):
-    """The tokenizer of a folder or Hub repository.
-
-    Raises:
-        UserError: there is none, or, with `padding`, it has no padding token.
-    """
+def load_tokenizer(name, trust_remote_code=False):
+    """The tokenizer of a folder or Hub repository; UserError where there is none."""
     check_there(name)
     from transformers import AutoTokenizer
 
@@ -167,11 +140,6 @@ def load_tokenizer(name, padding=True, trust_remote_code=False):
     # transformers 5 makes an empty one where there are no files
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"no tokenizer was found in {name}; it needs a tokenizer.json")
-    if padding and tokenizer.pad_token_id is None:
-        raise UserError(
-            f"the tokenizer of {name} has no padding token, so its texts cannot share a batch; is "
-            "this an encoder?"
-        )
     return tokenizer
 
 

@@ -46,19 +46,19 @@ def choose_tokenizer(given, start, init_embeddings=None):
             from.
     """
     if start is None:
-        return load_tokenizer(given or str(TOKENIZER), padding=False)
+        return load_tokenizer(given or str(TOKENIZER))
     _config_of(start)
     if init_embeddings is not None:
-        return load_tokenizer(given, padding=False)
+        return load_tokenizer(given)
     try:
-        tokenizer = load_tokenizer(start, padding=False)
+        tokenizer = load_tokenizer(start)
     except UserError:
         if given is None:
             raise
-        return load_tokenizer(given, padding=False)  # weights alone
-    if given is not None and tokenizer_fingerprint(
-        load_tokenizer(given, padding=False)
-    ) != tokenizer_fingerprint(tokenizer):
+        return load_tokenizer(given)  # weights alone
+    if given is not None and tokenizer_fingerprint(load_tokenizer(given)) != tokenizer_fingerprint(
+        tokenizer
+    ):
         raise UserError(
             f"tokenizer {given} is another one than that of init_from {start}, which the weights "
             "belong to; leave it out, or give init_embeddings: transplant, which makes the rows of "
@@ -80,7 +80,7 @@ def new_rows(init_embeddings, start, tokenizer):
     if init_embeddings is None:
         return None
     try:
-        old = load_tokenizer(start, padding=False)
+        old = load_tokenizer(start)
     except UserError as error:
         raise UserError(
             f"init_embeddings transplant needs the tokenizer that the weights of init_from {start} "

@@ -295,7 +295,7 @@ def main(argv=None):
         labels = options.model
     for label, name in zip(labels, options.model):
         code = options.trust_remote_code
-        tokenizer = load_tokenizer(name, padding=False, trust_remote_code=code)
+        tokenizer = load_tokenizer(name, trust_remote_code=code)
         if tokenizer.mask_token_id is None:
             raise UserError(f"the tokenizer of {name} has no mask token")
         models = [load_model(options, name, factor) for factor in options.yarn_factors]

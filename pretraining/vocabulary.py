@@ -221,7 +221,7 @@ def make_tokenizer(options):
     check_new(options.output)
     apart(options.output, *(path for source in sources for path in source.paths))
     base_name = options.extend or str(TOKENIZER)
-    base = load_tokenizer(base_name, padding=False)
+    base = load_tokenizer(base_name)
     kind = type(base.backend_tokenizer.model).__name__
     if kind != "WordPiece":
         raise UserError(f"extend {base_name} cuts words by {kind}; a WordPiece tokenizer is needed")

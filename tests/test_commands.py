@@ -79,39 +79,20 @@ import sys, types
 package = sys.modules["neobert"] = types.ModuleType("neobert")
 package.__path__ = [{str(Path(commands.__file__).parent.parent)!r}]
 from neobert.common.commands import guarded
-sys.exit(guarded("x", lambda: print("\\u4f60\\udc80" * 9999)))
+sys.exit(guarded("x", lambda: print("\\u4f60\\udc80")))
 """
 
 
-@pytest.mark.parametrize(
-    "output, code, message",
-    [
-        ("ascii", 0, ""),
-        ("closed", 2, "x: Broken pipe\n"),
-        ("full", 2, "x: no space is left on the disk\n"),
-    ],
-)
-def test_output_that_cannot_be_written(tmp_path, output, code, message):
-    """In another process: ASCII output, a reader that left, a full disk."""
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii" if output == "ascii" else "utf-8"}
-    if output == "closed":
-        reader, target = os.pipe()
-        os.close(reader)
-    else:
-        target = os.open(
-            tmp_path / "out" if output == "ascii" else "/dev/full", os.O_WRONLY | os.O_CREAT
-        )
+def test_names_that_the_terminal_has_no_letters_for():
+    """In another process, whose output is ASCII."""
     process = subprocess.run(
         [sys.executable, "-c", CODE],
-        stdout=target,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )
-    os.close(target)
-    assert (process.returncode, process.stderr) == (code, message)
-    if output == "ascii":
-        assert (tmp_path / "out").read_text() == "\\u4f60\\udc80" * 9999 + "\n"
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout == "\\u4f60\\udc80\n"
 
 
 def test_what_a_newcomer_types(capsys):
