@@ -17,25 +17,15 @@ from .errors import UserError
 LOCK = ".lock"
 
 
-def check_place(output, name="the output"):
-    """Raises UserError when nothing can be made at `output`, the value of the argument `name`."""
-    for parent in Path(os.path.realpath(output)).parents:
-        if parent.exists() and not parent.is_dir():
-            raise UserError(f"{name} {output} cannot be made there: {parent} is a file")
-
-
 def check_folder(output, name="the output"):
-    """Raises UserError when `output`, the value of the argument `name`, is a file, or no folder can
-    be made there."""
-    check_place(output, name)
+    """Raises UserError when `output`, the value of the argument `name`, is a file."""
     if Path(output).exists() and not Path(output).is_dir():
         raise UserError(f"{name} {output} is a file; choose another name")
 
 
 def check_new(output, name="the output"):
     """Raises UserError unless `output`, the value of the argument `name`, is not there, or is an
-    empty folder, in a place where a folder can be made."""
-    check_place(output, name)
+    empty folder."""
     place = Path(os.path.realpath(output))
     if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
         kind = "a folder with files in it" if place.is_dir() else "a file"
@@ -63,13 +53,12 @@ def new_folder(output):
     does not.
 
     Raises:
-        UserError: as `check_new`, also for what came meanwhile; another process is making it.
+        UserError: as `check_new`; another process is making it. OSError: something came meanwhile.
     """
     check_new(output)
     place = Path(os.path.realpath(output))
     work = place.with_name(f".{place.name}.tmp")
-    busy = f"another process is making {output}; wait until it has ended"
-    with locked(work, busy):
+    with locked(work):
         try:
             folder = work / "new"
             shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +67,6 @@ def new_folder(output):
             for path in folder.rglob("*"):
                 if path.is_file():
                     flush(path)
-            check_new(output)
             os.rename(folder, place)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -114,20 +102,15 @@ def flush(path):
 
 
 @contextlib.contextmanager
-def locked(folder, busy=None):
+def locked(folder):
     """Within it no other process has `folder`, which is made if it is not there. The lock ends with
-    its process, also after a kill -9; its file stays.
-
-    Args:
-        busy: the sentence about a folder that another process has.
-    """
+    its process, also after a kill -9; its file stays."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(Path(folder) / LOCK).acquire(timeout=0)
     except Timeout:
-        usual = (
+        raise UserError(
             f"{folder} is in use by another run; wait until it has ended, or choose another output"
-        )
-        raise UserError(busy or usual) from None
+        ) from None
     with lock:
         yield

@@ -20,7 +20,7 @@ import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from .errors import UserError, listed, shortened
+from .errors import UserError, listed
 from .files import read_json, redacted, write_json
 from .folders import LOCK, check_folder, flush, locked
 
@@ -42,13 +42,9 @@ def run_settings(*options):
 def differences(previous, settings):
     """What differs between two dicts of settings, in words: "seed 1, now 2"; "" where nothing
     does."""
-
-    def short(value):
-        return shortened(repr(value), 60)
-
     return listed(
         (
-            f"{name} {short(previous.get(name))}, now {short(settings.get(name))}"
+            f"{name} {previous.get(name)!r:.60}, now {settings.get(name)!r:.60}"
             for name in {**previous, **settings}
             if previous.get(name) != settings.get(name)
         ),
@@ -116,12 +112,7 @@ class Output:
         with locked(self.folder):
             if self.state() == "new":
                 write_json(self.folder / RUN, {"neobert": self.command, "settings": self.settings})
-            try:
-                yield self
-            except BaseException:
-                if {path.name for path in self.folder.iterdir()} == {LOCK, RUN}:
-                    (self.folder / RUN).unlink()  # nothing was written
-                raise
+            yield self
 
     @property
     def scratch(self):

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.errors import UserError, listed
-from ..common.folders import apart, check_place
+from ..common.folders import apart
 from ..common.identity import model_digest
 from ..common.loading import choose_device, choose_dtype
 from .encode_folder import (
@@ -174,7 +174,6 @@ def _checked(arguments, shard):
     """(the input's files, the output as text) of arguments that can be gone with."""
     source, output = arguments.source, arguments.output.rstrip("/")
     single, kind = output.endswith(".parquet"), Path(output).suffix
-    check_place(output)
     if not single and kind in (*data.FORMATS, ".safetensors"):
         raise UserError(f"OUTPUT must be a folder or end in .parquet, but {output} was given")
     if single and shard.count > 1:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ..common.errors import UserError
 from ..common.files import read_json
-from ..common.folders import check_place
 from ..common.identity import model_digest
 from ..common.loading import load_tokenizer
 from ..common.output import Output
@@ -110,7 +109,6 @@ def run_task(arguments, trainer, task, splits, tokenizer, revision):
 def check(arguments, trainer, tasks):
     """What can be wrong with any of the tasks is found here, before the first is trained. Returns
     the tokenizer, what the model is known by, and {task: splits}."""
-    check_place(arguments.output)
     check_table(arguments.output)
     revision = model_digest(arguments.model)
     data = {task.name: load_task(task, arguments.data) for task in tasks}
