@@ -73,7 +73,9 @@ def _read(folder):
                 f"rank {listed(absent)} are missing."
             )
         models = [model, *(load_torch_file(model_files[rank]) for rank in range(1, len(shards)))]
-        _check_same(folder, [_counters(each) for each in models], "model files")
+        names = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
+        counters = [{name: _plain(each.get(name)) for name in names} for each in models]
+        _check_same(folder, counters, "model files")
         tensors, stage = _stage_3(folder, models, groups, shards), 3
         # The model's own weights are empty here.
         module = {name: tensor for name, tensor in module.items() if tensor.numel()}
@@ -133,7 +135,16 @@ def _shards(folder, files):
             "ranks: keep all files of one run, and no others."
         )
     shards = list(shards.values())
-    _check_same(folder, [_progress(shard) for shard in shards], "ZeRO shards")
+    # The same on all ranks of one step; between steps or stages one of them differs.
+    counters = [
+        {
+            "zero_stage": _plain(shard.get("zero_stage")),
+            "partition_count": shard.get("partition_count"),
+            "step": _steps(shard),
+        }
+        for shard in shards
+    ]
+    _check_same(folder, counters, "ZeRO shards")
     return shards
 
 
@@ -152,16 +163,6 @@ def _plain(value):
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
-def _progress(shard):
-    """{what: value} of an optimizer shard that is the same on all ranks of one step, and differs
-    between steps or stages."""
-    return {
-        "zero_stage": _plain(shard.get("zero_stage")),
-        "partition_count": shard.get("partition_count"),
-        "step": _steps(shard),
-    }
-
-
 def _steps(state):
     """All numbers under the key "step" in a state of lists and dictionaries."""
     if isinstance(state, dict) and "step" in state:
@@ -170,11 +171,6 @@ def _steps(state):
     if not isinstance(state, (dict, list, tuple)):
         return []
     return [step for part in parts for step in _steps(part)]
-
-
-def _counters(model):
-    names = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
-    return {name: _plain(model.get(name)) for name in names}
 
 
 def _check_same(folder, counters, what):

@@ -13,7 +13,6 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ..common.errors import UserError, listed
-from ..common.files import check_file
 from .weight_files import check_archive, foreign_class, is_file_in, unreadable
 
 
@@ -69,7 +68,6 @@ def read_distributed(folder):
         UserError: parts missing, doubled or truncated, or an object of an unknown class in the
             metadata.
     """
-    check_file(folder / ".metadata")
     try:
         tensors = _read(folder, _Reader(folder))
     except UserError:

@@ -3,8 +3,7 @@ understands."""
 
 import json
 
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 
 from ..common.cards import front_matter
 from ..common.errors import printable
@@ -15,17 +14,11 @@ from ..common.loading import copy_code
 def write_weights(folder, state, max_shard_size):
     """model.safetensors, or shards of at most `max_shard_size` ("5GB") with their index; returns
     one row per file."""
-    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
-    rows = []
-    for file, names in sorted(split.filename_to_tensors.items()):
-        path = folder / file
-        save_file({name: state[name] for name in names}, path, {"format": "pt"})
-        rows.append({"file": file, "bytes": path.stat().st_size, "sha256": sha256(path)})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(f"{text}\n")
-    return rows
+    save_torch_state_dict(state, folder, max_shard_size=max_shard_size)
+    return [
+        {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+        for path in sorted(folder.glob("*.safetensors"))
+    ]
 
 
 def write_config(folder, conversion):

@@ -89,37 +89,31 @@ def _tag(folder):
     return folder / name
 
 
-def _steps(folder):
-    steps = {}
-    for path in sorted(folder.iterdir()):
-        match = _STEP.fullmatch(path.name)
-        if match and path.is_dir():
-            steps.setdefault(int(match.group(1)), []).append(path)
-    return steps
-
-
 def find_step(path, step=None):
     """The file or folder that holds the weights.
 
     Args:
         path: a file, a step's folder, or a run's folder.
-        step: a step number; None or "latest" for what `latest` names, else the highest number.
+        step: a step number; None for what the file `latest` names, else the highest number.
     Raises:
         UserError: nothing there, or no such step.
     """
     path = Path(path)
-    wanted = None if step in (None, "latest") else int(step)
     if not path.is_dir():
         check_file(path)
-        if wanted is not None:
-            raise UserError(f"--step {wanted} needs the folder of a run, but {path} is a file.")
+        if step is not None:
+            raise UserError(f"--step {step} needs the folder of a run, but {path} is a file.")
         return path
-    steps = _steps(path)
+    steps = {}
+    for folder in sorted(path.iterdir()):
+        match = _STEP.fullmatch(folder.name)
+        if match and folder.is_dir():
+            steps.setdefault(int(match[1]), []).append(folder)
     own = _STEP.fullmatch(Path(os.path.realpath(path)).name)
-    is_wanted = wanted is None or (wanted not in steps and own and int(own[1]) == wanted)
+    is_wanted = step is None or (step not in steps and own and int(own[1]) == step)
     if is_wanted and _reader_of(path):
         return path
-    tag = _tag(path) if wanted is None else None
+    tag = _tag(path) if step is None else None
     if tag is None and not steps:
         for name in _RUN_FOLDERS:
             if (path / name).is_dir():
@@ -129,7 +123,7 @@ def find_step(path, step=None):
             "*_states.pt, a torch.distributed.checkpoint folder, or folders of steps."
         )
     if tag is None:
-        number = max(steps) if wanted is None else wanted
+        number = max(steps) if step is None else step
         if number not in steps:
             raise UserError(f"{path} has no step {number}; it has {listed(sorted(steps))}.")
         if len(steps[number]) > 1:
@@ -206,7 +200,7 @@ def open_checkpoint(path, step=None):
 
     Args:
         path: file or folder.
-        step: number, "latest" or None.
+        step: its number, or None for the latest.
     Returns:
         Checkpoint
     Raises:

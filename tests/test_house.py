@@ -171,7 +171,7 @@ BUDGETS = {
     "pretraining": 1622,
     "finetuning": 463,
     "embeddings": 1849,
-    "conversion": 955,
+    "conversion": 930,
     "training": 267,
     "common": 1186,
     "modeling_neobert": 581,

@@ -62,9 +62,8 @@ HEADS = "masked-lm, base, sequence-classification, token-classification, questio
     [
         (["--dtype", "float8"], "dtype must be one of float32, bfloat16, float16, but 'float8'"),
         (["--head", "crf"], f"head must be one of {HEADS}"),
-        (["--step", "last"], "a number or latest, but 'last' was given"),
+        (["--step", "last"], "step on the command line must be int | null, but 'last' was given"),
         (["--sentence-transformers", "--tokenizer", "none"], "needs a tokenizer"),
-        (["--max-shard-size", "big"], "--max-shard-size takes a size as 5GB or 500MB, but 'big'"),
         (["--config", "/nowhere.yaml"], "cannot be read"),
     ],
 )

@@ -10,7 +10,7 @@ from neobert.conversion.locate import open_checkpoint
 
 
 def test_hydra_configuration(run):
-    path, fields = find_config(open_checkpoint(run, "9").folders)
+    path, fields = find_config(open_checkpoint(run, 9).folders)
     assert path == run / ".hydra" / "config.yaml"
     assert fields == {
         "hidden_size": 64,
@@ -38,7 +38,7 @@ def test_the_model_section_counts_before_the_top_and_the_top_before_the_tokenize
 
 def test_configurations_of_strangers_are_not_taken(run, tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
-    assert find_config(open_checkpoint(run, "9").folders)[1]["hidden_size"] == 64
+    assert find_config(open_checkpoint(run, 9).folders)[1]["hidden_size"] == 64
 
 
 @pytest.mark.parametrize(

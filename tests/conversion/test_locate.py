@@ -95,21 +95,21 @@ def value(path, step=None):
 
 def test_steps(run):
     assert value(run) == 10, "without a file `latest` the highest number counts, as a number"
-    assert value(run, "2") == 2
-    assert value(run / "model_checkpoints", "latest") == 10
+    assert value(run, 2) == 2
+    assert value(run / "model_checkpoints") == 10
     assert value(run / "model_checkpoints" / "9") == 9
-    assert value(run / "model_checkpoints" / "9", "9") == 9
+    assert value(run / "model_checkpoints" / "9", 9) == 9
     (run / "model_checkpoints" / "latest").write_text("9\n")
     assert value(run) == 9, "`latest` was not followed"
-    assert value(run, "10") == 10
+    assert value(run, 10) == 10
     with pytest.raises(UserError, match="has no step 3; it has 2, 9, 10"):
-        find_step(run, "3")
+        find_step(run, 3)
     (run / "model_checkpoints" / "latest").write_text("11")
     with pytest.raises(UserError, match="11 is not there, or holds no weights"):
         find_step(run)
     (run / "model_checkpoints" / "checkpoint-2").mkdir()
     with pytest.raises(UserError, match="several folders of step 2"):
-        find_step(run, "2")
+        find_step(run, 2)
 
 
 def test_a_step_in_the_folder_of_a_step(run):
@@ -120,7 +120,7 @@ def test_a_step_in_the_folder_of_a_step(run):
         torch.save(
             {"encoder.weight": torch.full((1,), float(number))}, folder / inner / "state_dict.pt"
         )
-    assert value(folder) == 9 and value(folder, "3") == 30 and value(folder, "9") == 90
+    assert value(folder) == 9 and value(folder, 3) == 30 and value(folder, 9) == 90
 
 
 @pytest.mark.parametrize("content", ["..", "9/../..", "/etc", ""])

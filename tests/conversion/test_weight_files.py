@@ -151,8 +151,8 @@ def test_not_a_file_of_weights(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     torch.save([1, 2], tmp_path / "list.pt")
     for name, message in (
-        ("folder", "is not a file"),
-        ("none", "no file "),
+        ("folder", "cannot be read"),
+        ("none", "cannot be read"),
         ("text", "cannot be read"),
         ("list", "holds no state dict"),
     ):
