@@ -23,8 +23,9 @@ from ..common.files import read_json
 from ..common.identity import model_digest
 from ..common.loading import load_tokenizer
 from ..common.output import Output
+from ..common.results import check_result_files, earlier_result
 from .glue_run import check_sizes, fine_tune, process_state
-from .glue_table import check_table, finished_runs, write_tables
+from .glue_table import finished_runs, write_tables
 from .glue_tasks import load_task, parse_tasks, rows_digest
 from .options import OPTIONS
 
@@ -50,20 +51,15 @@ def runs_of_row(arguments, task):
     )
 
 
-def mnli_start(arguments):
-    """Folder of the best finished MNLI run in this row, by the score that selected its checkpoint,
-    over seeds and grid; None where there is none."""
-    runs = [folder for _, folder in runs_of_row(arguments, "mnli") if (folder / "best").is_dir()]
-    return runs[-1] if runs else None
-
-
-def _start(arguments, task):
-    """(what the run starts from for its settings, model to load)."""
+def choose_start(arguments, task):
+    """(name of the MNLI run that a task starts from, or None; model to load): the best finished
+    run in this row, by the score that selected its checkpoint, over seeds and grid."""
     if not task.from_mnli or arguments.start == "none":
         return None, arguments.model
-    if folder := mnli_start(arguments):
-        logger.warning("%s starts from the best MNLI run, %s", task.name, folder.name)
-        return folder.name, str(folder / "best")
+    runs = [folder for _, folder in runs_of_row(arguments, "mnli") if (folder / "best").is_dir()]
+    if runs:
+        logger.warning("%s starts from the best MNLI run, %s", task.name, runs[-1].name)
+        return runs[-1].name, str(runs[-1] / "best")
     logger.warning(
         "%s starts from %s itself: there is no finished MNLI run under %s (the paper starts from "
         "MNLI; run --task mnli first)",
@@ -81,7 +77,7 @@ def run_task(arguments, trainer, task, splits, tokenizer, revision):
         trainer: {option of Trainer: value}.
         revision: what the model is known by.
     """
-    start, model = _start(arguments, task)
+    start, model = choose_start(arguments, task)
     known = {"revision": revision, "rows": rows_digest(splits), "start": start}
 
     def run(hyper, seed):
@@ -93,8 +89,7 @@ def run_task(arguments, trainer, task, splits, tokenizer, revision):
         logger.warning("%s: %s", task.name, output.folder.name)
         best = max((score for score, _ in runs_of_row(arguments, task.name)), default=-math.inf)
         result = fine_tune(output, settings, splits, model, tokenizer, arguments, trainer, best)
-        score, last = 100 * result["score"], 100 * result["last"]["score"]
-        logger.warning("%s: dev %.2f, last evaluation %.2f", output.folder.name, score, last)
+        logger.warning("%s: dev %.2f", output.folder.name, 100 * result["score"])
         return result
 
     combinations = arguments.combinations(task)
@@ -109,19 +104,20 @@ def run_task(arguments, trainer, task, splits, tokenizer, revision):
 def check(arguments, trainer, tasks):
     """What can be wrong with any of the tasks is found here, before the first is trained. Returns
     the tokenizer, what the model is known by, and {task: splits}."""
-    check_table(arguments.output)
+    table = earlier_result(Path(arguments.output) / "table.json", "measured")
+    check_result_files(arguments.output, "glue", table, "table.json", "table.md")
     revision = model_digest(arguments.model)
     data = {task.name: load_task(task, arguments.data) for task in tasks}
     for task in tasks:
-        sizes = {hyper["batch_size"] for hyper in arguments.combinations(task)}
-        check_sizes(task, len(data[task.name]["train"]["label"]), sizes, arguments, trainer)
+        check_sizes(task, arguments.combinations(task), trainer)
+    digests = {name: rows_digest(splits) for name, splits in data.items()}
     for folder, result in finished_runs(arguments.output):
         # A row of the table holds one model, and one set of rows of a task.
-        previous, task = result["settings"], result["task"]
-        is_other = result["name"] == arguments.name and previous["revision"] != revision
-        if result["row"] == arguments.row and task in data:
-            is_other = is_other or previous["rows"] != rows_digest(data[task])
-        if is_other:
+        previous = result["settings"]
+        same = previous["revision"] == revision
+        if result["row"] == arguments.row:
+            same = same and previous["rows"] == digests.get(result["task"], previous["rows"])
+        if result["name"] == arguments.name and not same:
             raise UserError(
                 f"{folder} is a run of other weights or rows under the name {arguments.name!r}; "
                 "give another --name or another --output"
@@ -140,7 +136,7 @@ def main(argv=None):
     for task in tasks:
         run_task(arguments, trainer, task, data[task.name], tokenizer, revision)
         if is_main:
-            write_tables(arguments.output)
+            page = write_tables(arguments.output)
     if is_main:
-        print((Path(arguments.output) / "table.md").read_text())
+        print(page)
     return 0

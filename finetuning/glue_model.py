@@ -5,7 +5,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ..common.errors import UserError, one_line
-from ..common.loading import check_model
 
 
 # What encoders call the dropout before the classifier.
@@ -25,10 +24,9 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
         UserError: there is no such model; it lacks weights of the encoder, brings code that was not
             trusted, or is not an encoder that can classify.
     """
-    check_model(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        config.num_labels = task.num_labels
+        config.num_labels = max(len(task.labels), 1)
         config.problem_type = "regression" if task.regression else "single_label_classification"
         if not task.regression:
             config.id2label = dict(enumerate(task.labels))

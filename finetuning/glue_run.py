@@ -24,11 +24,8 @@ from ..training.lora import head_modules, lora_config, save_adapter_and_merge, t
 from ..training.optimisation import decay_parameter_names
 from ..training.options import check_trainer_options, training_arguments
 from .glue_model import load_classifier
-from .glue_rows import evaluation_metrics, prepare, split_heldout
+from .glue_rows import evaluation_metrics, prepare
 from .glue_tasks import TASKS
-
-
-_SPEEDS = ("runtime", "samples_per_second", "steps_per_second", "loss")  # of an evaluation
 
 
 def process_state():
@@ -37,29 +34,17 @@ def process_state():
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
-def evaluation_interval(batches_per_epoch, at_most=500, per_epoch=10):
-    """Steps between evaluations: min(500, batches_per_epoch // 10), at least 1 (the paper's
-    appendix on GLUE)."""
-    return max(1, min(at_most, batches_per_epoch // per_epoch))
-
-
-def check_sizes(task, rows, batch_sizes, arguments, trainer):
-    """Raises UserError when the processes cannot share a batch of one of `batch_sizes`, or too few
-    of `rows` training rows are there."""
+def check_sizes(task, combinations, trainer):
+    """Raises UserError when the processes cannot share a batch of one of the combinations of
+    hyper-parameters."""
     check_trainer_options(trainer)
     parts = process_state().num_processes * trainer.get("gradient_accumulation_steps", 1)
-    for batch_size in batch_sizes:
-        if batch_size % parts:
+    for hyper in combinations:
+        if hyper["batch_size"] % parts:
             raise UserError(
-                f"the batch size of {task.name}, {batch_size}, cannot be shared by processes x "
-                f"gradient_accumulation_steps = {parts}"
+                f"the batch size of {task.name}, {hyper['batch_size']}, cannot be shared by "
+                f"processes x gradient_accumulation_steps = {parts}"
             )
-    fraction = arguments.heldout_fraction
-    if arguments.selection == "heldout" and not split_heldout(rows, fraction, rows)[1]:
-        raise UserError(
-            f"{task.name} has {rows} training rows, too few to hold {fraction:g} of them out; use "
-            "--selection dev"
-        )
 
 
 class GlueTrainer(checkpoints.RunTrainer, Trainer):
@@ -100,9 +85,9 @@ def trainer_arguments(settings, given, folder, rows):
     """
     batches = math.ceil(rows / settings["batch_size"])
     steps = math.ceil(batches * given["num_train_epochs"])
-    interval = evaluation_interval(
-        batches, settings["max_eval_interval"], settings["evaluations_per_epoch"]
-    )
+    # min(500, batches // 10) in the paper's appendix on GLUE
+    part_of_epoch = batches // settings["evaluations_per_epoch"]
+    interval = max(1, min(settings["max_eval_interval"], part_of_epoch))
     parts = process_state().num_processes * given.get("gradient_accumulation_steps", 1)
     fixed = {
         "per_device_train_batch_size": settings["batch_size"] // parts,
@@ -122,12 +107,13 @@ def trainer_arguments(settings, given, folder, rows):
         "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": True,  # how long the early stopping has waited
     }
-    usual = {
+    given = {
         "save_total_limit": 1,
         "logging_steps": interval,
         "dataloader_pin_memory": torch.cuda.is_available(),
+        **given,
     }
-    return training_arguments(folder, usual | given, fixed), steps
+    return training_arguments(folder, given, fixed), steps
 
 
 def fine_tune(output, settings, splits, model_name, tokenizer, options, given, best_score):
@@ -186,10 +172,15 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             compute_metrics=compute_metrics,
             callbacks=[EarlyStoppingCallback(settings["patience"]), _EvaluateAtTheEnd()],
         )
-        resumed = bool(checkpoints.checkpoints(folder))
         with PeakMemory() as memory:
             checkpoints.train(trainer)
-        history = _history(trainer.state.log_history)
+        others = ("runtime", "samples_per_second", "steps_per_second", "loss")
+        left_out = {f"eval_{name}" for name in others}
+        history = [
+            {k.removeprefix("eval_"): v for k, v in record.items() if k not in left_out}
+            for record in trainer.state.log_history
+            if "eval_score" in record
+        ]
         best = next(entry for entry in history if entry["step"] == trainer.state.best_global_step)
         prefixes = ("dev_", *(f"{split}_" for split in task.validation))
         rows = {name: part.stop - part.start for name, part in slices.items()}
@@ -219,7 +210,6 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             "evaluations": history,
             "parameters": {"trained": trained, "all": total},
             **checkpoints.spent(trainer),
-            "resumed": resumed,
             "peak_memory_mib": memory.peak and round(memory.peak / 2**20),
             "memory_before_mib": memory.before and round(memory.before / 2**20),
             "environment": environment(
@@ -237,24 +227,11 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
     return result
 
 
-def _history(log):
-    """[{"step", "epoch", metrics without "eval_"}] of every evaluation, in order, each step
-    once."""
-    left_out = {f"eval_{name}" for name in _SPEEDS}
-    entries = {
-        entry["step"]: {k.removeprefix("eval_"): v for k, v in entry.items() if k not in left_out}
-        for entry in log
-        if "eval_score" in entry
-    }
-    return [entries[step] for step in sorted(entries)]
-
-
 def _save(trainer, tokenizer, evaluation, folder, settings, options, keep):
     """Writes the adapter and, with `keep`, the chosen weights, merged if LoRA; loads these again
     and returns the largest difference of a logit as "reload_difference"."""
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    rows = [evaluation[i] for i in range(min(8, len(evaluation)))]
-    batch = DataCollatorWithPadding(tokenizer)(rows)
+    batch = DataCollatorWithPadding(tokenizer)([*evaluation.select(range(min(8, len(evaluation))))])
     batch.pop("labels")
     with torch.no_grad():
         before = model(**batch.to(model.device)).logits.float().cpu()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pandas
 
-from ..common.errors import UserError
-from ..common.files import read_json, write_json, write_text
-from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table
+from ..common.files import read_json
+from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table, write_result
 from .glue_tasks import TASKS
 
 
@@ -20,7 +19,6 @@ NOTE = (
     "compared with the published rows. Each run's result.json has its settings, rows, command and "
     "commit."
 )
-_RESULT = {"name", "row", "task", "settings", "score", "selected", "last"}
 
 
 def finished_runs(output):
@@ -28,17 +26,7 @@ def finished_runs(output):
     results = [
         (path.parent, read_json(path)) for path in sorted(Path(output).glob("*/*/*/result.json"))
     ]
-    return [(folder, result) for folder, result in results if _RESULT <= result.keys()]
-
-
-def check_table(output):
-    """Raises UserError where `output` has a table that `write_tables` did not write."""
-    paths = [Path(output) / name for name in ("table.json", "table.md")]
-    if any(path.exists() for path in paths):
-        if not paths[0].is_file() or read_json(paths[0]).get("kind") != "glue":
-            raise UserError(
-                f"{output} has a table that is not of this command; choose another output"
-            )
+    return [(folder, result) for folder, result in results if result.get("neobert") == "glue"]
 
 
 def collect(output):
@@ -75,8 +63,8 @@ def collect(output):
 
 
 def write_tables(output):
-    """Writes `output`/table.md and table.json in the layout of Table 3: published rows, then
-    measured ones."""
+    """Writes `output`/table.md and table.json in the layout of Table 3, published rows, then
+    measured ones; returns the page."""
     cells = collect(output)
     percent = (100 * cells["score"]).map("{:.1f}".format)
     spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
@@ -92,15 +80,15 @@ def write_tables(output):
         rows.append([name, source, *(text if isinstance(text, str) else None for text in row)])
     header = ["model", "source", *(task.title for task in TASKS.values()), "avg"]
     data = {
-        "kind": "glue",
         "header": header,
         "rows": rows,
         "measured": json.loads(cells.to_json(orient="records")),
         "note": NOTE,
-        "environment": environment(),
     }
-    write_json(Path(output) / "table.json", data)
-    write_text(
-        Path(output) / "table.md",
-        f"# GLUE, dev sets\n\n{markdown_table(header, rows)}\n{NOTE}\n",
+    return write_result(
+        Path(output) / "table",
+        "GLUE, dev sets",
+        environment(),
+        data,
+        f"{markdown_table(header, rows)}\n{NOTE}",
     )

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from ..common.errors import UserError, one_line, require
+import msgspec
+
+from ..common.errors import UserError, one_line
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,6 @@ class Task:
     metrics: tuple
     validation: tuple = ("validation",)
     from_mnli: bool = False
-
-    @property
-    def num_labels(self):
-        return max(len(self.labels), 1)
 
     @property
     def regression(self):
@@ -106,14 +104,9 @@ def scores(task, logits, labels):
         logits: (N, C) array; C is 1 for regression.
         labels: (N,) array.
     """
+    import numpy as np
     from scipy import stats
     from sklearn import metrics
-
-    def correlation(function):
-        # Undefined for constant predictions, which correlate with nothing.
-        if len(set(predictions)) < 2 or len(set(labels)) < 2:
-            return 0.0
-        return function(labels, predictions).statistic
 
     predictions = (logits[:, 0] if task.regression else logits.argmax(axis=-1)).tolist()
     labels = labels.tolist()
@@ -121,8 +114,9 @@ def scores(task, logits, labels):
         "accuracy": lambda: metrics.accuracy_score(labels, predictions),
         "f1": lambda: metrics.f1_score(labels, predictions, zero_division=0.0),
         "matthews": lambda: metrics.matthews_corrcoef(labels, predictions),
-        "pearson": lambda: correlation(stats.pearsonr),
-        "spearman": lambda: correlation(stats.spearmanr),
+        # Undefined for constant predictions, which correlate with nothing.
+        "pearson": lambda: np.nan_to_num(stats.pearsonr(labels, predictions).statistic),
+        "spearman": lambda: np.nan_to_num(stats.spearmanr(labels, predictions).statistic),
     }
     values = {name: float(functions[name]()) for name in task.metrics}
     return {**values, "score": sum(values.values()) / len(values)}
@@ -160,11 +154,12 @@ def load_task(task, source):
 
 def rows_digest(splits):
     """Twelve hex digits that change when a row of `load_task`'s splits does."""
-    digest = hashlib.sha256()
-    for split, columns in splits.items():
-        for name, values in columns.items():
-            digest.update(json.dumps([split, name, values]).encode())
-    return digest.hexdigest()[:12]
+    parts = (
+        json.dumps([split, name, values])
+        for split, columns in splits.items()
+        for name, values in columns.items()
+    )
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
 
 
 def _local_rows(source, task, split, columns):
@@ -177,7 +172,6 @@ def _local_rows(source, task, split, columns):
 
 
 def _hub_rows(name, task, split, columns):
-    require("train", "datasets")
     from datasets import load_dataset
 
     try:
@@ -194,15 +188,11 @@ def _hub_rows(name, task, split, columns):
 
 def _label(task, place, label):
     """A class number, or a float for regression."""
-    low, high = 0, 5 if task.regression else len(task.labels) - 1
+    kind, most = (float, 5) if task.regression else (int, len(task.labels) - 1)
     try:
-        number = float(label)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not low <= number <= high or not (task.regression or number.is_integer()):
-        names = "" if task.regression else f" ({', '.join(task.labels)})"
+        return msgspec.convert(label, Annotated[kind, msgspec.Meta(ge=0, le=most)], strict=False)
+    except msgspec.ValidationError:
+        names = f" ({', '.join(task.labels)})" if task.labels else ""
         raise UserError(
-            f"{place}: label {label!r:.80} is out of range; {task.name} takes {low:g} to "
-            f"{high:g}{names}"
-        )
-    return number if task.regression else int(number)
+            f"{place}: label {label!r:.80} is out of range; {task.name} takes 0 to {most}{names}"
+        ) from None

@@ -61,14 +61,6 @@ def test_mnli_is_the_mean_of_matched_and_mismatched():
 # protocol
 
 
-@pytest.mark.parametrize(
-    ("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)]
-)
-def test_evaluation_interval(batches, steps):
-    assert glue_run.evaluation_interval(batches) == steps
-    assert glue_run.evaluation_interval(90, per_epoch=2) == 45, "evaluations_per_epoch is ignored."
-
-
 def test_hyper_parameters_are_the_papers():
     """Best of the grid for NeoBERT-4096 and NeoBERT-1024: batch, learning rate, weight decay."""
     paper = {
@@ -133,9 +125,9 @@ def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
     assert result["best_of_all_evaluations"] == 0.9, "what the published protocol would report"
 
 
-def settings_of():
+def settings_of(*more):
     arguments, trainer = OPTIONS["glue"].read(
-        ["--task", "sst2", "--model", "m", "--num-train-epochs", "4"]
+        ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *more]
     )
     hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
     return arguments.settings(trainer, TASKS["sst2"], hyper, 1), trainer
@@ -155,6 +147,19 @@ def test_held_out_rows_are_not_trained_on(world):
     ids = evaluation["input_ids"][:16]
     assert [tokenizer.decode(row, skip_special_tokens=True) for row in ids] == texts
     assert train["labels"][:] == [splits["train"]["label"][i] for i in kept]
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)]
+)
+def test_evaluation_interval(tmp_path, batches, steps):
+    def interval(*more):
+        settings, trainer = settings_of(*more)
+        rows = batches * settings["batch_size"]
+        return glue_run.trainer_arguments(settings, trainer, tmp_path, rows)[0].eval_steps
+
+    assert interval() == steps
+    assert interval("--evaluations-per-epoch", "2") == min(500, batches // 2)
 
 
 def test_the_warm_up_is_a_share_of_all_steps(tmp_path):

@@ -27,7 +27,6 @@ from neobert.finetuning.options import OPTIONS
         ({"task": "cola"}, "there is no file of rows .*/cola/train"),
         ({"data": "nobody/nothing"}, "'nobody/nothing' is not a local folder, and task sst2 was"),
         ({"preset": "best"}, "there is no preset 'best'; choose from neobert-4096, neobert-1024"),
-        ({"task": "sst2,rte", "heldout_fraction": 0.001}, "too few to hold 0.001 of them out"),
         ({"lora": True, "lora_targets": "query"}, "LoRA target 'query' is not a linear layer"),
         ({"gradient_accumulation_steps": 3}, "processes x gradient_accumulation_steps = 3"),
         ({"presets": "{mine: {sst2: {foo: 3}}}", "preset": "mine"}, "has no weight_decay for sst2"),

@@ -22,7 +22,8 @@ from neobert.finetuning.options import OPTIONS
 
 def fake_result(folder, task, seed, score, name="mine", selected=None, row=None, **settings):
     values = {"seed": seed, "learning_rate": 1e-5, **settings}
-    result = {"task": task, "name": name, "row": row or name, "settings": values, "score": score}
+    result = {"neobert": "glue", "task": task, "name": name, "row": row or name}
+    result |= {"settings": values, "score": score}
     result |= {"last": {"score": score - 0.01}, "best_of_all_evaluations": score + 0.01}
     result["selected"] = {"score": score if selected is None else selected}
     path = folder / name / task / f"{seed}-{values['learning_rate']}" / "result.json"
@@ -110,10 +111,12 @@ def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
     for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
         folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
         if seed == 1:
-            assert glue.mnli_start(arguments) is None, "a run whose weights are gone is no start"
+            # A run whose weights are gone is no start.
+            assert glue.choose_start(arguments, TASKS["rte"]) == (None, "m")
         (folder / "best").mkdir()
     fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
-    assert glue.mnli_start(arguments) == tmp_path / "mine" / "mnli" / "2-1e-05"
+    best = tmp_path / "mine" / "mnli" / "2-1e-05"
+    assert glue.choose_start(arguments, TASKS["rte"]) == (best.name, str(best / "best"))
 
 
 @pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
@@ -150,7 +153,7 @@ def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path)
 def test_tables_of_others_are_not_replaced(world, tmp_path):
     for name in ("table.md", "table.json"):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(UserError, match="has a table that is not of this command"):
+        with pytest.raises(UserError, match="was not made by neobert glue"):
             run(world, tmp_path)
         assert (tmp_path / name).read_text() == "{}"
         (tmp_path / name).unlink()
