@@ -108,22 +108,18 @@ def masked_correct(logits, labels):
 
 
 @torch.no_grad()
-def evaluate_batches(model, batches, characters, device=None, accelerator=None):
+def evaluate_batches(model, batches, characters, accelerator):
     """Masked-LM quality over all of `batches` (`MicroBatches`).
 
     Args:
         characters: as `piece_characters` returns them.
-        device: by default the model's.
-        accelerator: of several processes, which share the batches.
+        accelerator: of the run, whose processes share the batches.
     Returns:
         dict: loss (mean cross-entropy over masked tokens, nats), masked_accuracy, masked_tokens,
         bits_per_character; where there are several batches the standard errors over them,
         masked_accuracy_error and bits_per_character_error.
     """
-    rank, world = 0, 1
-    if accelerator is not None:
-        rank, world = accelerator.process_index, accelerator.num_processes
-    device = device if device is not None else next(model.parameters()).device
+    rank, world = accelerator.process_index, accelerator.num_processes
     # Of each batch nats, right ones, masked tokens, their characters.
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)
     training = model.training
@@ -133,11 +129,10 @@ def evaluate_batches(model, batches, characters, device=None, accelerator=None):
     for i in range(rank, math.ceil(len(batches) / world) * world, world):
         inputs = batches[min(i, len(batches) - 1)]
         batch = {
-            name: value.to(device) if torch.is_tensor(value) else value
+            name: value.to(accelerator.device) if torch.is_tensor(value) else value
             for name, value in inputs.items()
         }
-        context = accelerator.autocast() if accelerator is not None else torch.no_grad()
-        with context:
+        with accelerator.autocast():
             outputs = model(**batch)
         if i < len(batches):
             right, count = map(int, masked_correct(outputs.logits, batch["labels"]))
@@ -147,7 +142,7 @@ def evaluate_batches(model, batches, characters, device=None, accelerator=None):
             sums[i] = torch.tensor([nats, right, count, length], dtype=torch.float64)
     model.train(training)
     if world > 1:
-        sums = accelerator.reduce(sums.to(device), reduction="sum")
+        sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
     nats, correct, masked, length = sums.sum(0).tolist()
     metrics = {
         "loss": nats / masked,
@@ -168,22 +163,6 @@ def _ratio_error(above, below):
     total = below.sum().clamp(min=1)
     residuals = above - above.sum() / total * below
     return float(residuals.std() * math.sqrt(len(below)) / total)
-
-
-def measure_sets(model, sets, tokenizer, device, accelerator):
-    """`evaluate_batches` of every held-out set.
-
-    Args:
-        sets: {name: `MicroBatches`}, tokenised by `tokenizer`.
-        accelerator: of the run, whose processes share the batches.
-    Returns:
-        {`metric_name`: value}.
-    """
-    characters, metrics = piece_characters(tokenizer), {}
-    for name, batches in sets.items():
-        measured = evaluate_batches(model, batches, characters, device, accelerator)
-        metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
-    return metrics
 
 
 def metric_name(name, metric):

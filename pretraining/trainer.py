@@ -14,7 +14,7 @@ from ..common.loading import name_tokenizer_class
 from ..training import optimisation
 from ..training.checkpoints import RunTrainer
 from .batches import batch_counts
-from .heldout import masked_correct, measure_sets
+from .heldout import evaluate_batches, masked_correct, metric_name, piece_characters
 from .streaming import STATE
 
 
@@ -51,6 +51,7 @@ class _Records(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
             self.trainer.evaluate()
+        self.trainer.last_time = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= control.should_save or state.global_step >= state.max_steps
@@ -74,22 +75,20 @@ class PretrainingTrainer(RunTrainer, Trainer):
         self.add_callback(_Records(self))
         self.peak_tflops = peak_tflops
         self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
-        self._window_start = None
         self._stream = {}  # by loader worker: where it was after its last batch
 
     # ------------------------------------------------------------------------------------------
     # data
 
     def get_train_dataloader(self):
-        data, args = self.train_dataset, self.args
-        if not isinstance(data, IterableDataset):
+        if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
         # Each process streams its own share, so accelerate must not share it out again.
         return DataLoader(
-            data,
+            self.train_dataset,
             batch_size=None,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
         )
 
     def get_batch_samples(self, *args, **kwargs):
@@ -111,14 +110,12 @@ class PretrainingTrainer(RunTrainer, Trainer):
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None:
-            args, optimizer = self.args, self.optimizer if optimizer is None else optimizer
-            warmup = args.get_warmup_steps(num_training_steps)
             self.lr_scheduler = optimisation.make_schedule(
-                args.lr_scheduler_type,
-                optimizer,
-                warmup,
+                self.args.lr_scheduler_type,
+                optimizer or self.optimizer,
+                self.args.get_warmup_steps(num_training_steps),
                 num_training_steps,
-                args.lr_scheduler_kwargs,
+                self.args.lr_scheduler_kwargs,
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -127,8 +124,6 @@ class PretrainingTrainer(RunTrainer, Trainer):
     # metrics
 
     def training_step(self, model, inputs, *args, **kwargs):
-        if self._window_start is None:
-            self._window_start = time.perf_counter()
         self._add(batch_counts(inputs))
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -147,9 +142,8 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
             counts = self._reduced_counts()
-            now = time.perf_counter()
-            seconds = now - (self._window_start or now)
-            self._window_start = now
+            seconds = time.perf_counter() - self.last_time
+            self.last_time += seconds
             self.state.num_input_tokens_seen += int(counts["tokens"])
             logs["masked_accuracy"] = counts["correct"] / max(1.0, counts["masked"])
             logs["tokens_seen"] = self.state.num_input_tokens_seen
@@ -222,18 +216,17 @@ class PretrainingTrainer(RunTrainer, Trainer):
             self.control = self.callback_handler.on_evaluate(
                 self.args, self.state, self.control, metrics
             )
-        self._window_start = time.perf_counter()
+        self.last_time = time.perf_counter()
         return metrics
 
     def measure(self):
-        """`measure_sets` of the held-out text; the batches are shared between the processes."""
-        return measure_sets(
-            self.model_wrapped if self.is_fsdp_enabled else self.model,
-            self.eval_dataset or {},
-            self.processing_class,
-            self.args.device,
-            self.accelerator,
-        )
+        """{`metric_name`: value} of `evaluate_batches` of every held-out set."""
+        model = self.model_wrapped if self.is_fsdp_enabled else self.model
+        characters, metrics = piece_characters(self.processing_class), {}
+        for name, batches in (self.eval_dataset or {}).items():
+            measured = evaluate_batches(model, batches, characters, self.accelerator)
+            metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
+        return metrics
 
 
 def _only_item(items):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -102,7 +103,7 @@ def test_bits_a_character_are_those_of_a_loop(bundled):
                 if label != -100:
                     bits -= float(logits[place].log_softmax(-1)[label]) / math.log(2)
                     characters += len(bundled.convert_ids_to_tokens(label).removeprefix("##"))
-    found = evaluate_batches(model, batches, piece_characters(bundled))
+    found = evaluate_batches(model, batches, piece_characters(bundled), Accelerator(cpu=True))
     assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
     assert found["loss"] * found["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
 
@@ -121,7 +122,7 @@ def test_errors_are_those_of_ratios_over_batches():
             return type("Output", (), {"loss": loss, "logits": logits})
 
     characters = torch.tensor([1, 2, 3, 1, 4, 2])
-    metrics = evaluate_batches(Answers(), batches, characters, "cpu")
+    metrics = evaluate_batches(Answers(), batches, characters, Accelerator(cpu=True))
     for batch in batches:
         loss = torch.nn.functional.cross_entropy(
             batch["logits"][0].double(), batch["labels"][0], reduction="sum"
