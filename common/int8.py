@@ -4,7 +4,7 @@ an output.
     model = neobert.quantize_int8(model)
 
 A token's values x become bytes round(x / scale) + 128 with scale = max|x| / 127; an output's
-weights w become integers round(w / scale) of at most `Product.steps`. Their product is exact, and
+weights w become integers round(w / scale) of at most `weight_steps`. Their product is exact, and
 what a text gets does not depend on the other rows of a batch. Everything else, attention and
 residuals among it, stays in the model's dtype.
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from ..modeling_neobert import apply_rotary_pos_emb, at_least_float32
 from .errors import UserError
-from .int8_product import ZERO, pack_weight, product, usable_product
+from .int8_product import ZERO, pack_weight, product, weight_steps
 from .outliers import drawn_states, encoders_of, linear_layers, smooth
 
 
@@ -209,7 +209,7 @@ def quantize_int8(model: nn.Module, even_if_slow: bool = False) -> nn.Module:
         raise UserError(f"int8 is for NeoBERT, but a {type(model).__name__} without it was given")
     for encoder in encoders:
         _check(encoder)
-    steps = usable_product(even_if_slow).steps
+    steps = weight_steps(even_if_slow)
     model.eval().requires_grad_(False)
     with torch.inference_mode(False), torch.no_grad():
         for encoder in encoders:

@@ -10,7 +10,6 @@ Shape legend: R rows, K inputs, N outputs.
 
 import functools
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -47,19 +46,6 @@ def product(codes, packed, scales, dtype=torch.float32):
     )
 
 
-@dataclass(frozen=True)
-class Product:
-    """The integer product of this CPU.
-
-    Attributes:
-        steps: the largest weight with which it is exact: 127 or, where sums saturate, 64.
-        speed: times as fast as in float32, one thread, 128 rows of 768.
-    """
-
-    steps: int
-    speed: float
-
-
 def is_exact(steps, rows, width=520):
     """Whether the product is the integer product where its sums are largest.
 
@@ -78,11 +64,13 @@ def is_exact(steps, rows, width=520):
 
 
 @functools.cache
-def int8_product():
-    """The `Product` of this CPU, by a check and a short measurement.
+def weight_steps(even_if_slow=False):
+    """The largest integer weight with which the product of this CPU is exact, 127 or 64, by a check
+    and a short measurement on one thread, of 128 rows of 768.
 
     Raises:
-        UserError: there is none, or it is not exact.
+        UserError: there is no product, it is not exact, or, unless `even_if_slow`, not faster than
+            that of float32.
     """
     try:
         with one_thread(), torch.inference_mode():
@@ -96,7 +84,13 @@ def int8_product():
         raise UserError(f"this processor has no int8 product in torch ({error})") from None
     if not exact:
         raise UserError("the int8 product of this processor is not exact; give float32")
-    return Product(exact[0], times[0] / times[1])
+    if times[0] < LEAST_SPEED * times[1] and not even_if_slow:
+        raise UserError(
+            "int8 does not pay on this processor: its int8 product takes "
+            f"{times[1] / times[0]:.1f} times as long as that of float32; give float32 (or, from "
+            "Python, neobert.quantize_int8(model, even_if_slow=True))"
+        )
+    return exact[0]
 
 
 def _seconds(rows, width, repeats):
@@ -112,15 +106,3 @@ def _seconds(rows, width, repeats):
         "int8": lambda: product(codes, packed, scales),
     }
     return list(best_times(calls, repeats, _clock).values())
-
-
-def usable_product(even_if_slow=False):
-    """`int8_product()`; UserError where it is not faster than float32, unless `even_if_slow`."""
-    measured = int8_product()
-    if measured.speed < LEAST_SPEED and not even_if_slow:
-        raise UserError(
-            "int8 does not pay on this processor: its int8 product takes "
-            f"{1 / measured.speed:.1f} times as long as that of float32; give float32 (or, from "
-            "Python, neobert.quantize_int8(model, even_if_slow=True))"
-        )
-    return measured

@@ -3,7 +3,6 @@ in."""
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from .constants import ROOT
 from .errors import UserError
-from .files import read_json, redacted_arguments
-from .folders import new_file
+from .files import json_text, read_json, redacted_arguments, write_text
 
 
 _PACKAGES = (
@@ -106,10 +104,8 @@ def write_result(output, title, environment, data, text):
         the page.
     """
     page = f"# {title}\n\n{environment_line(environment)}.\n\n{text.strip()}\n"
-    content = json.dumps({"environment": environment, **data}, indent=1, ensure_ascii=False)
-    for ending, written in (("json", f"{content}\n"), ("md", page)):
-        with new_file(f"{output}.{ending}") as file:
-            file.write(written.encode())
+    write_text(f"{output}.json", json_text({"environment": environment, **data}))
+    write_text(f"{output}.md", page)
     return page
 
 
@@ -117,7 +113,11 @@ def hardware():
     """One line: the processor's model, its cores, its vector and matrix units, and the GPUs."""
     import torch
 
-    parts = [", ".join([f"{_processor()}, {os.cpu_count()} cores", *processor_units()])]
+    name = _cpuinfo("model name") or platform.processor() or platform.machine()
+    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
+    if family and model:  # many names of rented machines say little
+        name = f"{name} (family {family}, model {model})"
+    parts = [", ".join([name, f"{os.cpu_count()} cores", *processor_units()])]
     parts += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return "; ".join(parts)
 
@@ -131,15 +131,6 @@ def processor_units():
     """
     flags = set(_cpuinfo("flags").split()) | set(_cpuinfo("Features").split())
     return [name for name, any_of in _UNITS if flags & set(any_of)]
-
-
-def _processor():
-    """The processor's name; with family and model number where there are such, since many names of
-    rented machines say little."""
-    name = _cpuinfo("model name")
-    family, model = _cpuinfo("cpu family"), _cpuinfo("model")
-    numbers = f" (family {family}, model {model})" if family and model else ""
-    return (name or platform.processor() or platform.machine()) + numbers
 
 
 def _cpuinfo(field):

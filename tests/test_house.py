@@ -173,7 +173,7 @@ BUDGETS = {
     "embeddings": 1849,
     "conversion": 930,
     "training": 267,
-    "common": 1186,
+    "common": 1174,
     "modeling_neobert": 581,
     "configuration_neobert": 144,
     "attention_neobert": 286,
