@@ -236,17 +236,6 @@ def decide_tying(tensors, given, head):
 # checks of the tensors
 
 
-def expected_shapes(head, config):
-    """{name: shape} of a model. UserError for sizes that no tensor has."""
-    try:
-        state = _on_meta(head, config).state_dict()
-        return {name: tuple(value.shape) for name, value in state.items()}
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise UserError(
-            f"no model can be made of this configuration ({one_line(error)})."
-        ) from None
-
-
 def check_tensors(tensors, expected):
     """Compares names and shapes with those of the model that the configuration describes.
 
@@ -302,15 +291,12 @@ def plan(tensors, given, wanted_head=None, wanted_dtype=None):
     Raises:
         UserError: the tensors are not those of a NeoBERT of this configuration.
     """
-    classes = given.get("architectures")
-    classes = (
-        [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-    )
-    head, others = choose_head(tensors, wanted_head, classes)
+    head, others = choose_head(tensors, wanted_head, given.get("architectures") or ())
     tensors = {name: tensor for name, tensor in tensors.items() if name not in set(others)}
     tied, tying = decide_tying(tensors, given, head)
     config, derived = work_out_config(tensors, {**given, "tie_word_embeddings": tied}, head)
-    expected = expected_shapes(head, config)
+    state = _on_meta(head, config).state_dict()
+    expected = {name: tuple(value.shape) for name, value in state.items()}
     if tied:
         for names in (tensors, expected):
             names.pop("decoder.weight", None)

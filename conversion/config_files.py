@@ -15,22 +15,14 @@ FIELDS = (set(inspect.signature(NeoBERTConfig.__init__).parameters) - {"self", "
     *ALIASES,
     *("ngpt", "num_labels", "id2label", "label2id", "problem_type", "architectures"),
 }
-_FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml", "hparams.yaml")
+_FILES = ("config.json", "config.yaml", "config.yml", ".hydra/config.yaml")
 
 
 def find_config(folders):
     """The innermost configuration file with any of FIELDS: (path, fields), or (None, {})."""
     for path in (folder / name for folder in folders for name in _FILES):
-        if path.is_file():
-            try:
-                fields = read_config(path, strict=False)
-            except UserError:
-                # Lightning writes a file of this name with objects of its own in it.
-                if path.name != "hparams.yaml":
-                    raise
-                continue
-            if fields:
-                return path, fields
+        if path.is_file() and (fields := read_config(path, strict=False)):
+            return path, fields
     return None, {}
 
 
@@ -53,8 +45,7 @@ def read_config(path, strict=True):
         raise UserError(f"the configuration {path} should be a mapping of names to values.")
     kind = data.get("model_type", "neobert")
     if kind != "neobert":
-        kind = f"{kind:.80} model" if isinstance(kind, str) else "model of another kind"
-        raise UserError(f"{path} is the configuration of a {kind}, not of NeoBERT.")
+        raise UserError(f"{path} is the configuration of another model, {kind!r:.80}.")
     fields = {}
     for section, names in (
         (data.get("tokenizer"), {"max_length", "vocab_size"}),

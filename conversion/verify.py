@@ -45,20 +45,10 @@ def _compared(outputs, conversion, inputs):
 
 
 def source_outputs(conversion, tensors):
-    """What the model answers with the weights `tensors` in float32, as one vector.
-
-    Raises:
-        UserError: it does not run.
-    """
+    """What the model answers with the weights `tensors` in float32, as one vector."""
     inputs = random_inputs(conversion)
-    try:
-        with torch.no_grad():
-            outputs = conversion.build(tensors)(**inputs)
-    # rope_parameters of any type, for example
-    except (ArithmeticError, LookupError, RuntimeError, TypeError) as error:
-        raise UserError(
-            f"the model of this configuration does not run ({one_line(error)})."
-        ) from error
+    with torch.no_grad():
+        outputs = conversion.build(tensors)(**inputs)
     outputs = {name: value for name, value in outputs.items() if torch.is_tensor(value)}
     return _compared(outputs, conversion, inputs)
 

@@ -67,10 +67,7 @@ def _tensors(path):
 
 def _sharded(index):
     """Tensors of all files that an index names."""
-    content = read_json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index} has no weight_map from names of tensors to files beside it.")
+    weight_map = read_json(index)["weight_map"]
     files = weight_map.values()
     absent = {repr(name) for name in files if not is_file_in(index.parent, name)}
     if absent:

@@ -171,7 +171,7 @@ BUDGETS = {
     "pretraining": 1611,
     "finetuning": 430,
     "embeddings": 1849,
-    "conversion": 930,
+    "conversion": 912,
     "training": 267,
     "common": 1174,
     "modeling_neobert": 581,

@@ -16,8 +16,7 @@ from neobert import (
     NeoBERTModel,
 )
 from neobert.common.errors import UserError
-from neobert.conversion.architecture import derived_fields, expected_shapes, plan
-from neobert.conversion.heads import HEADS
+from neobert.conversion.architecture import derived_fields, plan
 
 
 def converted(source, tmp_path, *options):
@@ -179,7 +178,7 @@ def unchanged(state):
         (put("model.transformer_encoder.0.ffn.w12.weight", 12, 64), {}, [], "wrong shape"),
         (unchanged, {"hidden_size": 128}, [], r"is \(200, 64\) instead of \(200, 128"),
         (unchanged, {"num_hidden_layers": 2}, [], "unexpected .*: model.transformer_encoder.2"),
-        (unchanged, {"vocab_size": 10**18}, [], "no model can be made|wrong shape"),
+        (unchanged, {"vocab_size": 10**15}, [], "wrong shape"),
         (unchanged, {"tie_word_embeddings": True}, [], "decoder.weight and .* differ"),
         (unchanged, {}, ["--head", "sequence-classification"], "missing tensors: dense.weight"),
     ],
@@ -219,12 +218,3 @@ def test_labels_in_another_order_keep_their_numbers(tiny_config):
     assert config.id2label == {number: f"label {number}" for number in range(12)}
     assert config.label2id == {f"label {number}": number for number in range(12)}
     assert config.num_labels == 12 and config.problem_type == "regression"
-
-
-def test_expected_shapes_are_those_of_the_model(tiny_config):
-    kinds = {"hidden_act": "gelu", "norm_type": "layer", "position_embedding_type": "learned"}
-    config = NeoBERTConfig(**tiny_config, **kinds)
-    for head in HEADS.values():
-        state = head.model_class(config).state_dict()
-        assert expected_shapes(head, config) == {name: tuple(state[name].shape) for name in state}
-    assert config.num_hidden_layers == 3
