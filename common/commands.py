@@ -41,10 +41,6 @@ def guarded(name, run):
     Returns:
         what `run` returns; 2 after an error, 130 after an interrupt, 143 after SIGTERM.
     """
-    for stream in (sys.stdout, sys.stderr):
-        # A file's name may hold characters that the terminal's encoding lacks.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
     try:
         return run() or 0
     except SystemExit:

@@ -89,8 +89,7 @@ def files(source):
             matches.append(File(url, name, info["size"]))
     kinds = {file.format for file in matches}
     if not matches:
-        where = "there is no" if not infos else f"{source} is or holds no"
-        raise UserError(f"{where} file of rows {source} ({', '.join(FORMATS)})")
+        raise UserError(f"there is no file of rows at {source} ({', '.join(FORMATS)})")
     if len(kinds) > 1:
         names = listed([file.name for file in matches], 5)
         raise UserError(

@@ -38,12 +38,6 @@ _SMALLEST = 1e-30  # of a scale: rows of zeros have one too
 # ----------------------------------------------------------------------------------------- passes
 
 
-def _filled(rows):
-    """Rows of a product: oneDNN builds a kernel for every number of them."""
-    step = 16 if rows < 512 else 64
-    return -(-rows // step) * step
-
-
 def _slices(*tensors):
     """Slices of tensors of T rows, together, of `_ELEMENTS` of the first."""
     rows = max(1, _ELEMENTS // tensors[0].shape[-1])
@@ -63,19 +57,17 @@ class Codes:
 
     Attributes:
         codes: (R, K) uint8; the last R - T are anything.
+        rows: (T, K), the first T of them.
         scales: (T, 1) float32.
         shape, dtype: of the hidden states that they stand for.
     """
 
     def __init__(self, shape, dtype):
         rows = shape[:-1].numel()
-        self.codes = torch.empty(_filled(rows), shape[-1], dtype=torch.uint8)
-        self.scales = torch.empty(rows, 1)
+        step = 16 if rows < 512 else 64  # oneDNN builds a kernel for every number of rows
+        self.codes = torch.empty(-(-rows // step) * step, shape[-1], dtype=torch.uint8)
+        self.rows, self.scales = self.codes[:rows], torch.empty(rows, 1)
         self.shape, self.dtype = shape, dtype
-
-    @property
-    def rows(self):
-        return self.codes[: len(self.scales)]
 
 
 class Int8Norm(nn.Module):

@@ -207,11 +207,6 @@ def text_limit(model, tokenizer):
     return min(limits) if limits else None
 
 
-def spellings(field):
-    """The set of all names of a field of NeoBERTConfig."""
-    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
-
-
 def check_model_fields(fields, where):
     """Raises UserError for a name that NeoBERTConfig does not know.
 

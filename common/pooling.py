@@ -28,8 +28,8 @@ _MODES = {
 REQUIREMENTS = {"torch": ">=2.6", "transformers": ">=4.56"}
 
 
-def pooling_config(width, mode="mean", include_prompt=True):
-    """Content of `1_Pooling/config.json`.
+def write_pooling(folder, width, mode="mean", include_prompt=True):
+    """Writes `1_Pooling/config.json` of a folder, over the one that a library wrote.
 
     Args:
         width: numbers D of a vector.
@@ -37,12 +37,13 @@ def pooling_config(width, mode="mean", include_prompt=True):
         include_prompt: whether tokens of a prompt count.
     """
     flags = {key: name == mode for name, key in _MODES.items()}
-    return {
+    config = {
         "word_embedding_dimension": width,
         **flags,
         "include_prompt": include_prompt,
         "pooling_mode": mode,
     }
+    write_json(Path(folder) / "1_Pooling" / "config.json", config)
 
 
 def pooling_mode(config):
@@ -61,21 +62,13 @@ def pooling_mode(config):
     return modes[0]
 
 
-def write_pooling(folder, width, mode="mean", include_prompt=True):
-    """Writes `1_Pooling/config.json` of a folder, arguments as of `pooling_config`; over the one
-    that a library wrote, if there is one."""
-    write_json(
-        Path(folder) / "1_Pooling" / "config.json", pooling_config(width, mode, include_prompt)
-    )
-
-
 def write_sentence_transformers(folder, width, max_length, mode="mean"):
     """Writes modules.json, sentence_bert_config.json, config_sentence_transformers.json and
     1_Pooling/config.json beside a transformer in the top folder.
 
     Args:
         folder: that of the model.
-        width, mode: as of `pooling_config`.
+        width, mode: as of `write_pooling`.
         max_length: tokens of a text that are read.
     """
     modules = [
@@ -101,7 +94,7 @@ def save_for_all_versions(model, folder):
     names of the modules, and their older keys.
 
     Args:
-        model: a SentenceTransformer for text.
+        model: a SentenceTransformer for text, with a pooling after its transformer.
         folder: an existing folder.
     """
     folder = Path(folder)
@@ -117,10 +110,7 @@ def save_for_all_versions(model, folder):
         if kind == "Pooling":
             config = read_json(path)
             width = config.get("word_embedding_dimension") or config["embedding_dimension"]
-            write_json(
-                path,
-                pooling_config(width, config["pooling_mode"], config.get("include_prompt", True)),
-            )
+            write_pooling(folder, width, config["pooling_mode"], config.get("include_prompt", True))
         elif kind == "Dense":
             config = read_json(path)
             write_json(

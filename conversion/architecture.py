@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ..common.errors import UserError, listed, one_line
-from ..common.loading import WEIGHT_DTYPES, spellings
-from ..configuration_neobert import NeoBERTConfig
+from ..common.loading import WEIGHT_DTYPES
+from ..configuration_neobert import ALIASES, NeoBERTConfig
 from .heads import Head, choose_head
 
 
@@ -139,6 +139,11 @@ def derived_fields(tensors):
     return fields
 
 
+def _spellings(field):
+    """The set of all names of a field of NeoBERTConfig."""
+    return {field, *(alias for alias, fields in ALIASES.items() if field in fields)}
+
+
 def _label_fields(given, tensors):
     """The configuration's fields about labels, compared with the rows of the classifier."""
     rows = _matrix(tensors, "classifier.weight")[0] if "classifier.weight" in tensors else None
@@ -176,7 +181,7 @@ def work_out_config(tensors, given, head):
     labels = _label_fields(given, tensors) if head.has_labels else {}
     others = (*_LABEL_FIELDS, "architectures")
     given = {k: value for k, value in given.items() if value is not None and k not in others}
-    filled = {name: value for name, value in derived.items() if spellings(name).isdisjoint(given)}
+    filled = {name: value for name, value in derived.items() if _spellings(name).isdisjoint(given)}
     if "num_attention_heads" not in {*given, *filled}:
         raise UserError(
             "the number of attention heads does not follow from the shapes (hidden size "
@@ -200,7 +205,7 @@ def work_out_config(tensors, given, head):
         )
     known = {*given, *filled}
     names = ("norm_eps", "max_position_embeddings")
-    defaults = [name for name in names if spellings(name).isdisjoint(known)]
+    defaults = [name for name in names if _spellings(name).isdisjoint(known)]
     if defaults:
         fields = ", ".join(f"{name} {getattr(config, name)}" for name in defaults)
         notes.append(f"not visible in the tensors, so the default: {fields}")

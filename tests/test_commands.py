@@ -2,17 +2,13 @@
 traceback."""
 
 import errno
-import os
 import shutil
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from neobert import __main__ as cli
-from neobert.common import commands
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError, one_line
 from neobert.common.loading import check_model
@@ -71,28 +67,6 @@ def test_exit_codes_pass():
     with pytest.raises(SystemExit) as left:
         guarded("x", lambda: sys.exit(0))
     assert left.value.code == 0
-
-
-# Without what importing the package brings, which takes seconds.
-CODE = f"""
-import sys, types
-package = sys.modules["neobert"] = types.ModuleType("neobert")
-package.__path__ = [{str(Path(commands.__file__).parent.parent)!r}]
-from neobert.common.commands import guarded
-sys.exit(guarded("x", lambda: print("\\u4f60\\udc80")))
-"""
-
-
-def test_names_that_the_terminal_has_no_letters_for():
-    """In another process, whose output is ASCII."""
-    process = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout == "\\u4f60\\udc80\n"
 
 
 def test_what_a_newcomer_types(capsys):

@@ -122,7 +122,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         ("a.csv", b"text,label\none, two,1\n", "row 1: it has more columns than the first line"),
         ("a.parquet", b"PAR0nothing", "a.parquet cannot be read"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz cannot be read .Not a gzipped file"),
-        ("a.doc", b"x", "a.doc is or holds no file of rows"),
+        ("a.doc", b"x", "there is no file of rows at .*a.doc"),
     ],
 )
 def test_a_broken_file_is_one_sentence(tmp_path, name, content, sentence):
