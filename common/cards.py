@@ -3,11 +3,6 @@ are known, and left out elsewhere."""
 
 from pathlib import Path
 
-import yaml
-
-from .errors import UserError
-from .files import read_text
-
 
 LICENSE_HELP = (
     "licence of the weights, for the card; by default what the card of a local source says"
@@ -17,13 +12,15 @@ _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_re
 
 
 def read_card(folder):
-    """What the card of a folder says of licence and base model, {key: text}; {} without a card."""
+    """What the card of a folder says of licence and base model, {key: text}; {} without a card, or
+    for one that is damaged."""
+    from huggingface_hub import metadata_load
+
     try:
-        found = yaml.safe_load(read_text(Path(folder) / "README.md").split("---\n")[1])
-    except (UserError, OSError, IndexError, ValueError, yaml.YAMLError):
-        return {}
-    found = found if isinstance(found, dict) else {}
-    return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}
+        card = metadata_load(Path(folder) / "README.md") or {}
+    except Exception:  # of the file, of YAML, of text that is none
+        card = {}
+    return {key: card[key] for key in _KEYS if isinstance(card.get(key), str)}
 
 
 def licence(name, card):
