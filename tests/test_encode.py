@@ -319,7 +319,7 @@ def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp
 
 BAD = [
     (["corpus.jsonl", "out.safetensors"], "OUTPUT must be a folder or end in .parquet"),
-    (["corpus.jsonl", "corpus.jsonl/vectors"], "corpus.jsonl is a file"),
+    (["corpus.jsonl", "corpus.jsonl/vectors"], "in one another; choose an output elsewhere"),
     (["corpus.jsonl", "model/vectors"], "in one another; choose an output elsewhere"),
     (
         ["corpus.jsonl", "out", "--max-length", "100000"],
