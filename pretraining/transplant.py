@@ -15,8 +15,7 @@ from torch import nn
 
 
 COPIED, MEAN, REST = "copied", "mean of old pieces", "mean of all"
-_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-_ROLES += ("bos_token", "eos_token")
+_ROLES = tuple(f"{role}_token" for role in ("pad", "unk", "cls", "sep", "mask", "bos", "eos"))
 _UNUSED = re.compile(r"\[unused\d+\]")
 _WORD_STARTS = ("\u0120", "\u2581", " ")  # of byte-level BPE, of SentencePiece
 

@@ -35,12 +35,17 @@ HELD_OUT = 50  # every so many texts one is measured and not learnt from
 # reading
 
 
-def read_texts(rows, limit):
-    """(what is between spaces in the texts, counted; the texts that are held out).
+def count_words(rows, limit, backend):
+    """(Counter of the words as a tokenizer has them, normalised and cut at punctuation; the texts
+    that are held out).
+
+    BERT's normalizer and pre-tokenizer look at single characters, so that each distinct chunk of
+    text between spaces needs them once.
 
     Args:
         rows: {"text"} each.
         limit: characters that are read.
+        backend: of the tokenizer.
     """
     chunks, held_out, read = Counter(), [], 0
     for number, row in enumerate(tqdm(rows, desc="reading", unit=" texts"), 1):
@@ -52,21 +57,12 @@ def read_texts(rows, limit):
             held_out.append(text)
         if read >= limit:
             break
-    return chunks, held_out
-
-
-def count_words(chunks, backend):
-    """Counter of the words as a tokenizer has them: normalised, and cut at punctuation.
-
-    BERT's normalizer and pre-tokenizer look at single characters, so that each distinct chunk of
-    text needs them once.
-    """
     words = Counter()
     for chunk, times in chunks.items():
         normal = backend.normalizer.normalize_str(chunk)
         for word, _ in backend.pre_tokenizer.pre_tokenize_str(normal):
             words[word] += times
-    return words
+    return words, held_out
 
 
 def usable(words, least):
@@ -232,8 +228,8 @@ def make_tokenizer(options):
         settings = {"do_lower_case": lower, "strip_accents": strip}
         content["normalizer"] |= {"lowercase": lower, "strip_accents": strip}
 
-    chunks, held_out = read_texts(load_rows(sources), options.limit)
-    words = count_words(chunks, Tokenizer.from_str(json.dumps(content)))
+    backend = Tokenizer.from_str(json.dumps(content))
+    words, held_out = count_words(load_rows(sources), options.limit, backend)
     words, alphabet = usable(words, options.min_frequency)
     if not words:
         raise UserError(
@@ -250,7 +246,7 @@ def make_tokenizer(options):
         write_text(folder / "tokenizer.json", json_text(content))
         write_text(folder / "vocab.txt", "".join(f"{piece}\n" for piece in pieces))
     new, old = (
-        measure(tokenizer, held_out or list(chunks))
+        measure(tokenizer, held_out or list(words))
         for tokenizer in (load_tokenizer(options.output), base)
     )
     rows = [[name, new[name], old[name]] for name in new]
