@@ -105,6 +105,8 @@ class MicroBatches(torch.utils.data.Dataset):
         spec: `BatchArguments`.
         seed: of order, mixture and masks.
         count: micro-batches of the run; None: every text once, for evaluation.
+    Attributes:
+        tokens: of one pass over the data.
     Raises:
         UserError: a part of the mixture has no text, or all texts together fill no batch.
     """
@@ -112,6 +114,7 @@ class MicroBatches(torch.utils.data.Dataset):
     def __init__(self, windows, masking, spec, seed, count=None):
         self.windows, self.masking, self.spec = windows, masking, spec
         self.seed, self.count = seed, count
+        self.tokens = int(windows.lengths(np.arange(len(windows))).sum())
         self.plans = [
             Plan(windows, spec, seed, number, whole=count is None)
             for number in range(len(spec.parts))
@@ -133,18 +136,7 @@ class MicroBatches(torch.utils.data.Dataset):
     def __len__(self):
         return self.count
 
-    def passes(self, i):
-        """How often the data has been read before micro-batch i, by the number of texts: 1.5 is
-        once and a half."""
-        counts = (
-            [i] if self.source is None else np.bincount(self.source[:i], minlength=len(self.plans))
-        )
-        texts = (plan.texts_before(int(k)) for plan, k in zip(self.plans, counts))
-        return sum(texts) / len(self.windows)
-
     def __getitem__(self, i):
-        if not 0 <= i < self.count:
-            raise IndexError(i)
         source, rank = (0, int(i)) if self.source is None else (self.source[i], int(self.rank[i]))
         texts = self.plans[source].batch(rank)
         return masked_batch(texts, self.spec, self.masking, self.seed, int(i), i / self.count)

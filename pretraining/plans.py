@@ -108,13 +108,6 @@ class Plan:
         joined = np.concatenate(self.windows.read(order[first:last]))
         return [joined[start - totals[first] : stop - totals[first]]]
 
-    def texts_before(self, k):
-        """Windows in the batches before k; without boundaries by the share of the tokens."""
-        number, i = self.locate(k)
-        order, bounds, totals = self.planned(number)
-        share = bounds[i] / len(order) if totals is None else bounds[i] / totals[-1]
-        return number * len(order) + share * len(order)
-
 
 class WeightedOrder:
     """Endless texts of weighted sources, cut into passes in which each source has its exact share.

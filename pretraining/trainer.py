@@ -2,7 +2,9 @@
 complete micro-batches."""
 
 import json
+import operator
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -71,10 +73,11 @@ class PretrainingTrainer(RunTrainer, Trainer):
     """
 
     def __init__(self, *others, peak_tflops=None, **more):
-        super().__init__(*others, data_collator=_only_item, **more)
+        # An item is a complete micro-batch already.
+        super().__init__(*others, data_collator=operator.itemgetter(0), **more)
         self.add_callback(_Records(self))
         self.peak_tflops = peak_tflops
-        self._counts = {"correct": 0, "masked": 0, "tokens": 0, "squares": 0}
+        self._counts = Counter()  # of the batches since the last record
         self._stream = {}  # by loader worker: where it was after its last batch
 
     # ------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
     # metrics
 
     def training_step(self, model, inputs, *args, **kwargs):
-        self._add(batch_counts(inputs))
+        self._counts.update(batch_counts(inputs))
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -132,16 +135,21 @@ class PretrainingTrainer(RunTrainer, Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        self._add({"correct": masked_correct(outputs.logits, labels)[0]})
+        self._counts.update(correct=masked_correct(outputs.logits, labels)[0])
         return (loss, outputs) if return_outputs else loss
-
-    def _add(self, counts):
-        for name, value in counts.items():
-            self._counts[name] = self._counts[name] + value
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
-            counts = self._reduced_counts()
+            counts = {name: float(value) for name, value in self._counts.items()}
+            self._counts.clear()
+            is_stream = isinstance(self.train_dataset, IterableDataset)
+            if is_stream:
+                passes = self.train_dataset.passes(self._stream.values())
+                counts["passes"] = passes / self.args.world_size
+            if self.args.world_size > 1:
+                values = torch.tensor([*counts.values()], dtype=torch.float64)
+                values = self.accelerator.reduce(values.to(self.args.device), reduction="sum")
+                counts = dict(zip(counts, values.tolist()))
             seconds = time.perf_counter() - self.last_time
             self.last_time += seconds
             self.state.num_input_tokens_seen += int(counts["tokens"])
@@ -154,24 +162,9 @@ class PretrainingTrainer(RunTrainer, Trainer):
                 flops = flops_per_batch(config, counts["tokens"], counts["squares"], predicted)
                 peak = self.peak_tflops * 1e12 * self.args.world_size
                 logs["mfu"] = flops / max(seconds, 1e-9) / peak
-            self.state.epoch = counts["passes"]
+            read = self.state.num_input_tokens_seen
+            self.state.epoch = counts["passes"] if is_stream else read / self.train_dataset.tokens
         super().log(logs, *args, **kwargs)
-
-    def _reduced_counts(self):
-        """What was counted since the last call, and how far the data has been read, summed over
-        processes; passes are a mean."""
-        args, counts = self.args, {name: float(value) for name, value in self._counts.items()}
-        self._counts = dict.fromkeys(counts, 0)
-        if isinstance(self.train_dataset, IterableDataset):
-            passes = self.train_dataset.passes(self._stream.values())
-        else:
-            i = self.state.global_step * args.gradient_accumulation_steps * args.world_size
-            passes = self.train_dataset.passes(i)
-        counts["passes"] = passes / args.world_size
-        if args.world_size > 1:
-            values = torch.tensor(list(counts.values()), dtype=torch.float64, device=args.device)
-            counts = dict(zip(counts, self.accelerator.reduce(values, reduction="sum").tolist()))
-        return counts
 
     def write_log(self):
         """`log.jsonl` in the output folder: every logged record of the run, resumed parts
@@ -227,8 +220,3 @@ class PretrainingTrainer(RunTrainer, Trainer):
             measured = evaluate_batches(model, batches, characters, self.accelerator)
             metrics |= {metric_name(name, metric): value for metric, value in measured.items()}
         return metrics
-
-
-def _only_item(items):
-    """An item is a complete micro-batch already."""
-    return items[0]
