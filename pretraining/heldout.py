@@ -16,7 +16,6 @@ difference between two vocabularies says little.
 import json
 import math
 import os
-import re
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -32,21 +31,14 @@ def parse_heldout(heldout, split="train", column="text"):
     """The held-out sets of a recipe: {name: sources}; of text without a name {"": sources}.
 
     Args:
-        heldout: as `dataset`, or {name: as `dataset`}.
+        heldout: as `dataset`, or {name: as `dataset`}, or None.
     Raises:
-        UserError: as of `parse_sources`; a name that cannot be a metric's; weights.
+        UserError: as of `parse_sources`.
     """
     sets = heldout if isinstance(heldout, dict) else {"": heldout}
-    found = {}
-    for name, dataset in sets.items():
-        if isinstance(heldout, dict) and not re.fullmatch(r"[A-Za-z0-9][\w-]*", str(name)):
-            raise UserError(
-                f"heldout: {name!r} is no name of a set; letters, digits, _ and - can be given"
-            )
-        found[str(name)] = parse_sources(dataset, split, column)
-        if found[str(name)][0].weight is not None:
-            raise UserError("heldout text is measured as it is; leave weight out")
-    return found
+    if heldout is None:
+        return {}
+    return {str(name): parse_sources(each, split, column) for name, each in sets.items()}
 
 
 def check_held_out(heldout, train):

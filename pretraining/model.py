@@ -1,5 +1,6 @@
 """The model that a run trains: freshly initialised, or from the weights of another run."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,12 +13,11 @@ from ..configuration_neobert import NeoBERTConfig
 from ..conversion.start import write_start
 from ..modeling_neobert import NeoBERTForMaskedLM
 from .prepared import tokenizer_fingerprint
-from .sources import content_hash
-from .transplant import find_rows, replace_vocabulary
+from .transplant import replace_vocabulary
 
 
 # The Hub folder of a raw checkpoint in the output of a run, until the run has finished.
-START = ".start-{}.tmp"
+START = ".start.tmp"
 
 # What weights are made for.
 _SHAPE = (
@@ -47,7 +47,6 @@ def choose_tokenizer(given, start, init_embeddings=None):
     """
     if start is None:
         return load_tokenizer(given or str(TOKENIZER))
-    _config_of(start)
     if init_embeddings is not None:
         return load_tokenizer(given)
     try:
@@ -65,28 +64,6 @@ def choose_tokenizer(given, start, init_embeddings=None):
             "its vocabulary out of theirs"
         )
     return tokenizer
-
-
-def new_rows(init_embeddings, start, tokenizer):
-    """`Rows` of another vocabulary than that of the weights, or None where theirs stays.
-
-    Args:
-        init_embeddings: "transplant" or None.
-        start: folder or Hub name of the weights and their tokenizer.
-        tokenizer: the new one, of the run.
-    Raises:
-        UserError: `start` has no tokenizer.
-    """
-    if init_embeddings is None:
-        return None
-    try:
-        old = load_tokenizer(start)
-    except UserError as error:
-        raise UserError(
-            f"init_embeddings transplant needs the tokenizer that the weights of init_from {start} "
-            "were trained with, in the same folder; put its files there"
-        ) from error
-    return find_rows(old, tokenizer)
 
 
 def make_model(model_config, init_from, tokenizer, seed, rows=None):
@@ -116,14 +93,22 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
 
 
 def _load(name, given, tokenizer, rows):
-    config = _config_of(name)
-    if rows is not None:
+    try:
+        kind = NeoBERTConfig.get_config_dict(name)[0].get("model_type")
+        config = NeoBERTConfig.from_pretrained(name) if kind == "neobert" else None
+    except Exception as error:  # the library has no one kind for values that it cannot read
+        raise UserError(
+            f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
+        ) from error
+    if config is None:
+        raise UserError(f"init_from {name} is a {kind!r} model; a NeoBERT checkpoint is needed")
+    if rows is None:
+        _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
+    else:
         count = given.pop("vocab_size", len(tokenizer))
         pad = given.pop("pad_token_id", tokenizer.pad_token_id)
         _check_vocabulary(count, tokenizer, "model_config")
     _override(config, given, name)
-    if rows is None:
-        _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     try:
         model, info = NeoBERTForMaskedLM.from_pretrained(
             name, config=config, dtype=torch.float32, output_loading_info=True
@@ -142,19 +127,6 @@ def _load(name, given, tokenizer, rows):
     if rows is not None:
         replace_vocabulary(model, rows, count, pad)
     return model
-
-
-def _config_of(name):
-    try:
-        kind = NeoBERTConfig.get_config_dict(name)[0].get("model_type")
-        config = NeoBERTConfig.from_pretrained(name) if kind == "neobert" else None
-    except Exception as error:  # the library has no one kind for values that it cannot read
-        raise UserError(
-            f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
-        ) from error
-    if config is None:
-        raise UserError(f"init_from {name} is a {kind!r} model; a NeoBERT checkpoint is needed")
-    return config
 
 
 def _checked_config(values):
@@ -199,22 +171,14 @@ def _check_vocabulary(rows, tokenizer, where):
         )
 
 
-def weights_folder(init_from, output):
-    """Where the weights of `init_from` are: itself, or of a raw checkpoint a Hub folder of it in
-    `output` (see `START`)."""
-    folder = Path(init_from)
+def weights_folder(init_from, output, is_first):
+    """Where the weights of `init_from` are: itself, or of a raw checkpoint the Hub folder of it,
+    `START` in `output`, which the run's first process makes."""
     check_there(init_from)
-    if not folder.exists() or (folder / "config.json").is_file():
+    if not Path(init_from).exists() or (Path(init_from) / "config.json").is_file():
         return init_from
-    below = (path for depth in ("*", "*/*", "*/*/*") for path in folder.glob(depth))
-    files = [folder] if folder.is_file() else sorted(path for path in below if path.is_file())
-    start = Path(output) / START.format(content_hash(files))
-    if not start.is_dir():
-        try:
-            write_start(init_from, start)
-        except UserError as error:
-            raise UserError(
-                f"init_from {init_from} has neither a model (config.json) nor a complete "
-                f"checkpoint: {error}"
-            ) from error
+    start = Path(output) / START
+    if is_first:
+        shutil.rmtree(start, ignore_errors=True)  # of a run that was interrupted
+        write_start(init_from, start)
     return str(start)

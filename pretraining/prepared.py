@@ -4,7 +4,6 @@ A prepared set is a folder: `texts.arrow` (column input_ids, without special tok
 `prepared.json` (source, tokenizer, counts). It appears complete, or not at all.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -111,8 +110,8 @@ def prepare(sources, out, tokenizer):
     number = pyarrow.uint16() if len(tokenizer) <= 2**16 else pyarrow.int32()
     schema = pyarrow.schema({"input_ids": pyarrow.list_(number)})
     tokens = kept = rows = 0
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # until something may fork again
     with (
-        _tokenizer_threads(),
         new_folder(out) as folder,
         tqdm(desc=f"tokenising {key['dataset']}", unit=" rows") as bar,
         pyarrow.ipc.new_stream(folder / "texts.arrow", schema) as writer,
@@ -131,18 +130,8 @@ def prepare(sources, out, tokenizer):
             )
         summary = {**key, "rows": rows, "kept": kept, "tokens": tokens + 2 * kept}
         write_json(folder / "prepared.json", summary)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return summary
-
-
-@contextlib.contextmanager
-def _tokenizer_threads():
-    """Within it a tokenizer uses all cores; nothing may fork."""
-    previous = os.environ.get("TOKENIZERS_PARALLELISM", "false")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = previous
 
 
 def load_prepared(folder):

@@ -21,6 +21,7 @@ from ..common.errors import UserError
 from ..common.files import read_json
 from ..common.folders import apart
 from ..common.identity import known_by
+from ..common.loading import load_tokenizer
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks
 from ..common.results import environment
@@ -28,15 +29,16 @@ from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
 from .adaptation_report import write_report
 from .batches import MicroBatches, Windows, text_ends
-from .heldout import check_held_out, metric_name, most_frequent
+from .heldout import check_held_out, metric_name, most_frequent, parse_heldout
 from .masking import TokenMasking
-from .model import START, choose_tokenizer, make_model, new_rows, weights_folder
+from .model import START, choose_tokenizer, make_model, weights_folder
 from .options import OPTIONS, BatchArguments, DataArguments, ModelArguments, RunArguments
 from .prepared import TokenisedTexts, load_prepared, prepare, source_digest
 from .schedule import make_training_arguments
-from .sources import load_rows, shares_of
+from .sources import load_rows, parse_sources, shares_of
 from .streaming import StreamedBatches
 from .trainer import PretrainingTrainer
+from .transplant import find_rows
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Given:
     batch: BatchArguments
     run: RunArguments
     training: TrainingArguments
+    sources: tuple  # of the training text
+    heldout: dict  # {name of a held-out set: its sources}
 
     @property
     def output(self):
@@ -65,18 +69,17 @@ class Given:
         if self.model.init_from is None:
             return None
         with self.training.main_process_first(desc="init_from"):
-            return weights_folder(self.model.init_from, self.output)
+            is_first = self.training.process_index == 0
+            return weights_folder(self.model.init_from, self.output, is_first)
 
     @property
     def sets(self):
         """{folder in `prepared`: tuple of `Source`}: "train", of weighted sources "train-1" and so
         on; "heldout", or "heldout-NAME"."""
-        train, heldout = self.data.sources, self.data.heldout_sources
-        if train[0].weight is None:
-            sets = {"train": train}
-        else:
-            sets = {f"train-{i}": (source,) for i, source in enumerate(train, 1)}
-        return sets | {_folder_of(name): parts for name, parts in heldout.items()}
+        sets = {"train": self.sources}
+        if self.sources[0].weight is not None:
+            sets = {f"train-{i}": (source,) for i, source in enumerate(self.sources, 1)}
+        return sets | {_folder_of(name): parts for name, parts in self.heldout.items()}
 
     @property
     def data_seed(self):
@@ -90,10 +93,9 @@ class Given:
         their texts are shuffled together."""
         if self.data.streaming is not None:
             return self.data.streaming
-        sources = self.data.sources
         return (
-            len(sources) == 1
-            and sources[0].kind == "hub"
+            len(self.sources) == 1
+            and self.sources[0].kind == "hub"
             and not (self.prepared / "train" / "prepared.json").is_file()
         )
 
@@ -106,7 +108,10 @@ def _folder_of(name):
 def read_run(argv):
     """The `Given` of a command line; UserError for bad input."""
     model, data, batch, run, options = OPTIONS["pretrain"].read(argv)
-    return Given(model, data, batch, run, make_training_arguments(run, batch, options))
+    sources = parse_sources(data.dataset, data.split, data.column)
+    heldout = parse_heldout(data.heldout, data.split, data.column)
+    training = make_training_arguments(run, batch, options)
+    return Given(model, data, batch, run, training, sources, heldout)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -115,9 +120,7 @@ def read_run(argv):
 
 def _check(run):
     """Raises UserError for options that do not go together."""
-    training, plugin = run.training, run.training.deepspeed_plugin
-    if run.data.heldout is None and training.eval_strategy != "no":
-        raise UserError("eval_strategy needs held-out text: give heldout")
+    plugin = run.training.deepspeed_plugin
     gathered = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     is_sharded = plugin is not None and plugin.zero_stage == 3
     if is_sharded and not plugin.hf_ds_config.get_value(gathered):
@@ -135,7 +138,7 @@ def _check(run):
 def _check_text(run):
     """Opens the text that is not prepared yet, so that what is not there, a column or a row as
     well, is named before a model is loaded. UserError for held-out text that is trained on."""
-    check_held_out(run.data.heldout_sources, run.data.sources)
+    check_held_out(run.heldout, run.sources)
     for name, sources in run.sets.items():
         is_there = (run.prepared / name / "prepared.json").is_file()
         if not is_there and next(iter(load_rows(sources)), None) is None:
@@ -150,10 +153,9 @@ def _output(run, tokenizer):
             settings[name] = value
     settings |= {
         "streaming": run.streams,
-        "data": source_digest(run.data.sources, tokenizer),
+        "data": source_digest(run.sources, tokenizer),
         "heldout": {
-            name: source_digest(sources, tokenizer)
-            for name, sources in run.data.heldout_sources.items()
+            name: source_digest(sources, tokenizer) for name, sources in run.heldout.items()
         },
         "world_size": run.training.world_size,
         "init_from": run.start and known_by(run.start),
@@ -200,7 +202,7 @@ def heldout_batches(run, tokenizer):
     batch, sets = run.batch, {}
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking, spec = TokenMasking(tokenizer, *shares), replace(batch, mixture=None)
-    for name in run.data.heldout_sources:
+    for name in run.heldout:
         tokens, seed = _tokens(run, _folder_of(name), tokenizer), run.data_seed + 1
         told = name or run.data.heldout
         sets[name] = _micro_batches(tokens, tokenizer, masking, spec, seed, told)
@@ -214,7 +216,7 @@ def training_batches(run, tokenizer):
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking = TokenMasking(tokenizer, *shares, batch.mask_schedule)
     count = training.max_steps * training.gradient_accumulation_steps * training.world_size
-    sources, weights = run.data.sources, shares_of(run.data.sources)
+    sources, weights = run.sources, shares_of(run.sources)
     if not run.streams:
         tokens = [_tokens(run, name, tokenizer) for name in run.sets if name.startswith("train")]
         tokens = TokenisedTexts.joined(tokens, weights) if weights else tokens[0]
@@ -259,9 +261,11 @@ def execute(run):
             )
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
-    rows = new_rows(run.model.init_embeddings, run.start, tokenizer)
-    if rows is not None and is_first:
-        print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
+    rows = None
+    if run.model.init_embeddings is not None:
+        rows = find_rows(load_tokenizer(run.start), tokenizer)
+        if is_first:
+            print(f"{len(tokenizer):,} rows of the vocabulary: {rows}", file=sys.stderr, flush=True)
     model = make_model(run.model.model_config, run.start, tokenizer, training.seed, rows)
     limit = model.config.context_length
     if run.batch.max_length > limit:
@@ -294,8 +298,7 @@ def execute(run):
                 metrics[metric_name(name, "unigram_accuracy")] = most_frequent(batches)[1]
             _finish(run, output, trainer, metrics, rows)
     if is_first:
-        for folder in run.output.glob(START.format("*")):  # of a raw checkpoint
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(run.output / START, ignore_errors=True)
     return metrics
 
 

@@ -24,7 +24,6 @@ import numpy as np
 import pandas
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
@@ -97,11 +96,8 @@ def masked_cross_entropy(model, ids, positions, mask_token_id):
             # made.
             return (inputs[0][rows, part],)
 
-        hook = model.get_output_embeddings().register_forward_pre_hook(keep)
-        try:
+        with model.get_output_embeddings().register_forward_pre_hook(keep):
             logits = model(input_ids=masked, attention_mask=torch.ones_like(masked)).logits
-        finally:
-            hook.remove()
         losses.append(F.cross_entropy(logits.float(), ids[part], reduction="none").double().cpu())
     return torch.cat(losses).numpy()
 
@@ -154,25 +150,19 @@ def is_rotary(config):
 
 def load_model(options, name, factor):
     """The masked language model in evaluation mode, with YaRN of `factor` if it is not None.
-    UserError: no masked-LM head in its checkpoint, no rotary positions to extend."""
+    UserError: no masked-LM head in its checkpoint, YaRN for another model than NeoBERT."""
     code = {"trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(name, **code)
     if factor is not None:
-        parameters = getattr(config, "rope_parameters", None) or {}
-        nested = any(isinstance(value, dict) for value in parameters.values())
-        if not is_rotary(config) or nested or hasattr(config, "global_rope_theta"):
-            raise UserError(
-                f"YaRN needs one set of rotary parameters, which {name} ({config.model_type}) "
-                "does not have; use --yarn off"
-            )
-        length = options.yarn_from or config.max_position_embeddings
-        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-        if parameters:  # transformers 5
-            config.rope_parameters = {"rope_theta": parameters.get("rope_theta", 10000.0), **yarn}
-        else:
-            config.rope_scaling = yarn
-        longest = math.ceil(length * factor)
-        config.max_position_embeddings = max(config.max_position_embeddings, longest)
+        if config.model_type != "neobert":
+            raise UserError(f"YaRN is for NeoBERT, but {name} is a {config.model_type} model")
+        length = config.max_position_embeddings
+        config.rope_scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": length,
+        }
+        config.max_position_embeddings = math.ceil(length * factor)
     dtype = getattr(torch, options.dtype)
     model, info = AutoModelForMaskedLM.from_pretrained(
         name, config=config, dtype=dtype, output_loading_info=True, **code
@@ -265,16 +255,8 @@ def write_page(path, buckets, env):
         "interval, for the choice of texts and of positions.\n"
     )
     write_text(path.with_suffix(".md"), page)
-    axes = Figure(layout="constrained").subplots()
-    for (name, yarn), line in table.groupby(["name", "yarn"]):
-        middle, label = (
-            line["pseudo_perplexity"],
-            name if yarn == "off" else f"{name}, YaRN x {yarn}",
-        )
-        errors = [(middle - line["low"]).clip(0), (line["high"] - middle).clip(0)]
-        axes.errorbar(line["length"], middle, errors, label=label, marker="o")
-    axes.set(xscale="log", yscale="log", xlabel="length in tokens", ylabel="pseudo-perplexity")
-    axes.legend()
+    lines = table.pivot(index="length", columns=["name", "yarn"], values="pseudo_perplexity")
+    axes = lines.plot(marker="o", loglog=True, ylabel="pseudo-perplexity")
     with new_file(path.with_suffix(".png")) as file:
         axes.figure.savefig(file, dpi=150)
     return page
@@ -296,8 +278,6 @@ def main(argv=None):
     for label, name in zip(labels, options.model):
         code = options.trust_remote_code
         tokenizer = load_tokenizer(name, trust_remote_code=code)
-        if tokenizer.mask_token_id is None:
-            raise UserError(f"the tokenizer of {name} has no mask token")
         models = [load_model(options, name, factor) for factor in options.yarn_factors]
         check_vocabulary(tokenizer, models[0], name)
         lengths = usable_lengths(options, models, tokenizer)

@@ -42,24 +42,18 @@ def make_training_arguments(run, batch, given):
     Raises:
         UserError: as of `training_arguments`; values that do not go together.
     """
-    given = dict(given)
-    if given["max_steps"] < 1:
-        raise UserError(f"max_steps must be at least 1, but {given['max_steps']} was given")
-    warmup = given.get("warmup_steps", min(2000, given["max_steps"] // 20))
-    steps = given["max_steps"]
-    # below 1 a share of the steps
-    given["warmup_steps"] = min(math.ceil(warmup * steps), steps - 1) if 0 < warmup < 1 else warmup
+    given, fixed, steps = dict(given), dict(_FIXED), given["max_steps"]
+    warmup = given.get("warmup_steps", min(2000, steps // 20))
+    if 0 < warmup < 1:  # a share of the steps
+        warmup = min(math.ceil(warmup * steps), steps - 1)
+    if not 0 <= warmup < steps:
+        raise UserError(f"warmup_steps {warmup:g} must be at least 0 and below max_steps {steps}")
+    given["warmup_steps"] = warmup
     if not {"lr_scheduler_type", "lr_scheduler_kwargs"} & given.keys():
-        given |= paper_schedule(given["max_steps"], given["warmup_steps"])
+        given |= paper_schedule(steps, warmup)
     accumulation = batch.accumulation(int(os.environ.get("WORLD_SIZE", 1)))
     if accumulation is not None:
-        if given.get("gradient_accumulation_steps", accumulation) != accumulation:
-            raise UserError(
-                f"gradient_accumulation_steps {given['gradient_accumulation_steps']} was given, "
-                f"but the size of a step asks for {accumulation}; "
-                "leave it out"
-            )
-        given["gradient_accumulation_steps"] = accumulation
+        fixed["gradient_accumulation_steps"] = accumulation
     accelerated = torch.accelerator.is_available()
     if given.get("bf16") and not (given.get("use_cpu") or accelerated):
         raise UserError(
@@ -67,15 +61,10 @@ def make_training_arguments(run, batch, given):
             "give --bf16 false, or --use-cpu true"
         )
     given.setdefault("dataloader_pin_memory", accelerated)
-    training = training_arguments(run.output, given, _FIXED)
+    training = training_arguments(run.output, given, fixed)
     if training.n_gpu > 1:
         raise UserError(
             f"there are {training.n_gpu} GPUs: start one process for each, with accelerate launch "
             "or torchrun"
-        )
-    warmup = training.get_warmup_steps(training.max_steps)
-    if not 0 <= warmup < training.max_steps:
-        raise UserError(
-            f"warmup_steps {warmup} must be at least 0 and below max_steps {training.max_steps}"
         )
     return training

@@ -138,7 +138,13 @@ def _open(source):
             gen_kwargs={"files": source.files, "column": column},
         )
     try:
-        rows = _open_set(source)
+        if source.kind == "hub":
+            place = {"split": source.split, "revision": source.revision}
+            rows = load_dataset(source.name, source.subset, streaming=True, **place)
+        else:
+            saved = load_from_disk(source.name)
+            saved = saved[source.split] if isinstance(saved, dict) else saved
+            rows = saved.to_iterable_dataset()
         names = rows.column_names or list(next(iter(rows), {}))
     except Exception as error:  # datasets' own, pyarrow's, OSError, ... for one cause
         reason = one_line(error.__cause__ or error)
@@ -150,32 +156,13 @@ def _open(source):
         )
     rows = rows.select_columns([column])
     kind = getattr((rows.features or {}).get(column), "dtype", "string")
-    if kind not in ("string", "large_string", "string_view"):
-        raise UserError(
-            f"dataset {source.name}: column {column!r} holds {kind}, not text; name the text "
-            "column with --column"
-        )
     if column != "text":
         rows = rows.rename_column(column, "text")
-    if kind != "string":
+    if kind in ("large_string", "string_view"):
         # A cast would leave the stream's Arrow tables as they are, which do not join tables of
         # another type.
         rows = rows.map(dict, features=Features({"text": Value("string")}))
     return rows
-
-
-def _open_set(source):
-    """Rows of a set of the Hub or of a saved set, with all columns."""
-    if source.kind == "hub":
-        return load_dataset(
-            source.name,
-            source.subset,
-            split=source.split,
-            revision=source.revision,
-            streaming=True,
-        )
-    rows = load_from_disk(source.name)
-    return (rows[source.split] if isinstance(rows, dict) else rows).to_iterable_dataset()
 
 
 def _texts(files, column):

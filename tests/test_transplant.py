@@ -225,7 +225,7 @@ def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_pa
         ({"model_config": '{"vocab_size": 20}'}, "vocabulary of 20, but the tokenizer has 58"),
         ({"tokenizer": "{maskless}"}, "has no mask token"),
         ({"tokenizer": "{foreign}"}, "has no token to mask, only special ones such as [UNK]"),
-        ({"init_from": "{bare}"}, "needs the tokenizer that the weights of init_from"),
+        ({"init_from": "{bare}"}, "no tokenizer was found in"),
     ],
 )
 def test_bad_input_is_one_sentence(corpus, folders, tmp_path, capsys, more, words):
