@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import set_seed
 
@@ -26,9 +27,9 @@ from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
-from .distill_batches import NearTexts, nearest_units
+from .distill_batches import UnitBatches
 from .distill_card import precision_check, write_card
-from .distill_data import read_texts, teacher_vectors, texts_digest, training_dataset
+from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import build_student, save_student
 from .options import OPTIONS
@@ -40,18 +41,6 @@ FIGURES = "figures.json"
 
 class DistillTrainer(RunTrainer, SentenceTransformerTrainer):
     """The library's trainer, whose runs go on after an interruption."""
-
-
-def check(arguments):
-    """Finds what is wrong with the folders before any work begins."""
-    sources, others = arguments.sources()
-    paths = (arguments.teacher, arguments.init_from, *(s.path for s in sources + others))
-    inputs = [path for path in paths if path and Path(path).exists()]
-    check_folder(arguments.work, "work")
-    apart(arguments.output, arguments.work, *inputs)
-    apart(arguments.work, *inputs)
-    for model in filter(None, (arguments.teacher, arguments.init_from)):
-        check_model(model)
 
 
 def settings_of(arguments, trainer_options, sources, others):
@@ -92,8 +81,14 @@ def train(arguments, trainer_options):
     Raises:
         UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
     """
-    check(arguments)
     sources, others = arguments.sources()
+    paths = (arguments.teacher, arguments.init_from, *(s.path for s in sources + others))
+    inputs = [path for path in paths if path and Path(path).exists()]
+    check_folder(arguments.work, "work")
+    apart(arguments.output, arguments.work, *inputs)
+    apart(arguments.work, *inputs)
+    for model in filter(None, (arguments.teacher, arguments.init_from)):
+        check_model(model)
     checkpoint_folder = Path(arguments.output) / "checkpoints"
     training = training_arguments(
         checkpoint_folder,
@@ -126,17 +121,13 @@ def train(arguments, trainer_options):
         model = student[0].auto_model
         if arguments.compile:
             compile_blocks(model)
-        near = np.empty((len(texts.units), 0), dtype=int)
-        if arguments.neighbours:
-            # Four times as many candidates: another bundle may have the first ones.
-            near = nearest_units(vectors, texts.units, 4 * arguments.neighbours)
-        settings = {"units": texts.units, "near": near, "neighbours": arguments.neighbours}
-        training.batch_sampler = functools.partial(NearTexts, **settings)
+        training.batch_sampler = functools.partial(UnitBatches, units=texts.units)
+        numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
         trainer = DistillTrainer(
             model=student,
             args=training,
-            train_dataset=training_dataset(texts.train, vectors),
-            loss=DistillLoss(student, arguments),
+            train_dataset=numbered,
+            loss=DistillLoss(student, arguments, vectors, texts.units),
             evaluator=Agreement(sets) if sets else None,
         )
         checkpoints.train(trainer)
@@ -150,7 +141,8 @@ def train(arguments, trainer_options):
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
             "seconds": checkpoints.spent(trainer)["seconds"],
-            **_histories(trainer.state.log_history),
+            "losses": [entry for entry in trainer.state.log_history if "loss" in entry],
+            "agreement": agreements(trainer.state.log_history),
             "environment": environment(
                 dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
                 processes=training.world_size,
@@ -166,18 +158,14 @@ def train(arguments, trainer_options):
         return figures
 
 
-def _histories(history):
-    """The losses and the agreement over the steps, of the trainer's log."""
-    losses, agreed = [], []
-    names = ("step", "loss", "cosine", "similarity", "cpu_seconds")
-    for entry in history:
-        if "loss" in entry:
-            losses.append({name: entry[name] for name in names if name in entry})
-        if any(name.endswith("_spearman") for name in entry):
-            values = {name.removeprefix("eval_"): value for name, value in entry.items()}
-            kept = [n for n in values if n == "step" or n.endswith(("_cosine", "_spearman"))]
-            agreed.append({name: values[name] for name in kept})
-    return {"losses": losses, "agreement": agreed}
+def agreements(history):
+    """The agreement over the steps, of the trainer's log."""
+    kept = ("step", "_cosine", "_spearman")
+    rows = [
+        {name.removeprefix("eval_"): entry[name] for name in entry if name.endswith(kept)}
+        for entry in history
+    ]
+    return [row for row in rows if len(row) > 1]
 
 
 def main(argv=None):

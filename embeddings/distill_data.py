@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import get_type_hints
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from ..common.arguments import Arguments, option, typed
@@ -157,19 +156,3 @@ def teacher_vectors(path, texts, teacher):
                 vectors.flush()
                 write_json(described, {"done": min(start + PART, len(texts))})
     return np.load(path, mmap_mode="r")
-
-
-def training_dataset(texts, vectors):
-    """A `datasets.Dataset` with columns text and label, the teacher's vector (D,) float32, which is
-    read from disk when it is asked for."""
-    from datasets import Dataset
-
-    data = Dataset.from_dict({"text": texts, "label": list(range(len(texts)))})
-
-    def with_vectors(batch):
-        output = dict(batch)
-        if "label" in batch:
-            output["label"] = list(torch.from_numpy(np.float32(vectors[batch["label"]])))
-        return output
-
-    return data.with_transform(with_vectors)

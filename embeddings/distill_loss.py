@@ -8,6 +8,11 @@ from sentence_transformers.sentence_transformer.evaluation import SentenceEvalua
 from torch import nn
 
 
+# Stored vectors that a text is compared with in a step.
+NEAREST, SPREAD, RANDOM = 16, 48, 64
+MARGIN = 0.05  # of cosine
+
+
 def similarity_loss(student, teacher, temperature):
     """KL divergence between rows of similarities within a batch, the teacher's || the student's.
 
@@ -27,36 +32,122 @@ def similarity_loss(student, teacher, temperature):
     return F.kl_div(rows[0], rows[1], log_target=True, reduction="batchmean")
 
 
+def bank_loss(student, teacher, bank, temperature, hidden):
+    """KL divergence between rows of similarities to stored vectors, the teacher's || the student's.
+
+    A row is softmax over `candidates` of cos(i, stored j) / temperature, where both the text's
+    vector and the stored ones are the teacher's on one side, and the text's is the student's on the
+    other (SEED, arXiv 2101.04731); the mean over rows.
+
+    Args:
+        student: (N, D) of length 1.
+        teacher: (N, D) of length 1.
+        bank: (M, D) of length 1, the teacher's vectors of M texts.
+        hidden: (N, M) bool, true where a stored vector is that of the text itself.
+    """
+    scores = (teacher @ bank.T).masked_fill(hidden, -2)
+    chosen = candidates(scores)
+    own = scores.gather(1, chosen) == -2
+    expected = scores.gather(1, chosen) / temperature
+    found = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1) / temperature
+    rows = [part.masked_fill(own, -1e4).log_softmax(-1) for part in (found, expected)]
+    return F.kl_div(*rows, log_target=True, reduction="batchmean")
+
+
+def candidates(scores):
+    """(N, NEAREST + SPREAD + RANDOM) column numbers: the highest scores of each row, some spread
+    evenly over the range of scores, and some drawn at random.
+
+    Negatives of all degrees teach more than the nearest or random ones (arXiv 2604.04734).
+
+    Args:
+        scores: (N, M).
+    """
+    ordered, columns = scores.sort(dim=1)
+    least = ordered[:, :1].clamp(min=-1)
+    levels = least + torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - least)
+    spread = columns.gather(1, torch.searchsorted(ordered, levels).clamp(max=scores.shape[1] - 1))
+    drawn = torch.randint(scores.shape[1], (len(scores), RANDOM), device=scores.device)
+    return torch.cat([columns[:, -NEAREST:], spread, drawn], dim=1)
+
+
+def pair_loss(student, teacher, units, bank, temperature):
+    """InfoNCE of texts that belong together, in both directions: each text is to find its partner
+    among the texts of the batch and the stored vectors.
+
+    What the teacher finds nearer to a text than its partner, less `MARGIN`, is no negative.
+
+    Args:
+        student: (N, D) of length 1.
+        teacher: (N, D) of length 1.
+        units: (N,); texts of one unit belong together.
+        bank: (M, D) of length 1, the teacher's vectors of M texts.
+    """
+    alone = torch.eye(len(units), dtype=torch.bool, device=units.device)
+    together = units[:, None] == units
+    partners = together & ~alone
+    partner = partners.int().argmax(1, keepdim=True)
+    scores = teacher @ torch.cat([teacher, bank]).T
+    left_out = scores > scores.gather(1, partner) - MARGIN
+    left_out[:, : len(units)] |= together
+    left_out.scatter_(1, partner, False)
+    logits = student @ torch.cat([student, bank]).T / temperature
+    losses = F.cross_entropy(
+        logits.masked_fill(left_out, -torch.inf), partner.squeeze(1), reduction="none"
+    )
+    return losses[partners.any(1)].sum() / max(1, int(partners.any(1).sum()))
+
+
 class DistillLoss(nn.Module):
-    """cosine_weight * (1 - cos) + similarity_weight * `similarity_loss`, each in float32.
+    """The weighted sum of 1 - cos, `similarity_loss`, `bank_loss` and `pair_loss`, in float32.
 
     Args:
         model: SentenceTransformer whose vectors are as wide as the teacher's.
         arguments: `DistillArguments` with the weights and the temperature.
+        vectors: (N, D), the teacher's vectors of the training texts.
+        units: lists of numbers of texts that belong together.
     """
 
-    def __init__(self, model, arguments):
+    def __init__(self, model, arguments, vectors, units):
         super().__init__()
-        self.model, self.arguments = model, arguments
+        self.model, self.arguments, self.vectors = model, arguments, vectors
+        self.units = torch.empty(len(vectors), dtype=torch.long)
+        for number, texts in enumerate(units):
+            self.units[texts] = number
+        drawn = np.random.default_rng(0).permutation(len(vectors))[: arguments.bank]
+        self.stored = torch.from_numpy(drawn)
+        self.bank = self.of_teacher(self.stored)
+
+    def of_teacher(self, numbers):
+        """The teacher's vectors of texts, (N, D) float32 of length 1."""
+        return F.normalize(torch.from_numpy(np.float32(self.vectors[numbers.cpu()])), dim=-1)
 
     def forward(self, features, labels):
         """
         Args:
             features: one dictionary of model inputs.
-            labels: (N, D), the teacher's vectors.
+            labels: (N,) numbers of the texts.
         Returns:
             {name: weighted loss}.
         """
         vectors = self.model(dict(next(iter(features))))["sentence_embedding"].float()
+        teacher, bank = (x.to(vectors.device) for x in (self.of_teacher(labels), self.bank))
+        weights, temperature = self.arguments, self.arguments.similarity_temperature
+        losses = {}
         with torch.autocast(vectors.device.type, enabled=False):
-            cosine = F.cosine_similarity(vectors, labels.float(), dim=-1)
-            similarity = similarity_loss(
-                vectors, labels.float(), self.arguments.similarity_temperature
-            )
-        return {
-            "cosine": self.arguments.cosine_weight * (1 - cosine).mean(),
-            "similarity": self.arguments.similarity_weight * similarity,
-        }
+            student = F.normalize(vectors, dim=-1)
+            losses["cosine"] = weights.cosine_weight * (1 - (student * teacher).sum(-1)).mean()
+            similarity = similarity_loss(student, teacher, temperature)
+            losses["similarity"] = weights.similarity_weight * similarity
+            if weights.bank_weight:
+                own = (labels[:, None].cpu() == self.stored).to(bank.device)
+                similarity = bank_loss(student, teacher, bank, temperature, own)
+                losses["bank"] = weights.bank_weight * similarity
+            if weights.pair_weight:
+                units = self.units[labels.cpu()].to(bank.device)
+                found = pair_loss(student, teacher, units, bank, temperature)
+                losses["pair"] = weights.pair_weight * found
+        return losses
 
 
 def agreement(student, teacher, most=1000):

@@ -68,7 +68,16 @@ class AgreementOptions(Arguments):
 
     cosine_weight: float = option(1.0, "of 1 - cosine between the two vectors of a text", least=0)
     similarity_weight: float = option(
-        1.0, "of the KL divergence between the similarities within a batch", least=0
+        0.5, "of the KL divergence between the similarities within a batch", least=0
+    )
+    bank_weight: float = option(
+        1.0, "of the KL divergence between the similarities to stored texts", least=0
+    )
+    bank: int = option(
+        8192, "number of stored texts, of which there are the teacher's vectors", least=1
+    )
+    pair_weight: float = option(
+        0.0, "of InfoNCE between texts that belong together (pair), among batch and bank", least=0
     )
     similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
     held_out_percent: float = option(
@@ -87,11 +96,6 @@ class TrainingOptions(Arguments):
         "float32",
         "of the teacher's weights while its vectors are computed; auto may choose anew each time",
         choices=DTYPES,
-    )
-    neighbours: int = option(
-        0,
-        "units (texts, or pairs) in the same batch as one to which the teacher finds them nearest",
-        least=0,
     )
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
 

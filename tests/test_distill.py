@@ -34,7 +34,18 @@ from neobert.embeddings.distill_data import (
     read_texts,
     teacher_vectors,
 )
-from neobert.embeddings.distill_loss import DistillLoss, agreement, similarity_loss
+from neobert.embeddings.distill_loss import (
+    MARGIN,
+    NEAREST,
+    RANDOM,
+    SPREAD,
+    DistillLoss,
+    agreement,
+    bank_loss,
+    candidates,
+    pair_loss,
+    similarity_loss,
+)
 from neobert.embeddings.distill_student import build_student, save_student, take_embeddings
 from neobert.embeddings.options import DistillArguments
 
@@ -113,14 +124,81 @@ def test_similarity_loss_is_the_kl_divergence_of_rows_without_their_diagonal():
     assert similarity_loss(teacher * 3, teacher, 0.1).abs() < 1e-6
 
 
+def unit(*shape):
+    return torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
+
+
+def test_candidates_are_the_nearest_and_of_every_degree():
+    scores = torch.linspace(-0.2, 0.9, 500)[torch.randperm(500)].repeat(2, 1)
+    scores[1, scores[1].argmin()] = -2
+    chosen = candidates(scores)
+    assert chosen.shape == (2, NEAREST + SPREAD + RANDOM)
+    for row, columns in zip(scores, chosen):
+        found = row[columns]
+        nearest = row.sort().values[-NEAREST:]
+        torch.testing.assert_close(found[:NEAREST].sort().values, nearest)
+        levels = torch.linspace(max(-1, row.min()), row.max(), SPREAD)
+        least = torch.stack([row[row >= level - 1e-6].min() for level in levels])
+        torch.testing.assert_close(found[NEAREST : NEAREST + SPREAD], least)
+    assert len(chosen[:, -RANDOM:].unique()) > RANDOM
+
+
+def test_bank_loss_is_the_kl_divergence_over_the_candidates():
+    student, teacher, bank = unit(3, 8), unit(3, 8), unit(40, 8)
+    bank[5] = teacher[0]
+    hidden = torch.zeros(3, 40, dtype=torch.bool)
+    hidden[0, 5] = True
+    torch.manual_seed(1)
+    chosen = candidates((teacher @ bank.T).masked_fill(hidden, -2))
+    expected = 0.0
+    for i, columns in enumerate(chosen):
+        others = bank[columns[~hidden[i, columns]]]
+        rows = [(others @ x[i] / 0.1).softmax(0) for x in (teacher, student)]
+        expected += (rows[0] * (rows[0] / rows[1]).log()).sum() / 3
+    torch.manual_seed(1)
+    torch.testing.assert_close(bank_loss(student, teacher, bank, 0.1, hidden), expected)
+    assert bank_loss(teacher, teacher, bank, 0.1, hidden).abs() < 1e-6
+
+
+def test_pair_loss_is_infonce_without_what_may_be_right_as_well():
+    student, teacher, bank = unit(5, 8), unit(5, 8), unit(9, 8)
+    teacher[1] = torch.nn.functional.normalize(teacher[0] + 0.5 * teacher[1], dim=-1)
+    bank[3] = teacher[0]
+    units = torch.tensor([7, 7, 8, 9, 8])
+    losses = []
+    for i, partner in ((0, 1), (1, 0), (2, 4), (4, 2)):
+        least = teacher[i] @ teacher[partner] - MARGIN
+        negatives = [student[j] for j in range(5) if units[j] != units[i]]
+        known = [teacher[j] for j in range(5) if units[j] != units[i]] + list(bank)
+        kept = [x for x, t in zip(negatives + list(bank), known) if teacher[i] @ t <= least]
+        logits = torch.stack([student[i] @ x / 0.1 for x in [student[partner], *kept]])
+        losses.append(-logits.log_softmax(0)[0])
+    found = pair_loss(student, teacher, units, bank, 0.1)
+    torch.testing.assert_close(found, torch.stack(losses).mean())
+    assert pair_loss(student, teacher, torch.arange(5), bank, 0.1) == 0, "nothing belongs together"
+
+
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
-    student, vectors = torch.randn(4, 8), torch.randn(4, 8)
-    cosines = [torch.dot(a, b) / a.norm() / b.norm() for a, b in zip(student, vectors)]
+    student, vectors = unit(4, 8), unit(6, 8)
     weights = {"cosine_weight": 2.0, "similarity_weight": 3.0, "similarity_temperature": 0.1}
-    loss = DistillLoss(torch.nn.Identity(), arguments_for(teacher, **weights))
-    found = loss([{"sentence_embedding": student}], vectors)
+    weights |= {"bank_weight": 4.0, "pair_weight": 5.0, "bank": 6}
+    numbers = torch.tensor([5, 0, 2, 3])
+    arguments = arguments_for(teacher, **weights)
+    loss = DistillLoss(
+        torch.nn.Identity(), arguments, 2 * vectors.numpy(), [[0, 2], [5], [1, 4], [3]]
+    )
+    torch.manual_seed(1)
+    found = loss([{"sentence_embedding": 3 * student}], numbers)
+    teachers, bank = vectors[numbers], vectors[loss.stored]
+    cosines = [torch.dot(a, b) for a, b in zip(student, teachers)]
     torch.testing.assert_close(found["cosine"], 2 * (1 - torch.stack(cosines).mean()))
-    torch.testing.assert_close(found["similarity"], 3 * similarity_loss(student, vectors, 0.1))
+    torch.testing.assert_close(found["similarity"], 3 * similarity_loss(student, teachers, 0.1))
+    torch.manual_seed(1)
+    own = numbers[:, None] == loss.stored
+    assert own.sum(1).tolist() == [1, 1, 1, 1]
+    torch.testing.assert_close(found["bank"], 4 * bank_loss(student, teachers, bank, 0.1, own))
+    units = torch.tensor([1, 0, 0, 3])
+    torch.testing.assert_close(found["pair"], 5 * pair_loss(student, teachers, units, bank, 0.1))
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
@@ -299,7 +377,7 @@ def test_the_student_comes_nearer_to_its_teacher(finished):
     assert {"held_out_cosine", "held_out_spearman", "birds_cosine", "birds_spearman"} <= last.keys()
     assert figures["losses"][-1]["loss"] < figures["losses"][0]["loss"]
     assert figures["losses"][0]["loss"] == pytest.approx(
-        figures["losses"][0]["cosine"] + figures["losses"][0]["similarity"], abs=1e-3
+        sum(figures["losses"][0][name] for name in ("cosine", "similarity", "bank")), abs=1e-3
     )
 
 
@@ -366,34 +444,29 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in real) > sum(seen)
 
 
-def test_pairs_and_what_is_alike_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
+def test_pairs_share_the_batches_of_a_run_and_are_learned_from(tmp_path, teacher, monkeypatch):
     pairs, seen, losses = tmp_path / "pairs.jsonl", [], DistillLoss.forward
     rows = [{"short": text, "long": f"{text}, which is a long text"} for text in TEXTS]
     write_jsonl(pairs, rows)
     entry = {"path": str(pairs), "column": "short", "pair": "long"}
 
     def loss(self, features, labels):
-        seen.append(labels)
-        return losses(self, features, labels)
+        seen.append((self.units[labels], losses(self, features, labels)))
+        return seen[-1][1]
 
     monkeypatch.setattr(DistillLoss, "forward", loss)
-    likeness = {}
-    for neighbours in (0, 3):
-        seen.clear()
-        folder = tmp_path / str(neighbours)
-        folder.mkdir()
-        changes = {"texts": [entry], "other_texts": None, "neighbours": neighbours}
-        assert command(["distill", recipe(folder, teacher, ("", ""), **changes)]) == 0
-        units = [torch.nn.functional.normalize(labels.float(), dim=-1) for labels in seen]
-        likeness[neighbours] = float(torch.stack([(v @ v.T).mean() for v in units]).mean())
-    assert len(seen) == 6 and likeness[3] > likeness[0] + 0.01
+    changes = {"texts": [entry], "other_texts": None, "pair_weight": 1.0, "held_out_percent": 5}
+    assert command(["distill", recipe(tmp_path, teacher, ("", ""), **changes)]) == 0
+    assert len(seen) == 6
+    for units, found in seen:
+        assert len(units.unique()) <= 5, "a pair was torn apart"
+        assert found["pair"] > 0
 
 
 @pytest.mark.slow
 def test_interruptions_lose_nothing(tmp_path, teacher, files, monkeypatch):
-    """One before the first checkpoint, one after it; that of near texts is not in
-    test_contract.py."""
-    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "neighbours": 2}
+    """One before the first checkpoint, one after it: the stored texts are drawn again alike."""
+    options = {"trainer": {"max_steps": 12, "save_steps": 4}, "bank": 20}
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     assert command(["distill", recipe(tmp_path / "a", teacher, files, **options)]) == 0
     path = recipe(tmp_path / "b", teacher, files, **options)
