@@ -120,16 +120,14 @@ def numbered_rows(file, columns=None, texts=(), wanted=None):
         wanted: called with the number of a row; where it is false, None may stand in place of the
             row, which is then not decoded.
     """
-    parquet = file.format == ".parquet"
+    read = _parquet_rows if file.format == ".parquet" else _text_rows
+    parse = _PARSERS.get(file.format, lambda row: row)
     number = -1
     try:
-        for number, raw in enumerate(
-            (_parquet_rows if parquet else _text_rows)(file, columns, wanted)
-        ):
+        for number, raw in enumerate(read(file, columns, wanted)):
             if wanted is None or wanted(number):
                 try:
-                    row = raw if parquet else _PARSERS[file.format](raw)
-                    row = _checked(row, columns, texts)
+                    row = _checked(parse(raw), columns, texts)
                 except ValueError as error:
                     reason = one_line(getattr(error, "msg", error))
                     raise UserError(f"{file.url}, row {number + 1:,}: {reason}") from error
@@ -164,6 +162,8 @@ def count_rows(file):
 def _checked(row, columns, texts):
     if not isinstance(row, dict):
         raise ValueError("a row must be an object {...}, one a line")
+    if None in row:  # of a table
+        raise ValueError("it has more columns than the first line; a separator in a text?")
     if missing := [name for name in (texts if columns is None else columns) if name not in row]:
         has = listed(map(str, row)) or "nothing"
         raise ValueError(f"there is no column {missing[0]!r}; there is: {has}")
@@ -174,15 +174,8 @@ def _checked(row, columns, texts):
     return row if columns is None else {name: row[name] for name in columns}
 
 
-def _table_row(row):
-    if None in row:
-        raise ValueError("it has more columns than the first line; a separator in a text?")
-    return row
-
-
 _PARSERS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), json.loads),
-    **dict.fromkeys((".csv", ".tsv"), _table_row),
     ".txt": lambda line: {"text": line.rstrip("\r\n")},
 }
 

@@ -45,28 +45,19 @@ def choose_dtype(dtype, device):
 
 @functools.cache
 def _fastest_on_cpu():
+    """float16, which is nearer to float32 than bfloat16, where it is about as fast; 16 bits only
+    where they pay: CPUs without units for them are up to 400 times slower."""
     rates = matrix_rates()
-    dtype = fastest_dtype(rates)
+    fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
+    dtype = "bfloat16" if "bfloat16" in fast else "float32"
+    if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:
+        dtype = "float16"
     told = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in rates.items())
     print(
         f"dtype {dtype}, by the matrix products of this CPU, GFLOP/s a core: {told}",
         file=sys.stderr,
     )
     return dtype
-
-
-def fastest_dtype(rates):
-    """The dtype to compute in: float16, which is nearer to float32 than bfloat16, where it is about
-    as fast; 16 bits only where they pay.
-
-    Args:
-        rates: {"float32", "float16", "bfloat16": operations a second}. CPUs without units for 16
-            bits are up to 400 times slower in them.
-    """
-    fast = [name for name in ("float16", "bfloat16") if rates[name] >= 2 * rates["float32"]]
-    if "float16" in fast and rates["float16"] >= 0.8 * rates["bfloat16"]:
-        return "float16"
-    return "bfloat16" if "bfloat16" in fast else "float32"
 
 
 def matrix_rates(width=768, rows=128, repeats=5):
@@ -155,12 +146,12 @@ def name_tokenizer_class(folder):
     path = Path(folder) / "tokenizer_config.json"
     if not path.is_file():
         return
-    settings = old = read_json(path)
+    old = read_json(path)
+    settings = dict(old)
     if isinstance(settings.get("extra_special_tokens"), list):
-        settings = {**settings, "additional_special_tokens": settings["extra_special_tokens"]}
-        del settings["extra_special_tokens"]
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         settings |= prefix_space((path.parent / "tokenizer.json").read_text(encoding="utf-8"))
     if settings != old:
         write_text(path, json_text(settings))

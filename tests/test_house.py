@@ -173,7 +173,7 @@ BUDGETS = {
     "embeddings": 1849,
     "conversion": 914,
     "training": 267,
-    "common": 1160,
+    "common": 1156,
     "modeling_neobert": 581,
     "configuration_neobert": 144,
     "attention_neobert": 286,
