@@ -101,7 +101,8 @@ def masked_correct(logits, labels):
 
 @torch.no_grad()
 def evaluate_batches(model, batches, characters, accelerator):
-    """Masked-LM quality over all of `batches` (`MicroBatches`).
+    """Masked-LM quality over all of `batches` (`MicroBatches`); the model is in evaluation mode
+    then.
 
     Args:
         characters: as `piece_characters` returns them.
@@ -114,7 +115,6 @@ def evaluate_batches(model, batches, characters, accelerator):
     rank, world = accelerator.process_index, accelerator.num_processes
     # Of each batch nats, right ones, masked tokens, their characters.
     sums = torch.zeros(len(batches), 4, dtype=torch.float64)
-    training = model.training
     model.eval()
     # Every process computes the same number of batches, as sharded models need; repeated ones do
     # not count.
@@ -132,7 +132,6 @@ def evaluate_batches(model, batches, characters, accelerator):
             nats = float(outputs.loss) * count if count else 0.0
             length = int(characters[hidden].sum())
             sums[i] = torch.tensor([nats, right, count, length], dtype=torch.float64)
-    model.train(training)
     if world > 1:
         sums = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
     nats, correct, masked, length = sums.sum(0).tolist()

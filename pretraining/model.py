@@ -94,14 +94,11 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
 
 def _load(name, given, tokenizer, rows):
     try:
-        kind = NeoBERTConfig.get_config_dict(name)[0].get("model_type")
-        config = NeoBERTConfig.from_pretrained(name) if kind == "neobert" else None
+        config = NeoBERTConfig.from_pretrained(name)
     except Exception as error:  # the library has no one kind for values that it cannot read
         raise UserError(
             f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
         ) from error
-    if config is None:
-        raise UserError(f"init_from {name} is a {kind!r} model; a NeoBERT checkpoint is needed")
     if rows is None:
         _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     else:
@@ -122,7 +119,7 @@ def _load(name, given, tokenizer, rows):
     if missing:
         raise UserError(
             f"init_from {name} has no weights for {', '.join(missing[:3])}; a masked-LM checkpoint "
-            "is needed"
+            "of NeoBERT is needed"
         )
     if rows is not None:
         replace_vocabulary(model, rows, count, pad)

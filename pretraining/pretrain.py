@@ -18,16 +18,15 @@ import torch
 from transformers import TrainingArguments
 
 from ..common.errors import UserError
-from ..common.files import read_json
+from ..common.files import read_json, write_text
 from ..common.folders import apart
 from ..common.identity import known_by
 from ..common.loading import load_tokenizer
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks
-from ..common.results import environment
+from ..common.results import environment, markdown_table
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
-from .adaptation_report import write_report
 from .batches import MicroBatches, Windows, text_ends
 from .heldout import check_held_out, metric_name, most_frequent, parse_heldout
 from .masking import TokenMasking
@@ -54,14 +53,9 @@ class Given:
     heldout: dict  # {name of a held-out set: its sources}
 
     @property
-    def output(self):
-        """Where checkpoints, logs and the final model go."""
-        return Path(self.run.output)
-
-    @property
     def prepared(self):
         """Where the tokenised sets are."""
-        return Path(self.data.prepared) if self.data.prepared else self.output / "prepared"
+        return Path(self.data.prepared or f"{self.run.output}/prepared")
 
     @functools.cached_property
     def start(self):
@@ -70,7 +64,7 @@ class Given:
             return None
         with self.training.main_process_first(desc="init_from"):
             is_first = self.training.process_index == 0
-            return weights_folder(self.model.init_from, self.output, is_first)
+            return weights_folder(self.model.init_from, self.run.output, is_first)
 
     @property
     def sets(self):
@@ -130,7 +124,7 @@ def _check(run):
         )
     # A later run reads what is in a folder of texts by then.
     inputs = [source.name for sources in run.sets.values() for source in sources]
-    apart(run.output, *inputs, *filter(None, [run.model.init_from]))
+    apart(run.run.output, *inputs, *filter(None, [run.model.init_from]))
     for name in run.sets:
         apart(run.prepared / name, *inputs)
 
@@ -162,7 +156,7 @@ def _output(run, tokenizer):
     }
     if run.streams:  # each worker reads a share of its own
         settings["dataloader_num_workers"] = run.training.dataloader_num_workers
-    return Output(run.output, "pretrain", settings, beside=[run.prepared.name])
+    return Output(run.run.output, "pretrain", settings, beside=[run.prepared.name])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -204,8 +198,8 @@ def heldout_batches(run, tokenizer):
     masking, spec = TokenMasking(tokenizer, *shares), replace(batch, mixture=None)
     for name in run.heldout:
         tokens, seed = _tokens(run, _folder_of(name), tokenizer), run.data_seed + 1
-        told = name or run.data.heldout
-        sets[name] = _micro_batches(tokens, tokenizer, masking, spec, seed, told)
+        text = name or run.data.heldout
+        sets[name] = _micro_batches(tokens, tokenizer, masking, spec, seed, text)
     return sets
 
 
@@ -257,7 +251,8 @@ def execute(run):
         result = read_json(output.result)
         if is_first:
             print(
-                f"{run.output}: finished already, after {result['steps']:,} steps", file=sys.stderr
+                f"{output.folder}: finished already, after {result['steps']:,} steps",
+                file=sys.stderr,
             )
         return {name: value for name, value in result.items() if name.startswith("eval_")}
 
@@ -298,7 +293,7 @@ def execute(run):
                 metrics[metric_name(name, "unigram_accuracy")] = most_frequent(batches)[1]
             _finish(run, output, trainer, metrics, rows)
     if is_first:
-        shutil.rmtree(run.output / START, ignore_errors=True)
+        shutil.rmtree(output.folder / START, ignore_errors=True)
     return metrics
 
 
@@ -313,8 +308,8 @@ def _finish(run, output, trainer, metrics, rows):
             return
         if not any(output.scratch.glob("*.safetensors")):
             raise UserError(
-                f"the final weights of {run.output} were not saved by this kind of training; the "
-                "last checkpoint has them"
+                f"the final weights of {output.folder} were not saved by this kind of training; "
+                "the last checkpoint has them"
             )
         trainer.write_log()
         dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
@@ -329,9 +324,37 @@ def _finish(run, output, trainer, metrics, rows):
             **metrics,
         )
         if run.start is not None and metrics:
-            page = output.scratch / "adaptation.md"
-            write_report(page, trainer.state.log_history, metrics, rows is not None)
+            page = _report(trainer.state.log_history, metrics, rows is not None)
+            write_text(output.scratch / "adaptation.md", page)
     output.finish(**result)
+
+
+def _report(history, metrics, replaced):
+    """The page of a run with init_from: held-out figures before the first step and after the last.
+
+    Args:
+        history: `log_history` of the run.
+        metrics: {`metric_name`: value} of the final model.
+        replaced: whether the run replaced the vocabulary of its start, so that its first figures
+            are those of new rows and no start to compare with.
+    """
+    first = {key: record[key] for record in history if record["step"] == 0 for key in record}
+    measures, rows = ("bits_per_character", "masked_accuracy"), []
+    for key in (key for key in metrics if key.endswith(measures)):
+        error = f"{key}_error"
+        cells = [
+            f"{values[key]:.3f}" + (f" ± {values[error]:.3f}" if error in values else "")
+            for values in (first, metrics)
+        ]
+        change = "" if replaced else f"{metrics[key] - first[key]:+.3f}"
+        rows.append([key.removeprefix("eval_").replace("_", " "), *cells, change])
+    before = "with its new rows, untrained" if replaced else "the model given"
+    table = markdown_table(["held-out text", before, "after", "change"], rows)
+    return (
+        f"# Before and after\n\n{table}\nBits a character: the masked-LM loss in bits, by the "
+        "characters of the masked tokens' text; fewer is better. ± is the standard error over the "
+        "batches of held-out text.\n"
+    )
 
 
 def main(argv=None):

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-from ..common.errors import UserError
+from ..common.errors import UserError, listed
 from ..common.files import write_text
 from ..common.folders import new_file
 from ..common.identity import known_by
@@ -141,13 +141,6 @@ def summarise(rows):
 # model and texts
 
 
-def is_rotary(config):
-    """Whether positions are rotary, so that texts may be longer than in training."""
-    kind = getattr(config, "position_embedding_type", "rope")
-    names = ("rope_parameters", "rope_scaling", "rope_theta", "global_rope_theta")
-    return kind in ("rope", "rotary") and any(getattr(config, name, None) for name in names)
-
-
 def load_model(options, name, factor):
     """The masked language model in evaluation mode, with YaRN of `factor` if it is not None.
     UserError: no masked-LM head in its checkpoint, YaRN for another model than NeoBERT."""
@@ -156,22 +149,16 @@ def load_model(options, name, factor):
     if factor is not None:
         if config.model_type != "neobert":
             raise UserError(f"YaRN is for NeoBERT, but {name} is a {config.model_type} model")
-        length = config.max_position_embeddings
-        config.rope_scaling = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": length,
-        }
-        config.max_position_embeddings = math.ceil(length * factor)
+        config.rope_scaling = {"rope_type": "yarn", "factor": factor}
+        config.max_position_embeddings = math.ceil(config.max_position_embeddings * factor)
     dtype = getattr(torch, options.dtype)
     model, info = AutoModelForMaskedLM.from_pretrained(
         name, config=config, dtype=dtype, output_loading_info=True, **code
     )
     if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(
-            f"{name} has no trained masked-LM head: {missing} are not in its checkpoint, and would "
-            "be random"
+            f"{name} has no trained masked-LM head: {listed(sorted(info['missing_keys']), 3)} are "
+            "not in its checkpoint, and would be random"
         )
     # No batch here has padding, and the warning about our own hook would be false.
     model.config.unpad_inputs = False
@@ -186,8 +173,9 @@ def usable_lengths(options, models, tokenizer):
     """
     longest = min(max(position_limit(model.base_model) for model in models), LENGTHS[-1])
     lengths = options.lengths or [*(n for n in LENGTHS if n < longest), longest]
-    # A table of positions ends; rotary ones do not.
-    limit = max(lengths) if is_rotary(models[0].config) else text_limit(models[0], tokenizer)
+    limit = max(lengths)
+    if any("position" in name for name, _ in models[0].named_parameters()):
+        limit = text_limit(models[0], tokenizer)  # a table of positions ends
     return sorted({n for n in lengths if tokenizer.num_special_tokens_to_add() < n <= limit})
 
 

@@ -92,8 +92,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
     def _texts(self, number, reader, readers):
         """`Texts` of one part of the mixture for one reader; each part reads its share of the
         stream on its own."""
-        least = self.spec.parts[number][0]
-        windows = _Windows(self.tokenizer, self.special, self.spec, least)
+        windows = _Windows(self.tokenizer, self.special, self.spec, self.spec.parts[number][0])
         return Texts(self.rows, self.shares, windows, (self.seed, number), reader, readers)
 
 
@@ -125,13 +124,13 @@ def texts_of_batch(part, spec):
         while total + len(text := part.next()) <= spec.tokens_per_batch:
             texts.append(text)
             total += len(text)
-        part.put_back(text)
+        part.pending = text
         return texts
     while total < spec.tokens_per_batch:
         texts.append(part.next())
         total += len(texts[-1])
     if total > spec.tokens_per_batch:
-        part.put_back(texts[-1][spec.tokens_per_batch - total :])
+        part.pending = texts[-1][spec.tokens_per_batch - total :]
     return [np.concatenate(texts)[: spec.tokens_per_batch]]
 
 
@@ -148,6 +147,7 @@ class Texts:
         reader, readers: this reader's number among all.
     Attributes:
         passes: over each source, that are complete.
+        pending: a text, or the rest of one, that was given back: `next` returns it first.
     """
 
     def __init__(self, rows, shares, windows, seed, reader, readers):
@@ -208,10 +208,6 @@ class Texts:
             self.places[source] = place
         # Of more than one row at once the state would be that behind them.
         self.iterators[source] = self.open[source].iter(batch_size=1)
-
-    def put_back(self, text):
-        """Gives a text, or the rest of one, back: `next` returns it first."""
-        self.pending = text
 
     def state(self):
         """Where the reader is, in types of JSON."""

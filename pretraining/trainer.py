@@ -126,15 +126,12 @@ class PretrainingTrainer(RunTrainer, Trainer):
     # ------------------------------------------------------------------------------------------
     # metrics
 
-    def training_step(self, model, inputs, *args, **kwargs):
-        self._counts.update(batch_counts(inputs))
-        return super().training_step(model, inputs, *args, **kwargs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
+        self._counts.update(batch_counts(inputs))
         self._counts.update(correct=masked_correct(outputs.logits, labels)[0])
         return (loss, outputs) if return_outputs else loss
 

@@ -108,16 +108,16 @@ def learn(words, alphabet, size, least):
         limit_alphabet=len(alphabet),
         initial_alphabet=[piece for piece in alphabet if len(piece) == 1],
     )
-    backend.train_from_iterator(_repeated(words), trainer)
+    # Every word as often as it was counted, in pieces of at most 100,000 times.
+    most = 100_000
+    texts = (
+        f"{word} " * min(most, times - done)
+        for word, times in sorted(words.items())
+        for done in range(0, times, most)
+    )
+    backend.train_from_iterator(texts, trainer)
     vocabulary = backend.get_vocab()
     return sorted(vocabulary, key=vocabulary.get)
-
-
-def _repeated(words, block=100_000):
-    """Texts with every word as often as it was counted."""
-    for word, times in sorted(words.items()):
-        for done in range(0, times, block):
-            yield f"{word} " * min(block, times - done)
 
 
 def most_useful(words, known, candidates, most):

@@ -19,7 +19,6 @@ BAD = [
         "more than the 64 tokens of the model's context",
     ),
     ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
-    ({"init_from": "{corpus}/bert", "tokenizer": TOKENIZER}, "is a 'bert' model"),
     ({"init_from": "{corpus}/nothing"}, "holds no checkpoint"),
     ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
     ({"warmup_steps": 50}, "warmup_steps 50 must be at least 0 and below max_steps 8"),
@@ -32,7 +31,7 @@ BAD = [
     ({"init_from": "{corpus}/torn", "tokenizer": TOKENIZER}, "its weights cannot be loaded"),
     (
         {"init_from": "{corpus}/backbone", "tokenizer": TOKENIZER},
-        "a masked-LM checkpoint is needed",
+        "a masked-LM checkpoint of NeoBERT is needed",
     ),
     (
         {"init_from": "{corpus}/width", "tokenizer": TOKENIZER},
@@ -58,9 +57,7 @@ BAD = [
     "wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)]
 )
 def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wrong, words):
-    (corpus / "bert").mkdir(exist_ok=True)
     (corpus / "nothing").mkdir(exist_ok=True)
-    (corpus / "bert" / "config.json").write_text('{"model_type": "bert"}')
     (corpus / "width").mkdir(exist_ok=True)
     width = '{"model_type": "neobert", "hidden_size": "x"}'
     (corpus / "width" / "config.json").write_text(width)
