@@ -75,14 +75,6 @@ class Conversion:
 # configuration from shapes
 
 
-def _matrix(tensors, name):
-    """(rows, columns) of a tensor that should be a matrix."""
-    shape = tuple(tensors[name].shape)
-    if len(shape) != 2 or 0 in shape:
-        raise UserError(f"{name} should be a matrix, but has the shape {shape}.")
-    return shape
-
-
 def derived_fields(tensors):
     """Configuration fields that follow from the tensors' names and shapes.
 
@@ -99,7 +91,7 @@ def derived_fields(tensors):
             "the checkpoint holds no token embedding (model.encoder.weight); it holds "
             f"{listed(tensors, 8)}."
         )
-    vocabulary, hidden = _matrix(tensors, "model.encoder.weight")
+    vocabulary, hidden = tensors["model.encoder.weight"].shape
     layers = {
         int(match.group(1))
         for name in tensors
@@ -116,21 +108,20 @@ def derived_fields(tensors):
     if "model.positional_embedding.weight" in tensors:
         fields["position_embedding_type"] = "learned"
         # Row 0 is padding.
-        fields["max_position_embeddings"] = (
-            _matrix(tensors, "model.positional_embedding.weight")[0] - 1
-        )
+        rows = tensors["model.positional_embedding.weight"].shape[0]
+        fields["max_position_embeddings"] = rows - 1
     else:
         fields["position_embedding_type"] = "rope"
     block = f"model.transformer_encoder.{min(layers)}.ffn."
     if f"{block}w12.weight" in tensors:
-        rows = _matrix(tensors, f"{block}w12.weight")[0]
+        rows = tensors[f"{block}w12.weight"].shape[0]
         fields["hidden_act"] = "swiglu"
         # inner = 8 * ceil(int(2 * intermediate_size / 3) / 8): several sizes give it, this one
         # without rounding.
         fields["intermediate_size"] = 3 * (rows // 2) // 2
     elif f"{block}0.weight" in tensors:
         fields["hidden_act"] = "gelu"
-        fields["intermediate_size"] = _matrix(tensors, f"{block}0.weight")[0]
+        fields["intermediate_size"] = tensors[f"{block}0.weight"].shape[0]
     else:
         raise UserError(
             f"the checkpoint holds no feed-forward of a NeoBERT ({block}w12.weight, or "
@@ -146,7 +137,7 @@ def _spellings(field):
 
 def _label_fields(given, tensors):
     """The configuration's fields about labels, compared with the rows of the classifier."""
-    rows = _matrix(tensors, "classifier.weight")[0] if "classifier.weight" in tensors else None
+    rows = tensors["classifier.weight"].shape[0] if "classifier.weight" in tensors else None
     count, names, _, problem = (given.get(field) for field in _LABEL_FIELDS)
     fields = {} if problem is None else {"problem_type": problem}
     if names is None and rows is not None:

@@ -37,10 +37,7 @@ def read_config(path, strict=True):
         UserError: not readable, not a mapping, or the configuration of another model.
     """
     path = Path(path)
-    try:
-        data = read_json(path) if path.suffix == ".json" else read_yaml(path)
-    except UserError as error:
-        raise UserError(f"the configuration cannot be read: {error}") from None
+    data = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if not isinstance(data, dict):
         raise UserError(f"the configuration {path} should be a mapping of names to values.")
     kind = data.get("model_type", "neobert")

@@ -171,7 +171,7 @@ BUDGETS = {
     "pretraining": 1513,
     "finetuning": 430,
     "embeddings": 1849,
-    "conversion": 914,
+    "conversion": 908,
     "training": 267,
     "common": 1156,
     "modeling_neobert": 581,

@@ -64,7 +64,7 @@ HEADS = "masked-lm, base, sequence-classification, token-classification, questio
         (["--head", "crf"], f"head must be one of {HEADS}"),
         (["--step", "last"], "step on the command line must be int | null, but 'last' was given"),
         (["--sentence-transformers", "--tokenizer", "none"], "needs a tokenizer"),
-        (["--config", "/nowhere.yaml"], "cannot be read"),
+        (["--config", "/nowhere.yaml"], "no file /nowhere.yaml"),
     ],
 )
 def test_bad_options(tmp_path, checkpoint, options, message):

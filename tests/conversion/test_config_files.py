@@ -44,9 +44,9 @@ def test_configurations_of_strangers_are_not_taken(run, tmp_path):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("a.json", "{", "cannot be read"),
+        ("a.json", "{", "is not valid JSON"),
         ("a.yaml", "- 1", "should be a mapping"),
-        ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be read"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "is not valid YAML"),
         (
             "a.json",
             '{"model_type": "bert", "hidden_size": 2}',
@@ -64,7 +64,7 @@ def test_bad_configurations(tmp_path, name, text, message):
 
 def test_config_that_is_no_file(tmp_path):
     for path in (tmp_path, tmp_path / "none.yaml"):
-        with pytest.raises(UserError, match="cannot be read: .*(not a file|no file)"):
+        with pytest.raises(UserError, match="not a file|no file"):
             read_config(path)
 
 
