@@ -122,8 +122,6 @@ def typed(section, hints, where, otherwise="--help lists the options"):
             value = None
         if kinds <= {list, NoneType} and isinstance(value, (str, int, float)):
             value = [value]
-        if kinds <= {str, NoneType} and type(value) in (int, float):
-            value = str(value)  # subset: 20231101
         try:
             values[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
@@ -208,8 +206,8 @@ class Options:
                     f"{name.rstrip('_')} is empty, as a variable is that was not set; give it a "
                     "value, or leave it out"
                 )
-        missing = [f for f in fields.values() if _default(f) is MISSING and f.name not in values]
-        if missing:
+        required = [f for f in fields.values() if f.default is f.default_factory]  # both MISSING
+        if missing := [f for f in required if f.name not in values]:
             raise UserError(f"give {listed(map(_spelled, missing))}; --help lists the options")
         objects = [
             group(**{name: values.pop(name) for name in _hints([group]) if name in values})
@@ -299,10 +297,6 @@ def _hints(groups):
     return hints
 
 
-def _default(f):
-    return f.default if f.default_factory is MISSING else f.default_factory()
-
-
 def _dashed(name):
     """A field as an option: `for_`, a name that Python keeps for itself, loses its mark."""
     return f"--{name.rstrip('_').replace('_', '-')}"
@@ -315,7 +309,7 @@ def _spelled(f):
 
 def _described(f):
     """What --help says of an option."""
-    default = _default(f)
+    default = f.default if f.default_factory is MISSING else f.default_factory()
     required = default is MISSING and not f.metadata.get("positional")
     limits = [_limit(*bound) for bound in f.metadata.get("bounds", {}).items()]
     parts = [f.metadata.get("help"), *limits, "required" if required else ""]

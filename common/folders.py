@@ -28,10 +28,9 @@ def check_new(output, name="the output"):
     empty folder."""
     place = Path(os.path.realpath(output))
     if os.path.lexists(place) and not (place.is_dir() and not any(place.iterdir())):
-        kind = "a folder with files in it" if place.is_dir() else "a file"
         raise UserError(
-            f"{name} {output} is there already, {kind}; remove it yourself (rm -r {output}), or "
-            "choose another name"
+            f"{name} {output} is there already; remove it yourself (rm -r {output}), or choose "
+            "another name"
         )
 
 

@@ -41,9 +41,9 @@ def test_a_new_folder(tmp_path, prepare):
 @pytest.mark.parametrize(
     "output, sentence",
     [
-        ("full", "full is there already, a folder with files in it; remove it yourself (rm -r"),
-        ("file", "file is there already, a file"),
-        ("to_file", "to_file is there already, a file"),
+        ("full", "full is there already; remove it yourself (rm -r"),
+        ("file", "file is there already"),
+        ("to_file", "to_file is there already"),
     ],
 )
 def test_refused_outputs(tmp_path, monkeypatch, output, sentence):

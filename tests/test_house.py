@@ -173,7 +173,7 @@ BUDGETS = {
     "embeddings": 1849,
     "conversion": 908,
     "training": 267,
-    "common": 1156,
+    "common": 1151,
     "modeling_neobert": 581,
     "configuration_neobert": 144,
     "attention_neobert": 286,
