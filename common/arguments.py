@@ -206,7 +206,7 @@ class Options:
                     f"{name.rstrip('_')} is empty, as a variable is that was not set; give it a "
                     "value, or leave it out"
                 )
-        required = [f for f in fields.values() if f.default is f.default_factory]  # both MISSING
+        required = [f for f in fields.values() if f.default is f.default_factory is MISSING]
         if missing := [f for f in required if f.name not in values]:
             raise UserError(f"give {listed(map(_spelled, missing))}; --help lists the options")
         objects = [
