@@ -143,13 +143,10 @@ def _override(config, given, source):
         if name not in named
     }
     wanted = _checked_config({**kept, **given})
-    # RoPE first: YaRN takes the length that the weights were trained at from the configuration as
-    # it is.
-    for name in sorted(given, key=lambda name: not name.startswith("rope_")):
+    for name in given:
         for target in ALIASES.get(name, (name,)):
-            value = (
-                given[name] if target.startswith("rope_") else getattr(wanted, target, given[name])
-            )
+            # YaRN takes the length that the weights were trained at from `config`.
+            value = given[name] if target.startswith("rope_") else getattr(wanted, target)
             if target in _SHAPE and getattr(config, target) != value:
                 raise UserError(
                     f"init_from {source} has {target}={getattr(config, target)!r}, but "

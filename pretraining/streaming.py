@@ -97,7 +97,7 @@ class StreamedBatches(torch.utils.data.IterableDataset):
 
 
 class _Windows:
-    """Batched `map` function: rows of text to windows of `spec.length` tokens, special tokens
+    """Batched `map` function: rows of text to windows of `max_length` tokens, special tokens
     included, of the texts of at least `least` tokens."""
 
     def __init__(self, tokenizer, special, spec, least):
