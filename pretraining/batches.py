@@ -45,7 +45,6 @@ class Windows:
     def __init__(self, texts, special, spec):
         self.texts = texts
         self.special = special
-        self.length = spec.max_length
         self.body = spec.max_length - 2
         self.rows = texts.rows.with_format("numpy", columns=["input_ids"])
         self.ends = None  # with "split": windows up to each text's end
@@ -72,7 +71,7 @@ class Windows:
     def lengths(self, ids):
         """Tokens of each window, special tokens included."""
         text, start = self._place(ids)
-        return np.minimum(self.texts.lengths[text] - start, self.length)
+        return np.minimum(self.texts.lengths[text] - start, self.body + 2)
 
     def of_texts_from(self, least):
         """Ids of the windows whose text has at least `least` tokens, uint32."""

@@ -53,26 +53,21 @@ class TokenMasking:
         self.ordinary[torch.tensor(sorted(set(tokenizer.all_special_ids)))] = False
         self.ordinary_ids = self.ordinary.nonzero().squeeze(-1)
 
-    def probability(self, progress):
-        """Share of the tokens that are predicted after `progress`, 0 to 1, of the run."""
-        begin, end = self.schedule
-        return begin + (end - begin) * progress
-
     def __call__(self, input_ids, generator, progress=0.0):
         """Hides tokens.
 
         Args:
             input_ids: int64 of any shape.
             generator: `torch.Generator` that every draw comes from.
-            progress: share of the run, for the schedule.
+            progress: share of the run before this batch, 0 to 1, for the schedule.
         Returns:
             input_ids with masked tokens, and labels: the masked token's own id, -100 elsewhere. A
             batch with a real token has a label.
         """
+        begin, end = self.schedule
+        probability = begin + (end - begin) * progress
         maskable = self.ordinary[input_ids]
-        chosen = (
-            torch.rand(input_ids.shape, generator=generator) < self.probability(progress)
-        ) & maskable
+        chosen = (torch.rand(input_ids.shape, generator=generator) < probability) & maskable
         if not chosen.any() and maskable.any():
             places = maskable.flatten().nonzero().squeeze(-1)
             chosen.view(-1)[places[torch.randint(len(places), (1,), generator=generator)]] = True

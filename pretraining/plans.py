@@ -63,11 +63,8 @@ class Plan:
     def _plan(self, order):
         spec = self.spec
         if spec.texts_per_batch is not None:
-            return (
-                order,
-                np.append(np.arange(0, len(order), spec.texts_per_batch), len(order)),
-                None,
-            )
+            bounds = np.append(np.arange(0, len(order), spec.texts_per_batch), len(order))
+            return order, bounds, None
         totals = np.append(0, np.cumsum(self.windows.lengths(order), dtype=np.int64))
         if spec.layout == "packed_without_boundaries":
             # Texts of 3, 4, 2, 5 tokens are 14. Batches of 2 rows of 3 tokens take 6 each: two of

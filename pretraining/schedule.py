@@ -24,13 +24,15 @@ def paper_schedule(max_steps, warmup_steps):
     """Trainer's options for the paper's schedule: after the warm-up a cosine to 10 % of the peak at
     90 % of the steps, then constant."""
     decay = max(1, round(0.9 * max_steps) - int(warmup_steps))
-    kwargs = {
-        "num_stable_steps": 0,
-        "num_decay_steps": decay,
-        "decay_type": "cosine",
-        "min_lr_ratio": 0.1,
+    return {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {
+            "num_stable_steps": 0,
+            "num_decay_steps": decay,
+            "decay_type": "cosine",
+            "min_lr_ratio": 0.1,
+        },
     }
-    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
 
 
 def make_training_arguments(run, batch, given):

@@ -168,7 +168,7 @@ BUDGETS = {
     "throughput": 350,
     "export": 839,
     "convert_checkpoint": 16,
-    "pretraining": 1513,
+    "pretraining": 1511,
     "finetuning": 430,
     "embeddings": 1849,
     "conversion": 908,
