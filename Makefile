@@ -59,7 +59,7 @@ bench: $(VENV)/.test
 
 # int8 of this repository beside float32, bfloat16 and other engines' int8: 12 blocks of 768 (results/int8_cpu.md)
 # and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.
-INT8 = torch-fp32 torch-bf16-compiled torch-int8 torch-int8-compiled torchao-int8-compiled onnx-int8 openvino-int8
+INT8 = torch-fp32 torch-bf16-compiled torch-int8 torchao-int8-compiled onnx-int8 openvino-int8
 bench-int8: $(VENV)/.test
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt torchao
 	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
