@@ -68,9 +68,12 @@ def write_card(folder, arguments, figures):
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
     losses = (
-        f"{arguments.cosine_weight:g} x (1 - cosine), {arguments.similarity_weight:g} x KL "
-        f"divergence of in-batch similarities / {arguments.similarity_temperature:g}"
+        f"{arguments.cosine_weight:g} x (1 - cosine), KL divergence of similarities / "
+        f"{arguments.similarity_temperature:g}, {arguments.similarity_weight:g} x in the batch "
+        f"and {arguments.bank_weight:g} x to {arguments.bank:,} stored texts"
     )
+    if arguments.pair_weight:
+        losses += f", {arguments.pair_weight:g} x InfoNCE of pairs"
     far = ", ".join(source.name for source in others)
     others = (
         f"The other columns are text of kinds that it did not learn from: {far}." if far else ""
