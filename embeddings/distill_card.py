@@ -72,8 +72,6 @@ def write_card(folder, arguments, figures):
         f"{arguments.similarity_temperature:g}, {arguments.similarity_weight:g} x in the batch "
         f"and {arguments.bank_weight:g} x to {arguments.bank:,} stored texts"
     )
-    if arguments.pair_weight:
-        losses += f", {arguments.pair_weight:g} x InfoNCE of pairs"
     far = ", ".join(source.name for source in others)
     others = (
         f"The other columns are text of kinds that it did not learn from: {far}." if far else ""

@@ -10,7 +10,6 @@ from torch import nn
 
 # Stored vectors that a text is compared with in a step.
 NEAREST, SPREAD, RANDOM = 16, 48, 64
-MARGIN = 0.05  # of cosine
 
 
 def similarity_loss(student, teacher, temperature):
@@ -71,49 +70,18 @@ def candidates(scores):
     return torch.cat([columns[:, -NEAREST:], spread, drawn], dim=1)
 
 
-def pair_loss(student, teacher, units, bank, temperature):
-    """InfoNCE of texts that belong together, in both directions: each text is to find its partner
-    among the texts of the batch and the stored vectors.
-
-    What the teacher finds nearer to a text than its partner, less `MARGIN`, is no negative.
-
-    Args:
-        student: (N, D) of length 1.
-        teacher: (N, D) of length 1.
-        units: (N,); texts of one unit belong together.
-        bank: (M, D) of length 1, the teacher's vectors of M texts.
-    """
-    alone = torch.eye(len(units), dtype=torch.bool, device=units.device)
-    together = units[:, None] == units
-    partners = together & ~alone
-    partner = partners.int().argmax(1, keepdim=True)
-    scores = teacher @ torch.cat([teacher, bank]).T
-    left_out = scores > scores.gather(1, partner) - MARGIN
-    left_out[:, : len(units)] |= together
-    left_out.scatter_(1, partner, False)
-    logits = student @ torch.cat([student, bank]).T / temperature
-    losses = F.cross_entropy(
-        logits.masked_fill(left_out, -torch.inf), partner.squeeze(1), reduction="none"
-    )
-    return losses[partners.any(1)].sum() / max(1, int(partners.any(1).sum()))
-
-
 class DistillLoss(nn.Module):
-    """The weighted sum of 1 - cos, `similarity_loss`, `bank_loss` and `pair_loss`, in float32.
+    """The weighted sum of 1 - cos, `similarity_loss` and `bank_loss`, in float32.
 
     Args:
         model: SentenceTransformer whose vectors are as wide as the teacher's.
         arguments: `DistillArguments` with the weights and the temperature.
         vectors: (N, D), the teacher's vectors of the training texts.
-        units: lists of numbers of texts that belong together.
     """
 
-    def __init__(self, model, arguments, vectors, units):
+    def __init__(self, model, arguments, vectors):
         super().__init__()
         self.model, self.arguments, self.vectors = model, arguments, vectors
-        self.units = torch.empty(len(vectors), dtype=torch.long)
-        for number, texts in enumerate(units):
-            self.units[texts] = number
         drawn = np.random.default_rng(0).permutation(len(vectors))[: arguments.bank]
         self.stored = torch.from_numpy(drawn)
         self.bank = self.of_teacher(self.stored)
@@ -143,10 +111,6 @@ class DistillLoss(nn.Module):
                 own = (labels[:, None].cpu() == self.stored).to(bank.device)
                 similarity = bank_loss(student, teacher, bank, temperature, own)
                 losses["bank"] = weights.bank_weight * similarity
-            if weights.pair_weight:
-                units = self.units[labels.cpu()].to(bank.device)
-                found = pair_loss(student, teacher, units, bank, temperature)
-                losses["pair"] = weights.pair_weight * found
         return losses
 
 

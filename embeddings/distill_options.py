@@ -76,9 +76,6 @@ class AgreementOptions(Arguments):
     bank: int = option(
         8192, "number of stored texts, of which there are the teacher's vectors", least=1
     )
-    pair_weight: float = option(
-        0.0, "of InfoNCE between texts that belong together (pair), among batch and bank", least=0
-    )
     similarity_temperature: float = option(0.05, "by which those cosines are divided", above=0)
     held_out_percent: float = option(
         1.0, "of the texts, by hash, to measure with", above=0, most=50

@@ -35,7 +35,6 @@ from neobert.embeddings.distill_data import (
     teacher_vectors,
 )
 from neobert.embeddings.distill_loss import (
-    MARGIN,
     NEAREST,
     RANDOM,
     SPREAD,
@@ -43,7 +42,6 @@ from neobert.embeddings.distill_loss import (
     agreement,
     bank_loss,
     candidates,
-    pair_loss,
     similarity_loss,
 )
 from neobert.embeddings.distill_student import build_student, save_student, take_embeddings
@@ -160,33 +158,13 @@ def test_bank_loss_is_the_kl_divergence_over_the_candidates():
     assert bank_loss(teacher, teacher, bank, 0.1, hidden).abs() < 1e-6
 
 
-def test_pair_loss_is_infonce_without_what_may_be_right_as_well():
-    student, teacher, bank = unit(5, 8), unit(5, 8), unit(9, 8)
-    teacher[1] = torch.nn.functional.normalize(teacher[0] + 0.5 * teacher[1], dim=-1)
-    bank[3] = teacher[0]
-    units = torch.tensor([7, 7, 8, 9, 8])
-    losses = []
-    for i, partner in ((0, 1), (1, 0), (2, 4), (4, 2)):
-        least = teacher[i] @ teacher[partner] - MARGIN
-        negatives = [student[j] for j in range(5) if units[j] != units[i]]
-        known = [teacher[j] for j in range(5) if units[j] != units[i]] + list(bank)
-        kept = [x for x, t in zip(negatives + list(bank), known) if teacher[i] @ t <= least]
-        logits = torch.stack([student[i] @ x / 0.1 for x in [student[partner], *kept]])
-        losses.append(-logits.log_softmax(0)[0])
-    found = pair_loss(student, teacher, units, bank, 0.1)
-    torch.testing.assert_close(found, torch.stack(losses).mean())
-    assert pair_loss(student, teacher, torch.arange(5), bank, 0.1) == 0, "nothing belongs together"
-
-
 def test_losses_are_weighted_sums_of_their_formulas(teacher):
     student, vectors = unit(4, 8), unit(6, 8)
     weights = {"cosine_weight": 2.0, "similarity_weight": 3.0, "similarity_temperature": 0.1}
-    weights |= {"bank_weight": 4.0, "pair_weight": 5.0, "bank": 6}
+    weights |= {"bank_weight": 4.0, "bank": 6}
     numbers = torch.tensor([5, 0, 2, 3])
     arguments = arguments_for(teacher, **weights)
-    loss = DistillLoss(
-        torch.nn.Identity(), arguments, 2 * vectors.numpy(), [[0, 2], [5], [1, 4], [3]]
-    )
+    loss = DistillLoss(torch.nn.Identity(), arguments, 2 * vectors.numpy())
     torch.manual_seed(1)
     found = loss([{"sentence_embedding": 3 * student}], numbers)
     teachers, bank = vectors[numbers], vectors[loss.stored]
@@ -197,8 +175,6 @@ def test_losses_are_weighted_sums_of_their_formulas(teacher):
     own = numbers[:, None] == loss.stored
     assert own.sum(1).tolist() == [1, 1, 1, 1]
     torch.testing.assert_close(found["bank"], 4 * bank_loss(student, teachers, bank, 0.1, own))
-    units = torch.tensor([1, 0, 0, 3])
-    torch.testing.assert_close(found["pair"], 5 * pair_loss(student, teachers, units, bank, 0.1))
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
@@ -444,23 +420,25 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in real) > sum(seen)
 
 
-def test_pairs_share_the_batches_of_a_run_and_are_learned_from(tmp_path, teacher, monkeypatch):
+def test_pairs_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
     pairs, seen, losses = tmp_path / "pairs.jsonl", [], DistillLoss.forward
     rows = [{"short": text, "long": f"{text}, which is a long text"} for text in TEXTS]
     write_jsonl(pairs, rows)
-    entry = {"path": str(pairs), "column": "short", "pair": "long"}
 
     def loss(self, features, labels):
-        seen.append((self.units[labels], losses(self, features, labels)))
-        return seen[-1][1]
+        seen.append(labels)
+        return losses(self, features, labels)
 
     monkeypatch.setattr(DistillLoss, "forward", loss)
-    changes = {"texts": [entry], "other_texts": None, "pair_weight": 1.0, "held_out_percent": 5}
-    assert command(["distill", recipe(tmp_path, teacher, ("", ""), **changes)]) == 0
+    entry = {"path": str(pairs), "column": "short", "pair": "long"}
+    changes = {"texts": [entry], "other_texts": None, "held_out_percent": 5}
+    path = recipe(tmp_path, teacher, ("", ""), **changes)
+    assert command(["distill", path]) == 0
+    texts = read_texts([TextSource.from_entry(entry)], [], 5, 2000)
+    unit_of = {text: number for number, unit in enumerate(texts.units) for text in unit}
     assert len(seen) == 6
-    for units, found in seen:
-        assert len(units.unique()) <= 5, "a pair was torn apart"
-        assert found["pair"] > 0
+    for labels in seen:
+        assert len({unit_of[text] for text in labels.tolist()}) <= 5, "a pair was torn apart"
 
 
 @pytest.mark.slow
