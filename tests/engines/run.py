@@ -43,7 +43,7 @@ OPENVINO = {name: precision.file for name, precision in openvino.PRECISIONS.item
 BUNDLED = ROOT / "examples" / "sentence-encoder"
 # Least cosines to torch in float32, (token, pooled), by precision.
 BOUNDS = {"fp32": (0.9999, 0.9999), "fp16": (0.995, 0.999), "q8_0": (0.97, 0.99)}
-BOUNDS["q5_0"] = (0.8, 0.9)
+BOUNDS["q5_0"] = (0.6, 0.85)  # on random weights, which bear few bits badly
 BOUNDS["int8"] = (0.9, 0.99)
 NO_NODE = "node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)"
 
