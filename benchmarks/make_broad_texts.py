@@ -16,7 +16,6 @@ texts, and definitions of WordNet that the local tasks ask about.
 """
 
 import argparse
-import gzip
 import json
 import re
 from pathlib import Path
@@ -26,7 +25,7 @@ from ..common.folders import new_file
 from .local_text import write_rows
 from .make_distill_text import held_out_definitions, is_prose, kept, normal, r_lines, sentences_of
 from .make_texts import NearDuplicates
-from .open_text import archive, corpus, files, matches, plain
+from .open_text import archive, contents, corpus, matches, plain
 
 
 MOST_WORDS = 120
@@ -429,16 +428,15 @@ SOURCES = [
 def texts_of(packages, pattern, read, cache):
     """(package==version, short, long) of the files of packages; a long text is a passage."""
     for package in packages.split():
-        path = archive(package if ":" in package else f"deb:{package}", cache)
+        package = package if ":" in package else f"deb:{package}"
+        path = archive(package, cache)
         version = re.search(r"(_|-(?=[\d.]+(-py|\.tgz)))(\d[^_]*?)(_|-py|\.tgz)", path.name)[3]
         name = f"{re.sub(r'^[a-z]+:|(?<=[a-z])@.*', '', package)}=={version.replace('%3a', ':')}"
-        for file, data in files(path):
-            if re.search(pattern, file.removesuffix(".gz")):
-                text = gzip.decompress(data) if file.endswith((".gz", ".dz")) else data
-                for short, long in read(text.decode("utf-8", "surrogateescape")):
-                    first, *rest = passages(long)
-                    yield name, " ".join(short.split()), first
-                    yield from ((name, *pair) for part in rest for pair in prose(part))
+        for data in contents(package, pattern, cache):
+            for short, long in read(data.decode("utf-8", "surrogateescape")):
+                first, *rest = passages(long)
+                yield name, " ".join(short.split()), first
+                yield from ((name, *pair) for part in rest for pair in prose(part))
 
 
 def is_good(text, least):

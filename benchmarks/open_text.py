@@ -119,6 +119,13 @@ def files(path):
             yield from ((entry.name, found.extractfile(entry).read()) for entry in found)
 
 
+def contents(package, pattern, cache):
+    """Bytes of the files of a package whose names match, without their compression."""
+    for name, data in files(archive(package, cache)):
+        if re.search(pattern, name.removesuffix(".gz")):
+            yield gzip.decompress(data) if name.endswith((".gz", ".dz")) else data
+
+
 def matches(pattern):
     """Function from a text to the pairs of groups that the pattern finds."""
     return re.compile(pattern, re.MULTILINE).findall
@@ -246,11 +253,8 @@ def corpus(rows, cache=CACHE):
         found = [
             Row(named.sub("", package), *pair)
             for package in kind.packages.split()
-            for path, data in files(archive(package, cache))
-            if re.search(kind.files, path.removesuffix(".gz"))
-            for pair in kind.read(
-                (gzip.decompress(data) if path.endswith(".gz") else data).decode(errors="replace")
-            )
+            for data in contents(package, kind.files, cache)
+            for pair in kind.read(data.decode(errors="replace"))
         ]
         texts[name] = chosen(found, rows, rows, kind.least)
     wheels = [str(archive(package, cache)) for package in WHEELS.split()]

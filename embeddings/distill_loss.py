@@ -19,14 +19,13 @@ def similarity_loss(student, teacher, temperature):
     softmax; the mean over rows.
 
     Args:
-        student: (N, D').
-        teacher: (N, D).
+        student: (N, D') of length 1.
+        teacher: (N, D) of length 1.
     """
     count = len(student)
     others = ~torch.eye(count, dtype=torch.bool, device=student.device)
     rows = []
-    for vectors in (student, teacher):
-        unit = F.normalize(vectors, dim=-1)
+    for unit in (student, teacher):
         rows.append((unit @ unit.T / temperature)[others].view(count, count - 1).log_softmax(-1))
     return F.kl_div(rows[0], rows[1], log_target=True, reduction="batchmean")
 
@@ -46,10 +45,10 @@ def bank_loss(student, teacher, bank, temperature, hidden):
     """
     scores = (teacher @ bank.T).masked_fill(hidden, -2)
     chosen = candidates(scores)
-    own = scores.gather(1, chosen) == -2
-    expected = scores.gather(1, chosen) / temperature
-    found = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1) / temperature
-    rows = [part.masked_fill(own, -1e4).log_softmax(-1) for part in (found, expected)]
+    expected = scores.gather(1, chosen)
+    found = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
+    own = expected == -2
+    rows = [(x / temperature).masked_fill(own, -1e4).log_softmax(-1) for x in (found, expected)]
     return F.kl_div(*rows, log_target=True, reduction="batchmean")
 
 
@@ -83,12 +82,14 @@ class DistillLoss(nn.Module):
         super().__init__()
         self.model, self.arguments, self.vectors = model, arguments, vectors
         drawn = np.random.default_rng(0).permutation(len(vectors))[: arguments.bank]
-        self.stored = torch.from_numpy(drawn)
-        self.bank = self.of_teacher(self.stored)
+        # Buffers, which are on the model's device once and for all.
+        self.register_buffer("stored", torch.from_numpy(drawn), persistent=False)
+        self.register_buffer("bank", self.of_teacher(self.stored), persistent=False)
 
     def of_teacher(self, numbers):
         """The teacher's vectors of texts, (N, D) float32 of length 1."""
-        return F.normalize(torch.from_numpy(np.float32(self.vectors[numbers.cpu()])), dim=-1)
+        rows = torch.from_numpy(np.float32(self.vectors[numbers.cpu()]))
+        return F.normalize(rows.to(numbers.device), dim=-1)
 
     def forward(self, features, labels):
         """
@@ -99,7 +100,7 @@ class DistillLoss(nn.Module):
             {name: weighted loss}.
         """
         vectors = self.model(dict(next(iter(features))))["sentence_embedding"].float()
-        teacher, bank = (x.to(vectors.device) for x in (self.of_teacher(labels), self.bank))
+        teacher = self.of_teacher(labels)
         weights, temperature = self.arguments, self.arguments.similarity_temperature
         losses = {}
         with torch.autocast(vectors.device.type, enabled=False):
@@ -108,8 +109,8 @@ class DistillLoss(nn.Module):
             similarity = similarity_loss(student, teacher, temperature)
             losses["similarity"] = weights.similarity_weight * similarity
             if weights.bank_weight:
-                own = (labels[:, None].cpu() == self.stored).to(bank.device)
-                similarity = bank_loss(student, teacher, bank, temperature, own)
+                own = labels[:, None] == self.stored
+                similarity = bank_loss(student, teacher, self.bank, temperature, own)
                 losses["bank"] = weights.bank_weight * similarity
         return losses
 
