@@ -9,16 +9,19 @@ trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
 until it is finished.
 """
 
-import functools
 import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from torch.utils.data import RandomSampler
 from transformers import set_seed
 
-from ..common.folders import apart, check_folder
+from ..common.data import fraction
+from ..common.folders import apart, check_folder, new_file
 from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model
 from ..common.output import Output, run_settings
@@ -27,16 +30,29 @@ from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
-from .distill_batches import UnitBatches
 from .distill_card import precision_check, write_card
 from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
-from .distill_student import build_student, save_student
+from .distill_student import STORED_AS, build_student, save_student, take_embeddings, token_means
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
 
 FIGURES = "figures.json"
+AVERAGED = 65_536  # texts over which the teacher's vectors of each token are averaged
+
+
+class ShuffledBatches(DefaultBatchSampler):
+    """Batches whose order is a function of the seed and the epoch: a run that goes on has the
+    same."""
+
+    def __init__(self, dataset, batch_size, drop_last, seed=0, **unused):
+        sampler = RandomSampler(dataset, generator=torch.Generator())
+        super().__init__(sampler, batch_size=batch_size, drop_last=drop_last, seed=seed)
+
+    def __iter__(self):
+        self.sampler.generator.manual_seed(self.seed * 1_000_003 + self.epoch)
+        return super().__iter__()
 
 
 class DistillTrainer(RunTrainer, SentenceTransformerTrainer):
@@ -59,16 +75,28 @@ def settings_of(arguments, trainer_options, sources, others):
 
 
 def all_vectors(arguments, texts, teacher):
-    """The teacher's vectors of the training texts, (N, D) float16 on disk, and {name: (texts, their
-    vectors)} of what agreement is measured on."""
+    """The teacher's vectors of the training texts, (N, D) float16 on disk; {name: (texts, their
+    vectors)} of what agreement is measured on; and the student's token embeddings, or None. Each is
+    computed once, and kept under `--work`."""
     known = [model_digest(arguments.teacher), str(arguments.max_length), arguments.teacher_dtype]
 
-    def vectors(name, rows):
+    def place(name, rows):
         file = f"{name}-{texts_digest([*known, *rows])}.npy"
-        return teacher_vectors(Path(arguments.work) / "vectors" / file, rows, teacher)
+        return Path(arguments.work) / "vectors" / file
+
+    def vectors(name, rows):
+        return teacher_vectors(place(name, rows), rows, teacher)
 
     sets = {name: (rows, np.float32(vectors(name, rows))) for name, rows in texts.measured.items()}
-    return vectors("train", texts.train), sets
+    train = vectors("train", texts.train)
+    if not arguments.embeddings_from_teacher:
+        return train, sets, None
+    averaged = sorted(texts.train, key=fraction)[:AVERAGED]
+    path = place("tokens", averaged)
+    if not path.is_file():
+        with new_file(path) as file:
+            np.save(file, token_means(teacher, averaged).numpy())
+    return train, sets, torch.from_numpy(np.load(path))
 
 
 def train(arguments, trainer_options):
@@ -116,12 +144,16 @@ def train(arguments, trainer_options):
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
     with checkpoints.claim(output):
         with training.main_process_first(desc="teacher vectors"):
-            vectors, sets = all_vectors(arguments, texts, teacher)
+            vectors, sets, means = all_vectors(arguments, texts, teacher)
         del teacher
+        if means is not None:
+            take_embeddings(student, means, STORED_AS[arguments.embedding_dtype])
         model = student[0].auto_model
         if arguments.compile:
             compile_blocks(model)
-        training.batch_sampler = functools.partial(UnitBatches, units=texts.units)
+        training.batch_sampler = ShuffledBatches
+        # A smaller batch has fewer similarities, and one text none.
+        training.dataloader_drop_last = len(texts.train) > training.train_batch_size
         numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
         trainer = DistillTrainer(
             model=student,

@@ -27,8 +27,7 @@ class TextSource(Arguments):
     """One entry of `texts` or `other_texts` in a recipe."""
 
     path: str = option("", "a .jsonl or .parquet file, or .txt with a text a line")
-    column: str = option("text", "column of the text")
-    pair: str | None = option(None, "column of a text that belongs to it: both are in one batch")
+    column: str | list[str] = option("text", "column of the text, or a list of columns")
     share: float = option(1.0, "of the rows that are taken, by hash", above=0, most=1)
     name: str | None = option(None, "what it is, for the card; the file's name by default")
     license: str | None = option(None, "for the card")
@@ -45,14 +44,13 @@ class TextSource(Arguments):
         return source
 
     def read(self):
-        """Tuples of one text, or of two that belong together, in file order and without surrounding
-        spaces; empty texts are left out."""
-        columns = ["text"] if file_format(self.path) == ".txt" else [self.column]
-        columns += [self.pair] if self.pair else []
+        """The texts in file order, without surrounding spaces; empty ones are left out."""
+        columns = [self.column] if isinstance(self.column, str) else self.column
+        columns = ["text"] if file_format(self.path) == ".txt" else columns
         for row in rows(self.path, columns, columns):
-            texts = tuple(filter(None, (row[column].strip() for column in columns)))
+            texts = [text for text in (row[column].strip() for column in columns) if text]
             if texts and fraction(f"share {texts[0]}") < self.share:
-                yield texts
+                yield from texts
 
 
 def is_held_out(text, percent):
@@ -69,13 +67,11 @@ class Texts:
         train: to learn from.
         held_out: of the same sources, to measure with.
         other: {name: texts} of other kinds, to measure with.
-        units: lists of numbers of training texts that belong together; every text is in one.
     """
 
     train: list
     held_out: list
     other: dict
-    units: list
 
     @property
     def measured(self):
@@ -99,31 +95,19 @@ def read_texts(sources, others, held_out_percent, most):
     Raises:
         UserError: no text is left to learn from.
     """
-    train, held_out, seen, units = [], [], {}, []
-    for source in sources:
-        for together in source.read():
-            new = [text for text in dict.fromkeys(together) if text not in seen]
-            kept = [text for text in new if not is_held_out(text, held_out_percent)]
-            # A text that came before brings its partners into its own unit.
-            known = [seen[text] for text in together if seen.get(text) is not None]
-            unit = known[0] if known else len(units)
-            if kept and not known:
-                units.append([])
-            for text in new:
-                seen[text] = unit if text in kept else None
-            if kept:
-                units[unit] += range(len(train), len(train) + len(kept))
-            train += kept
-            held_out += [text for text in new if text not in kept]
+    train, held_out, seen = [], [], set()
+    for text in (text for source in sources for text in source.read()):
+        if text not in seen:
+            seen.add(text)
+            (held_out if is_held_out(text, held_out_percent) else train).append(text)
     if len(train) < 2:
         raise UserError(
             f"texts must hold at least 2 different texts to learn from, but {len(train)} were found"
         )
     other = {}
     for source in others:
-        rows = {text for together in source.read() for text in together if text not in seen}
-        other[source.name] = _chosen(rows, most)
-    return Texts(train, _chosen(held_out, most), other, units)
+        other[source.name] = _chosen({text for text in source.read() if text not in seen}, most)
+    return Texts(train, _chosen(held_out, most), other)
 
 
 def _chosen(texts, most):

@@ -51,7 +51,9 @@ class StudentOptions(Arguments):
     """The student."""
 
     embeddings_from_teacher: bool = option(
-        False, "start from the teacher's token embeddings, by PCA where the student is narrower"
+        False,
+        "token embeddings are the teacher's mean vectors of each token, by PCA where the student "
+        "is narrower; blocks begin as identities",
     )
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)

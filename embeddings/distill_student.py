@@ -1,11 +1,13 @@
-"""The student of a distillation: built, given the teacher's token embeddings, saved in the dtypes
-of a small file."""
+"""The student of a distillation: built, given token embeddings made by the teacher, saved in the
+dtypes of a small file."""
 
 import tempfile
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tqdm.auto import tqdm
 
 from ..common.errors import UserError
 from ..common.files import write_json
@@ -17,7 +19,8 @@ from .packed_encoder import load_sentence_transformer
 # float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype
 # that is asked for (4 keeps e4m3 as it is).
 # The torch dtypes of options.STORAGE_DTYPES.
-_STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
+STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
+EXPECTED = 5  # a token's mean over texts counts as much as its expected vector after so many
 
 
 def build_student(arguments, teacher, width):
@@ -43,7 +46,7 @@ def build_student(arguments, teacher, width):
         parts.append(modules.Normalize())
     student = SentenceTransformer(modules=parts, device="cpu")
     if arguments.embeddings_from_teacher:
-        take_embeddings(student, teacher, _STORED_AS[arguments.embedding_dtype])
+        _check_embeddings(student, teacher)
     if arguments.freeze_embeddings:
         student[0].auto_model.get_input_embeddings().weight.requires_grad_(False)
     student.max_seq_length = arguments.max_length
@@ -86,6 +89,11 @@ def _fresh(arguments, teacher):
         model = NeoBERTModel(NeoBERTConfig(**given))
     except (TypeError, ValueError) as error:
         raise UserError(f"model_config: {error}") from error
+    if arguments.embeddings_from_teacher:
+        # Blocks that begin as identities: the student begins as the mean of its token embeddings.
+        for block in model.transformer_encoder:
+            torch.nn.init.zeros_(block.wo.weight)
+            torch.nn.init.zeros_(block.ffn.w3.weight)
     with tempfile.TemporaryDirectory() as folder:
         # Not model.save_pretrained, which writes in a run's first process alone.
         write_json(
@@ -98,28 +106,66 @@ def _fresh(arguments, teacher):
         )
 
 
-@torch.no_grad()
-def take_embeddings(student, teacher, storage):
-    """Copies the teacher's token embeddings into the student, rounded to what will be stored.
-
-    A narrower student gets the principal components of them (of the uncentred matrix, so that
-    scalar products are kept best).
-
-    Raises:
-        UserError: the vocabularies differ, or the student is wider.
-    """
-    source = teacher[0].auto_model.get_input_embeddings().weight.float().cpu()
-    target = student[0].auto_model.get_input_embeddings().weight
-    rows, width = target.shape
-    if student.tokenizer.get_vocab() != teacher.tokenizer.get_vocab() or width > source.shape[1]:
+def _check_embeddings(student, teacher):
+    """Raises UserError where the vocabularies differ, or the student is wider."""
+    width = teacher[0].auto_model.config.hidden_size
+    same = student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
+    if not same or student[0].auto_model.config.hidden_size > width:
         raise UserError(
             "embeddings_from_teacher needs a student with the teacher's vocabulary and a "
-            f"hidden_size of at most {source.shape[1]}; leave it out, or take another student"
+            f"hidden_size of at most {width}; leave it out, or take another student"
         )
-    if width < source.shape[1]:
-        _, vectors = torch.linalg.eigh(source.double().T @ source.double())
-        source = source @ vectors[:, -width:].flip(1).float()
-    target.copy_(source[:rows].to(storage).float())
+
+
+@torch.no_grad()
+def token_means(teacher, texts):
+    """The mean of the teacher's last hidden states of each token in the texts, (V, D) float32.
+
+    Of all tables it is the one whose rows are nearest to the states (least squares), so that the
+    blocks learn only what a token's neighbours change. A rare token is drawn to the vector that is
+    expected of it: a ridge regression from the teacher's hidden states for the token alone.
+
+    Args:
+        teacher: `PackedEncoder`.
+    """
+    model, device = teacher.sentence_transformer[0].auto_model, teacher.device
+    tokens = teacher.tokenize(texts)
+    rows, width = len(model.get_input_embeddings().weight), model.config.hidden_size
+    sums, counts = torch.zeros(rows, width, device=device), torch.zeros(rows, 1, device=device)
+    for index in tqdm(list(teacher.batches([len(ids) for ids in tokens])), desc="tokens"):
+        batch = {"input_ids": [tokens[i].tolist() for i in index]}
+        padded = teacher.sentence_transformer.tokenizer.pad(batch, return_tensors="pt").to(device)
+        states = model(**padded).last_hidden_state
+        real = padded["attention_mask"].bool()
+        numbers = padded["input_ids"][real]
+        sums.index_add_(0, numbers, states[real].float())
+        counts.index_add_(0, numbers, torch.ones(len(numbers), 1, device=device))
+    alone = []
+    for numbers in torch.arange(rows, device=device).split(1024):
+        states = model(input_ids=numbers[:, None], output_hidden_states=True).hidden_states
+        alone.append(torch.cat([F.normalize(layer[:, 0].float(), dim=-1) for layer in states], 1))
+    alone = torch.cat(alone)
+    weighted = alone.T * counts.clamp(max=50).T  # a mean of 50 is as good as it gets
+    system = weighted @ alone + 5 * torch.eye(alone.shape[1], device=device)
+    expected = alone @ torch.linalg.solve(system, weighted @ (sums / counts.clamp(min=1)))
+    return ((sums + EXPECTED * expected) / (counts + EXPECTED)).cpu()
+
+
+@torch.no_grad()
+def take_embeddings(student, means, storage):
+    """Sets the student's token embeddings to `token_means`, rounded to the dtype `storage`; a
+    narrower student gets their principal components (of the uncentred matrix, so that scalar
+    products are kept best).
+
+    Args:
+        means: (V, D).
+    """
+    target = student[0].auto_model.get_input_embeddings().weight
+    rows, width = target.shape
+    if width < means.shape[1]:
+        _, vectors = torch.linalg.eigh(means.double().T @ means.double())
+        means = means @ vectors[:, -width:].flip(1).float()
+    target.copy_(means[:rows].to(storage).float())
 
 
 def save_student(student, folder, dtype, embedding_dtype):
@@ -138,5 +184,5 @@ def save_student(student, folder, dtype, embedding_dtype):
         wanted = embedding_dtype if name.endswith("encoder.weight") else dtype
         if wanted == "float8" and tensor.dim() == 1:
             wanted = "float16"
-        weights[name] = tensor.to(_STORED_AS[wanted])
+        weights[name] = tensor.to(STORED_AS[wanted])
     save_file(weights, path, metadata={"format": "pt"})

@@ -1,6 +1,7 @@
 """Pins distillation: losses against their formulas, teacher vectors that are computed once, token
-embeddings by PCA, training without padding, the same weights after an interruption, an output that
-loads elsewhere in every precision, and bad input in one sentence that leaves nothing behind."""
+embeddings that are the teacher's mean vectors, by PCA where the student is narrower, training
+without padding, the same weights after an interruption, an output that loads elsewhere in every
+precision, and bad input in one sentence that leaves nothing behind."""
 
 import json
 import os
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import DistillTrainer, all_vectors
+from neobert.embeddings.distill import DistillTrainer, ShuffledBatches, all_vectors
 from neobert.embeddings.distill_card import precision_check
 from neobert.embeddings.distill_data import (
     Texts,
@@ -44,8 +44,14 @@ from neobert.embeddings.distill_loss import (
     candidates,
     similarity_loss,
 )
-from neobert.embeddings.distill_student import build_student, save_student, take_embeddings
+from neobert.embeddings.distill_student import (
+    build_student,
+    save_student,
+    take_embeddings,
+    token_means,
+)
 from neobert.embeddings.options import DistillArguments
+from neobert.embeddings.packed_encoder import PackedEncoder
 
 
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -246,12 +252,13 @@ def test_runs_share_the_vectors_of_a_work_folder(tmp_path, teacher):
 
     def files(length, texts):
         arguments = arguments_for(teacher, work=str(tmp_path), max_length=length)
-        vectors, sets = all_vectors(arguments, texts, CountingTeacher())
+        vectors, sets, means = all_vectors(arguments, texts, CountingTeacher())
+        assert means is None
         assert vectors.tolist() == [[len(text), 1] for text in texts.train]
         assert sets["held_out"][1].dtype == np.float32
         return len(list(tmp_path.rglob("*.npy")))
 
-    texts = Texts(["a", "bc"], ["d", "e", "f"], {}, [])
+    texts = Texts(["a", "bc"], ["d", "e", "f"], {})
     assert files(32, texts) == files(32, texts) == 2
     assert files(16, texts) == 4
     assert files(32, replace(texts, train=["bc", "a"])) == 5
@@ -294,38 +301,84 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
 
 
-def test_token_embeddings_come_from_the_teacher(teacher):
-    encoder = SentenceTransformer(teacher, device="cpu")
-    source = encoder[0].auto_model.get_input_embeddings().weight.detach()
-    arguments = arguments_for(
-        teacher, embeddings_from_teacher=True, freeze_embeddings=True, embedding_dtype="float8"
+def test_token_means_are_means_and_ridge_regression_where_a_token_is_rare(teacher):
+    from sklearn.linear_model import Ridge
+
+    encoder = PackedEncoder(teacher, dtype="float32", device="cpu", max_length=32)
+    means = token_means(encoder, TEXTS).numpy()
+    bert = encoder.sentence_transformer[0].auto_model
+    rows = {}
+    for text in TEXTS:
+        ids = encoder.sentence_transformer.tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            states = bert(**ids).last_hidden_state[0].numpy()
+        for number, state in zip(ids["input_ids"][0].tolist(), states):
+            rows.setdefault(number, []).append(state)
+    numbers = sorted(rows)
+    with torch.no_grad():
+        found = bert(torch.arange(len(means))[:, None], output_hidden_states=True).hidden_states
+    alone = np.concatenate(
+        [layer[:, 0] / layer[:, 0].norm(dim=-1, keepdim=True) for layer in found], axis=1
     )
-    weight = build_student(arguments, encoder, 32)[0].auto_model.get_input_embeddings().weight
+    ridge = Ridge(alpha=5, fit_intercept=False)
+    weights = [min(len(rows[number]), 50) for number in numbers]
+    ridge.fit(alone[numbers], [np.mean(rows[number], 0) for number in numbers], weights)
+    expected = ridge.predict(alone)
+    for number, states in rows.items():
+        expected[number] = (np.sum(states, 0) + 5 * expected[number]) / (len(states) + 5)
+    np.testing.assert_allclose(means, expected, atol=1e-4)
+
+
+def test_token_embeddings_are_the_means_as_they_are_stored(teacher):
+    encoder, means = SentenceTransformer(teacher, device="cpu"), torch.randn(30522, 32)
+    arguments = arguments_for(teacher, embeddings_from_teacher=True, freeze_embeddings=True)
+    student = build_student(arguments, encoder, 32)
+    take_embeddings(student, means, torch.float8_e5m2)
+    weight = student[0].auto_model.get_input_embeddings().weight
     assert not weight.requires_grad
     # They must be trained with as they are stored.
-    assert torch.equal(weight, source.to(torch.float8_e5m2).float())
+    assert torch.equal(weight, means.to(torch.float8_e5m2).float())
+    # Before its training the student is the mean of its token embeddings, each scaled by the norm.
+    ids = student.tokenizer("a cat and a dog")["input_ids"]
+    scaled = weight[ids] / weight[ids].square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(
+        torch.from_numpy(student.encode("a cat and a dog")),
+        torch.nn.functional.normalize(scaled.mean(0), dim=0).detach(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_narrow_student_gets_the_principal_components_of_the_means(teacher):
+    encoder, means = SentenceTransformer(teacher, device="cpu"), torch.randn(30522, 32)
+    means = means * torch.linspace(0.1, 2, 32)
     narrow = build_student(
         arguments_for(teacher, model_config=NARROW, embeddings_from_teacher=True), encoder, 32
     )
+    take_embeddings(narrow, means, torch.float32)
     weight = narrow[0].auto_model.get_input_embeddings().weight
-    gram = source.double() @ source.double()[:500].T
+    gram = means.double() @ means.double()[:500].T
     kept = (weight.double() @ weight.double()[:500].T - gram).square().sum()
-    _, values, right = torch.linalg.svd(source.double(), full_matrices=False)
-    best = source.double() @ right[:16].T @ right[:16]
+    _, values, right = torch.linalg.svd(means.double(), full_matrices=False)
+    best = means.double() @ right[:16].T @ right[:16]
     torch.testing.assert_close(
         kept, (best @ best[:500].T - gram).square().sum(), rtol=1e-4, atol=1e-6
     )
     assert weight.requires_grad
 
 
-def test_other_vocabularies_and_wider_students_are_refused(teacher):
+def test_other_vocabularies_and_wider_students_are_refused(teacher, tmp_path):
     encoder = SentenceTransformer(teacher, device="cpu")
-    wide = arguments_for(teacher, model_config={**STUDENT, "hidden_size": 64})
-    student = build_student(arguments_for(teacher), encoder, 32)
-    student.tokenizer.add_tokens(["newword"])
-    for refused in (build_student(wide, encoder, 32), student):
+    wide = arguments_for(
+        teacher, embeddings_from_teacher=True, model_config={**STUDENT, "hidden_size": 64}
+    )
+    save_student(build_student(arguments_for(teacher), encoder, 32), tmp_path, *["float32"] * 2)
+    other = replace(wide, model_config={}, init_from=str(tmp_path))
+    assert build_student(other, encoder, 32)
+    encoder.tokenizer.add_tokens(["newword"])
+    for refused in (wide, other):
         with pytest.raises(UserError, match="the teacher's vocabulary and a hidden_size of at mos"):
-            take_embeddings(refused, encoder, torch.float32)
+            build_student(refused, encoder, 32)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -420,25 +473,17 @@ def test_no_padding_is_computed_in_training(tmp_path, teacher, files, monkeypatc
     assert sum(padded for _, padded in real) > sum(seen)
 
 
-def test_pairs_share_the_batches_of_a_run(tmp_path, teacher, monkeypatch):
-    pairs, seen, losses = tmp_path / "pairs.jsonl", [], DistillLoss.forward
-    rows = [{"short": text, "long": f"{text}, which is a long text"} for text in TEXTS]
-    write_jsonl(pairs, rows)
+def test_batches_are_a_function_of_the_seed_and_the_epoch():
+    def batches(seed, epoch):
+        sampler = ShuffledBatches(range(20), 8, True, seed=seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
 
-    def loss(self, features, labels):
-        seen.append(labels)
-        return losses(self, features, labels)
-
-    monkeypatch.setattr(DistillLoss, "forward", loss)
-    entry = {"path": str(pairs), "column": "short", "pair": "long"}
-    changes = {"texts": [entry], "other_texts": None, "held_out_percent": 5}
-    path = recipe(tmp_path, teacher, ("", ""), **changes)
-    assert command(["distill", path]) == 0
-    texts = read_texts([TextSource.from_entry(entry)], [], 5, 2000)
-    unit_of = {text: number for number, unit in enumerate(texts.units) for text in unit}
-    assert len(seen) == 6
-    for labels in seen:
-        assert len({unit_of[text] for text in labels.tolist()}) <= 5, "a pair was torn apart"
+    first = batches(1, 0)
+    assert [len(batch) for batch in first] == [8, 8]
+    assert len({*first[0], *first[1]}) == 16
+    assert first == batches(1, 0)
+    assert first != batches(1, 1) and first != batches(2, 0)
 
 
 @pytest.mark.slow
