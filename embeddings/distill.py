@@ -68,9 +68,7 @@ def settings_of(arguments, trainer_options, sources, others):
             settings[name] = value
     settings["teacher"] = known_by(arguments.teacher)
     settings["init_from"] = arguments.init_from and known_by(arguments.init_from)
-    settings["text_digests"] = {
-        source.name: files_digest([source.path]) for source in sources + others
-    }
+    settings["text_digests"] = [files_digest([source.path]) for source in sources + others]
     return settings
 
 
