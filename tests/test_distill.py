@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from jsonl import write_jsonl
 
 
 pytest.importorskip("sentence_transformers")
@@ -216,6 +217,24 @@ def test_texts_are_split_by_hash_and_each_comes_once(tmp_path):
     # A training text is not a text of another kind.
     assert set(texts.other["other"]) == {"quite another", "and one more", "the last one"}
     assert is_held_out("Some  TEXT", 50) == is_held_out("some text", 50), "a copy on another side"
+
+
+def test_a_share_takes_the_same_rows_again(tmp_path):
+    rows = [{"a": f"title {i}", "b": f"text {i}"} for i in range(1000)] + [{"a": "x", "b": " "}]
+    write_jsonl(tmp_path / "p.jsonl", rows)
+    entry = {"path": str(tmp_path / "p.jsonl"), "column": ["a", "b"]}
+    found = list(TextSource.from_entry({**entry, "share": 0.3}).read())
+    assert found == list(TextSource.from_entry({**entry, "share": 0.3}).read())
+    titles = [text for text in found if text.startswith("title")]
+    assert 250 < len(titles) < 350
+    assert found[: 2 * len(titles)] == [text for i in titles for text in (i, f"text {i[6:]}")]
+    alone = list(TextSource.from_entry({**entry, "column": "a", "share": 0.3}).read())
+    assert alone[: len(titles)] == titles
+    assert set(found) < set(TextSource.from_entry({**entry, "share": 0.5}).read())
+    with pytest.raises(UserError, match="share"):
+        TextSource.from_entry({**entry, "share": 0})
+    with pytest.raises(UserError, match="c"):
+        list(TextSource.from_entry({**entry, "column": ["a", "c"]}).read())
 
 
 class CountingTeacher:
