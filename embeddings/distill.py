@@ -33,7 +33,14 @@ from ..training.options import BLOCKS_ONLY, number_options, training_arguments
 from .distill_card import precision_check, write_card
 from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
-from .distill_student import STORED_AS, build_student, save_student, take_embeddings, token_means
+from .distill_student import (
+    STORED_AS,
+    build_student,
+    fitted_table,
+    save_student,
+    take_embeddings,
+    token_means,
+)
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
@@ -89,11 +96,11 @@ def all_vectors(arguments, texts, teacher):
     train = vectors("train", texts.train)
     if not arguments.embeddings_from_teacher:
         return train, sets, None
-    averaged = sorted(texts.train, key=fraction)[:AVERAGED]
-    path = place("tokens", averaged)
+    path = place("tokens", texts.train)
     if not path.is_file():
+        means = token_means(teacher, sorted(texts.train, key=fraction)[:AVERAGED]).numpy()
         with new_file(path) as file:
-            np.save(file, token_means(teacher, averaged).numpy())
+            np.save(file, fitted_table(means, teacher.tokenize(texts.train), train))
     return train, sets, torch.from_numpy(np.load(path))
 
 
@@ -142,10 +149,10 @@ def train(arguments, trainer_options):
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
     with checkpoints.claim(output):
         with training.main_process_first(desc="teacher vectors"):
-            vectors, sets, means = all_vectors(arguments, texts, teacher)
+            vectors, sets, table = all_vectors(arguments, texts, teacher)
         del teacher
-        if means is not None:
-            take_embeddings(student, means, STORED_AS[arguments.embedding_dtype])
+        if table is not None:
+            take_embeddings(student, table, STORED_AS[arguments.embedding_dtype])
         model = student[0].auto_model
         if arguments.compile:
             compile_blocks(model)

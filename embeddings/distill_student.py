@@ -4,9 +4,11 @@ dtypes of a small file."""
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from scipy.sparse import csr_array
 from tqdm.auto import tqdm
 
 from ..common.errors import UserError
@@ -20,6 +22,7 @@ from .packed_encoder import load_sentence_transformer
 # that is asked for (4 keeps e4m3 as it is).
 # The torch dtypes of options.STORAGE_DTYPES.
 STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
+RIDGE, ROUNDS = 0.02, 5  # of `fitted_table`
 EXPECTED = 5  # a token's mean over texts counts as much as its expected vector after so many
 
 
@@ -151,21 +154,65 @@ def token_means(teacher, texts):
     return ((sums + EXPECTED * expected) / (counts + EXPECTED)).cpu()
 
 
-@torch.no_grad()
-def take_embeddings(student, means, storage):
-    """Sets the student's token embeddings to `token_means`, rounded to the dtype `storage`; a
-    narrower student gets their principal components (of the uncentred matrix, so that scalar
-    products are kept best).
+def fitted_table(means, tokens, vectors):
+    """The table whose mean over the tokens of a text is nearest to the teacher's vector of it,
+    (V, D) float32: ridge regression around a multiple of `means`, by `ROUNDS` of conjugate
+    gradients with the diagonal as preconditioner.
 
     Args:
-        means: (V, D).
+        means: (V, D), `token_means`.
+        tokens: list of N integer arrays.
+        vectors: (N, D), the teacher's vectors of the texts.
     """
-    target = student[0].auto_model.get_input_embeddings().weight
-    rows, width = target.shape
-    if width < means.shape[1]:
-        _, vectors = torch.linalg.eigh(means.double().T @ means.double())
-        means = means @ vectors[:, -width:].flip(1).float()
-    target.copy_(means[:rows].to(storage).float())
+    lengths = np.array([len(ids) for ids in tokens])
+    rows, shares = np.repeat([np.arange(len(tokens)), 1 / lengths], lengths, axis=1)
+    texts = csr_array(
+        (shares, (rows.astype(int), np.concatenate(tokens))), (len(tokens), len(means))
+    )
+    targets = np.float32(vectors) / np.linalg.norm(np.float32(vectors), axis=1, keepdims=True)
+    start = texts @ means
+    table = means * (start * targets).sum() / np.square(start).sum()
+    diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
+    rest = texts.T @ (targets - texts @ table)
+    direction, product = rest / diagonal, (rest * rest / diagonal).sum(0)
+    for _ in range(ROUNDS):
+        moved = texts.T @ (texts @ direction) + RIDGE * direction
+        step = product / (direction * moved).sum(0)
+        table, rest = table + step * direction, rest - step * moved
+        product, before = (rest * rest / diagonal).sum(0), product
+        direction = rest / diagonal + product / before * direction
+    return np.float32(table)
+
+
+@torch.no_grad()
+def take_embeddings(student, table, storage):
+    """Gives the student the table as its token embeddings, rounded to the dtype `storage`, so that
+    it begins as the mean of the table's rows over the tokens of a text.
+
+    NeoBERT scales the last hidden state of every token to one length. So that a row keeps its
+    weight, the coordinate that says least holds what a row lacks to that length, and the last norm
+    leaves it out. A narrower student gets the principal components (of the uncentred table, so that
+    scalar products are kept best), and its `Dense` module the way back.
+
+    Args:
+        table: (V, D).
+    """
+    model = student[0].auto_model
+    target = model.get_input_embeddings().weight
+    width = target.shape[1]
+    if width < table.shape[1]:
+        _, vectors = torch.linalg.eigh(table.double().T @ table.double())
+        components = vectors[:, -width:].flip(1).float()
+        table = table @ components
+        student[2].linear.weight.copy_(components)
+    spare = int(table.square().sum(0).argmin())
+    table[:, spare] = 0
+    lengths = table.norm(dim=1)
+    longest = lengths.quantile(0.999)
+    table *= (longest / lengths).clamp(max=1)[:, None]
+    table[:, spare] = (longest**2 - table.square().sum(1)).clamp(min=0).sqrt()
+    target.copy_(table[: len(target)].to(storage).float())
+    model.layer_norm.weight[spare] = 0
 
 
 def save_student(student, folder, dtype, embedding_dtype):
