@@ -30,7 +30,7 @@ from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
-from .distill_card import precision_check, write_card
+from .distill_card import stored_agreement, write_card
 from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import (
@@ -109,7 +109,7 @@ def train(arguments, trainer_options):
     checkpoint.
 
     Returns:
-        dict of figures: agreement over the steps, losses, precision, seconds. None if the output
+        dict of figures: agreement over the steps, losses, seconds. None if the output
         was finished already.
     Raises:
         UserError: bad input, before any work; Stopped: SIGTERM, after a checkpoint.
@@ -188,7 +188,7 @@ def train(arguments, trainer_options):
         if training.process_index == 0:
             with output.final_files() as folder:
                 save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
-                figures["precision"] = precision_check(folder, sets)
+                figures["stored"] = stored_agreement(folder, sets)
                 write_card(folder, arguments, figures)
             output.finish(**figures)
             shutil.rmtree(checkpoint_folder)

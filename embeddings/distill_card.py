@@ -1,43 +1,28 @@
-"""The card of a student, and the check that it gives the same vectors in every precision."""
+"""The card of a student, and how near the saved one is to its teacher."""
 
 import os
-import sys
 
 from ..common.cards import base_model, front_matter
 from ..common.files import write_text
 from ..common.results import markdown_table, shown
 from .distill_loss import agreement
-from .packed_encoder import NotFinite, PackedEncoder
+from .packed_encoder import PackedEncoder
 
 
-def precision_check(folder, sets):
-    """Loads the saved student in float32, bfloat16 and float16, and says on stderr in which of them
-    it cannot be used.
+def stored_agreement(folder, sets):
+    """`agreement` of the saved student, in float32, with its teacher.
 
     Args:
         sets: {name: (texts, teacher's vectors)}.
     Returns:
-        {dtype: {"to_float32": mean cosine of its vectors with those of float32, "<set>_cosine",
-        "<set>_spearman": agreement with the teacher}}, without a dtype whose vectors are not
-        finite.
+        {"<set>_cosine", "<set>_spearman": value}.
     """
-    precisions, exact = {}, None
-    for dtype in ("float32", "bfloat16", "float16"):
-        encoder = PackedEncoder(str(folder), dtype=dtype, device="cpu")
-        try:
-            own = {name: encoder.embed(encoder.tokenize(rows)) for name, (rows, _) in sets.items()}
-        except NotFinite:
-            if dtype == "float32":
-                raise
-            print(f"the student's vectors are not finite in {dtype}", file=sys.stderr)
-            continue
-        exact = exact or own
-        cosines = [agreement(own[name], exact[name])["cosine"] for name in sets]
-        precisions[dtype] = {"to_float32": min(cosines, default=1.0)}
-        for name, (_, vectors) in sets.items():
-            for key, value in agreement(own[name], vectors).items():
-                precisions[dtype][f"{name}_{key}"] = value
-    return precisions
+    encoder = PackedEncoder(str(folder), dtype="float32", device="cpu")
+    return {
+        f"{name}_{key}": value
+        for name, (texts, vectors) in sets.items()
+        for key, value in agreement(encoder.encode(texts), vectors).items()
+    }
 
 
 def write_card(folder, arguments, figures):
@@ -58,13 +43,13 @@ def write_card(folder, arguments, figures):
             "distillation",
         ],
     )
-    precisions = figures["precision"]
-    columns = [key for key in precisions["float32"] if key != "to_float32"]
+    found = figures["stored"]
+    names = dict.fromkeys(key.rpartition("_")[0] for key in found)
     rows = [
-        [dtype, f"{found['to_float32']:.4f}", *(f"{found[key]:.3f}" for key in columns)]
-        for dtype, found in precisions.items()
+        [name.replace("_", " ")]
+        + [f"{found[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
+        for name in names
     ]
-    header = ["dtype", "cosine to float32", *(key.replace("_", " ") for key in columns)]
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
     losses = (
@@ -73,9 +58,7 @@ def write_card(folder, arguments, figures):
         f"and {arguments.bank_weight:g} x to {arguments.bank:,} stored texts"
     )
     far = ", ".join(source.name for source in others)
-    others = (
-        f"The other columns are text of kinds that it did not learn from: {far}." if far else ""
-    )
+    others = f"The others are text of kinds that it did not learn from: {far}." if far else ""
     text = f"""
 # {title}
 
@@ -93,7 +76,7 @@ print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle
 Mean cosine between the two vectors of a text, and Spearman correlation between the similarities of all pairs of {min(1000, figures["texts"]["held_out"])}
 texts. `held out`: texts of the training sources, kept back by hash. {others}
 
-{markdown_table(header, rows)}
+{markdown_table(["texts", "mean cosine", "Spearman"], rows)}
 
 ## Training
 

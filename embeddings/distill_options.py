@@ -52,8 +52,8 @@ class StudentOptions(Arguments):
 
     embeddings_from_teacher: bool = option(
         False,
-        "token embeddings are the teacher's mean vectors of each token, by PCA where the student "
-        "is narrower; blocks begin as identities",
+        "begin as the bag of words that is nearest to the teacher, by principal components where "
+        "the student is narrower",
     )
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)

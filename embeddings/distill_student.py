@@ -154,10 +154,10 @@ def token_means(teacher, texts):
     return ((sums + EXPECTED * expected) / (counts + EXPECTED)).cpu()
 
 
-def fitted_table(means, tokens, vectors):
+def fitted_table(means, tokens, vectors, rounds=ROUNDS):
     """The table whose mean over the tokens of a text is nearest to the teacher's vector of it,
-    (V, D) float32: ridge regression around a multiple of `means`, by `ROUNDS` of conjugate
-    gradients with the diagonal as preconditioner.
+    (V, D) float32: ridge regression around a multiple of `means`, by conjugate gradients with the
+    diagonal as preconditioner.
 
     Args:
         means: (V, D), `token_means`.
@@ -175,7 +175,7 @@ def fitted_table(means, tokens, vectors):
     diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
     rest = texts.T @ (targets - texts @ table)
     direction, product = rest / diagonal, (rest * rest / diagonal).sum(0)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         moved = texts.T @ (texts @ direction) + RIDGE * direction
         step = product / (direction * moved).sum(0)
         table, rest = table + step * direction, rest - step * moved
