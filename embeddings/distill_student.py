@@ -22,7 +22,7 @@ from .packed_encoder import load_sentence_transformer
 # that is asked for (4 keeps e4m3 as it is).
 # The torch dtypes of options.STORAGE_DTYPES.
 STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
-RIDGE, ROUNDS = 0.02, 5  # of `fitted_table`
+RIDGE, ROUNDS, TINY = 0.02, 5, 1e-12  # of `fitted_table`
 EXPECTED = 5  # a token's mean over texts counts as much as its expected vector after so many
 
 
@@ -177,10 +177,10 @@ def fitted_table(means, tokens, vectors, rounds=ROUNDS):
     direction, product = rest / diagonal, (rest * rest / diagonal).sum(0)
     for _ in range(rounds):
         moved = texts.T @ (texts @ direction) + RIDGE * direction
-        step = product / (direction * moved).sum(0)
+        step = product / ((direction * moved).sum(0) + TINY)
         table, rest = table + step * direction, rest - step * moved
         product, before = (rest * rest / diagonal).sum(0), product
-        direction = rest / diagonal + product / before * direction
+        direction = rest / diagonal + product / (before + TINY) * direction
     return np.float32(table)
 
 
@@ -190,7 +190,7 @@ def take_embeddings(student, table, storage):
     it begins as the mean of the table's rows over the tokens of a text.
 
     NeoBERT scales the last hidden state of every token to one length. So that a row keeps its
-    weight, the coordinate that says least holds what a row lacks to that length, and the last norm
+    weight, the coordinate that says least holds what a row lacks to length 1, and the last norm
     leaves it out. A narrower student gets the principal components (of the uncentred table, so that
     scalar products are kept best), and its `Dense` module the way back.
 
@@ -208,9 +208,10 @@ def take_embeddings(student, table, storage):
     spare = int(table.square().sum(0).argmin())
     table[:, spare] = 0
     lengths = table.norm(dim=1)
-    longest = lengths.quantile(0.999)
-    table *= (longest / lengths).clamp(max=1)[:, None]
-    table[:, spare] = (longest**2 - table.square().sum(1)).clamp(min=0).sqrt()
+    # Length 1 is about that of BERT's token embeddings. To larger ones the blocks would have to add
+    # more, and AdamW moves their weights by the learning rate whatever their size.
+    table /= torch.maximum(lengths, lengths.quantile(0.999))[:, None]
+    table[:, spare] = (1 - table.square().sum(1)).clamp(min=0).sqrt()
     target.copy_(table[: len(target)].to(storage).float())
     model.layer_norm.weight[spare] = 0
 

@@ -386,6 +386,7 @@ def test_a_student_begins_as_the_mean_of_rows_that_keep_their_lengths(teacher):
         np.testing.assert_allclose(found, expected, atol=1e-4)
     weight = model.get_input_embeddings().weight
     assert not weight.requires_grad
+    torch.testing.assert_close(weight.norm(dim=1), torch.ones(30522))
     # They must be trained with as they are stored.
     take_embeddings(student, table.clone(), torch.float8_e5m2)
     assert torch.equal(weight, weight.to(torch.float8_e5m2).float())
