@@ -20,7 +20,6 @@ from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import set_seed
 
-from ..common.data import fraction
 from ..common.folders import apart, check_folder, new_file
 from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model
@@ -39,14 +38,13 @@ from .distill_student import (
     fitted_table,
     save_student,
     take_embeddings,
-    token_means,
+    token_vectors,
 )
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder
 
 
 FIGURES = "figures.json"
-AVERAGED = 65_536  # texts over which the teacher's vectors of each token are averaged
 
 
 class ShuffledBatches(DefaultBatchSampler):
@@ -98,9 +96,9 @@ def all_vectors(arguments, texts, teacher):
         return train, sets, None
     path = place("tokens", texts.train)
     if not path.is_file():
-        means = token_means(teacher, sorted(texts.train, key=fraction)[:AVERAGED]).numpy()
+        alone = token_vectors(teacher, len(teacher.sentence_transformer.tokenizer))
         with new_file(path) as file:
-            np.save(file, fitted_table(means, teacher.tokenize(texts.train), train))
+            np.save(file, fitted_table(alone, teacher.tokenize(texts.train), train))
     return train, sets, torch.from_numpy(np.load(path))
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from scipy.sparse import csr_array
-from tqdm.auto import tqdm
 
 from ..common.errors import UserError
 from ..common.files import write_json
@@ -23,7 +21,6 @@ from .packed_encoder import load_sentence_transformer
 # The torch dtypes of options.STORAGE_DTYPES.
 STORED_AS = {**WEIGHT_DTYPES, "float8": torch.float8_e5m2}
 RIDGE, ROUNDS, TINY = 0.02, 5, 1e-12  # of `fitted_table`
-EXPECTED = 5  # a token's mean over texts counts as much as its expected vector after so many
 
 
 def build_student(arguments, teacher, width):
@@ -120,58 +117,35 @@ def _check_embeddings(student, teacher):
         )
 
 
-@torch.no_grad()
-def token_means(teacher, texts):
-    """The mean of the teacher's last hidden states of each token in the texts, (V, D) float32.
-
-    Of all tables it is the one whose rows are nearest to the states (least squares), so that the
-    blocks learn only what a token's neighbours change. A rare token is drawn to the vector that is
-    expected of it: a ridge regression from the teacher's hidden states for the token alone.
+def token_vectors(teacher, count):
+    """The teacher's vectors of its first `count` tokens, each alone between the special tokens,
+    (count, D) float32.
 
     Args:
         teacher: `PackedEncoder`.
     """
-    model, device = teacher.sentence_transformer[0].auto_model, teacher.device
-    tokens = teacher.tokenize(texts)
-    rows, width = len(model.get_input_embeddings().weight), model.config.hidden_size
-    sums, counts = torch.zeros(rows, width, device=device), torch.zeros(rows, 1, device=device)
-    for index in tqdm(list(teacher.batches([len(ids) for ids in tokens])), desc="tokens"):
-        batch = {"input_ids": [tokens[i].tolist() for i in index]}
-        padded = teacher.sentence_transformer.tokenizer.pad(batch, return_tensors="pt").to(device)
-        states = model(**padded).last_hidden_state
-        real = padded["attention_mask"].bool()
-        numbers = padded["input_ids"][real]
-        sums.index_add_(0, numbers, states[real].float())
-        counts.index_add_(0, numbers, torch.ones(len(numbers), 1, device=device))
-    alone = []
-    for numbers in torch.arange(rows, device=device).split(1024):
-        states = model(input_ids=numbers[:, None], output_hidden_states=True).hidden_states
-        alone.append(torch.cat([F.normalize(layer[:, 0].float(), dim=-1) for layer in states], 1))
-    alone = torch.cat(alone)
-    weighted = alone.T * counts.clamp(max=50).T  # a mean of 50 is as good as it gets
-    system = weighted @ alone + 5 * torch.eye(alone.shape[1], device=device)
-    expected = alone @ torch.linalg.solve(system, weighted @ (sums / counts.clamp(min=1)))
-    return ((sums + EXPECTED * expected) / (counts + EXPECTED)).cpu()
+    (special,) = teacher.tokenize([""])
+    return teacher.embed([np.insert(special, len(special) // 2, i) for i in range(count)])
 
 
-def fitted_table(means, tokens, vectors, rounds=ROUNDS):
+def fitted_table(alone, tokens, vectors, rounds=ROUNDS):
     """The table whose mean over the tokens of a text is nearest to the teacher's vector of it,
-    (V, D) float32: ridge regression around a multiple of `means`, by conjugate gradients with the
+    (V, D) float32: ridge regression around a multiple of `alone`, by conjugate gradients with the
     diagonal as preconditioner.
 
     Args:
-        means: (V, D), `token_means`.
+        alone: (V, D), `token_vectors`.
         tokens: list of N integer arrays.
         vectors: (N, D), the teacher's vectors of the texts.
     """
     lengths = np.array([len(ids) for ids in tokens])
     rows, shares = np.repeat([np.arange(len(tokens)), 1 / lengths], lengths, axis=1)
     texts = csr_array(
-        (shares, (rows.astype(int), np.concatenate(tokens))), (len(tokens), len(means))
+        (shares, (rows.astype(int), np.concatenate(tokens))), (len(tokens), len(alone))
     )
     targets = np.float32(vectors) / np.linalg.norm(np.float32(vectors), axis=1, keepdims=True)
-    start = texts @ means
-    table = means * (start * targets).sum() / np.square(start).sum()
+    start = texts @ alone
+    table = alone * (start * targets).sum() / np.square(start).sum()
     diagonal = texts.multiply(texts).sum(0)[:, None] + RIDGE
     rest = texts.T @ (targets - texts @ table)
     direction, product = rest / diagonal, (rest * rest / diagonal).sum(0)
