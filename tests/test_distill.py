@@ -49,7 +49,7 @@ from neobert.embeddings.distill_student import (
     fitted_table,
     save_student,
     take_embeddings,
-    token_means,
+    token_vectors,
 )
 from neobert.embeddings.options import DistillArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
@@ -320,47 +320,29 @@ def test_a_narrow_student_goes_on_with_its_projection(teacher, tmp_path):
     assert tuple(wider[2].linear.weight.shape) == (48, 16), "a map to another width does not fit"
 
 
-def test_token_means_are_means_and_ridge_regression_where_a_token_is_rare(teacher):
-    from sklearn.linear_model import Ridge
-
+def test_a_token_alone_stands_between_the_special_tokens(teacher):
     encoder = PackedEncoder(teacher, dtype="float32", device="cpu", max_length=32)
-    means = token_means(encoder, TEXTS).numpy()
-    bert = encoder.sentence_transformer[0].auto_model
-    rows = {}
-    for text in TEXTS:
-        ids = encoder.sentence_transformer.tokenizer(text, return_tensors="pt")
-        with torch.no_grad():
-            states = bert(**ids).last_hidden_state[0].numpy()
-        for number, state in zip(ids["input_ids"][0].tolist(), states):
-            rows.setdefault(number, []).append(state)
-    numbers = sorted(rows)
-    with torch.no_grad():
-        found = bert(torch.arange(len(means))[:, None], output_hidden_states=True).hidden_states
-    alone = np.concatenate(
-        [layer[:, 0] / layer[:, 0].norm(dim=-1, keepdim=True) for layer in found], axis=1
-    )
-    ridge = Ridge(alpha=5, fit_intercept=False)
-    weights = [min(len(rows[number]), 50) for number in numbers]
-    ridge.fit(alone[numbers], [np.mean(rows[number], 0) for number in numbers], weights)
-    expected = ridge.predict(alone)
-    for number, states in rows.items():
-        expected[number] = (np.sum(states, 0) + 5 * expected[number]) / (len(states) + 5)
-    np.testing.assert_allclose(means, expected, atol=1e-4)
+    found = token_vectors(encoder, 3000)
+    tokenizer = encoder.sentence_transformer.tokenizer
+    words = [tokenizer.convert_ids_to_tokens(number) for number in (1999, 2500, 2999)]
+    expected = encoder.encode(words)
+    np.testing.assert_allclose(found[[1999, 2500, 2999]], expected, atol=1e-5)
 
 
 def test_the_table_is_the_ridge_regression_of_bags_of_words():
     generator = np.random.default_rng(0)
     tokens = [generator.integers(12, size=generator.integers(2, 9)) for _ in range(300)]
-    means, vectors = generator.normal(size=(12, 4)), generator.normal(size=(300, 4))
+    alone, vectors = generator.normal(size=(12, 4)), generator.normal(size=(300, 4))
+    alone[:, 3] = vectors[:, 3] = 0  # all-MiniLM-L6-v2 has two such coordinates
     bags = np.array([np.bincount(ids, minlength=12) / len(ids) for ids in tokens])
     targets = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    start = bags @ means
-    scaled = means * (start * targets).sum() / (start**2).sum()
+    start = bags @ alone
+    scaled = alone * (start * targets).sum() / (start**2).sum()
     system = bags.T @ bags + 0.02 * np.eye(12)
     expected = scaled + np.linalg.solve(system, bags.T @ (targets - bags @ scaled))
-    table = fitted_table(means, tokens, vectors, rounds=12)
+    table = fitted_table(alone, tokens, vectors, rounds=12)
     np.testing.assert_allclose(table, expected, atol=1e-5)
-    few, error = fitted_table(means, tokens, vectors), np.linalg.norm(scaled - expected)
+    few, error = fitted_table(alone, tokens, vectors), np.linalg.norm(scaled - expected)
     assert np.linalg.norm(few - expected) < 0.1 * error
 
 
