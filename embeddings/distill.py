@@ -29,7 +29,7 @@ from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
-from .distill_card import stored_agreement, write_card
+from .distill_card import write_card
 from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
 from .distill_student import (
@@ -41,7 +41,7 @@ from .distill_student import (
     token_vectors,
 )
 from .options import OPTIONS
-from .packed_encoder import PackedEncoder
+from .packed_encoder import PackedEncoder, load_sentence_transformer
 
 
 FIGURES = "figures.json"
@@ -157,13 +157,14 @@ def train(arguments, trainer_options):
         training.batch_sampler = ShuffledBatches
         # A smaller batch has fewer similarities, and one text none.
         training.dataloader_drop_last = len(texts.train) > training.train_batch_size
+        measured = Agreement(sets)
         numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
         trainer = DistillTrainer(
             model=student,
             args=training,
             train_dataset=numbered,
             loss=DistillLoss(student, arguments, vectors),
-            evaluator=Agreement(sets) if sets else None,
+            evaluator=measured,
         )
         checkpoints.train(trainer)
         uncompile_blocks(model)
@@ -186,7 +187,7 @@ def train(arguments, trainer_options):
         if training.process_index == 0:
             with output.final_files() as folder:
                 save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
-                figures["stored"] = stored_agreement(folder, sets)
+                figures["stored"] = measured(load_sentence_transformer(str(folder)))
                 write_card(folder, arguments, figures)
             output.finish(**figures)
             shutil.rmtree(checkpoint_folder)

@@ -5,24 +5,6 @@ import os
 from ..common.cards import base_model, front_matter
 from ..common.files import write_text
 from ..common.results import markdown_table, shown
-from .distill_loss import agreement
-from .packed_encoder import PackedEncoder
-
-
-def stored_agreement(folder, sets):
-    """`agreement` of the saved student, in float32, with its teacher.
-
-    Args:
-        sets: {name: (texts, teacher's vectors)}.
-    Returns:
-        {"<set>_cosine", "<set>_spearman": value}.
-    """
-    encoder = PackedEncoder(str(folder), dtype="float32", device="cpu")
-    return {
-        f"{name}_{key}": value
-        for name, (texts, vectors) in sets.items()
-        for key, value in agreement(encoder.encode(texts), vectors).items()
-    }
 
 
 def write_card(folder, arguments, figures):

@@ -149,7 +149,7 @@ class Agreement(SentenceEvaluator):
     def __init__(self, sets):
         super().__init__()
         self.sets = sets
-        self.primary_metric = f"{next(iter(sets))}_spearman"
+        self.primary_metric = "held_out_spearman"
 
     def __call__(self, model, output_path=None, epoch=-1, steps=-1):
         found = {}

@@ -170,7 +170,7 @@ BUDGETS = {
     "convert_checkpoint": 16,
     "pretraining": 1511,
     "finetuning": 430,
-    "embeddings": 1844,
+    "embeddings": 1840,
     "conversion": 908,
     "training": 267,
     "common": 1151,
