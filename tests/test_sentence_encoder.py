@@ -96,7 +96,7 @@ def test_its_figures_are_kept_with_it():
     assert last["step"] == figures["steps"]
     kinds = ("held_out", "tweets", "editorials", "movies")
     assert {f"{kind}_spearman" for kind in kinds} <= last.keys()
-    assert abs(figures["stored"]["held_out_cosine"] - last["held_out_cosine"]) < 0.002
+    assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
 
 
 def test_its_card_says_what_was_measured_and_what_is_known():
@@ -125,4 +125,4 @@ def test_its_card_says_what_was_measured_and_what_is_known():
         card.index,
         ("0.84 to 0.98 of the teacher's", "| MRR@10 | queries |", "On dictionary-like texts"),
     )
-    assert ours < audit < chosen, "what holds on text that nobody chose comes first"
+    assert audit < ours < chosen, "what holds on text that nobody chose comes first"
