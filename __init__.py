@@ -57,7 +57,11 @@ _Registration.register()
 def __getattr__(name):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    files = {"NeoBERTConfig": "configuration_neobert", "quantize_int8": "common.int8"}
+    files = {
+        "NeoBERTConfig": "configuration_neobert",
+        "default_learning_rate": "training.optimisation",
+        "quantize_int8": "common.int8",
+    }
     file = files.get(name, "modeling_neobert")
     return getattr(importlib.import_module(f".{file}", __name__), name)
 
@@ -78,5 +82,6 @@ __all__ = [
     "NeoBERTModel",
     "NeoBERTPreTrainedModel",
     "__version__",
+    "default_learning_rate",
     "quantize_int8",
 ]

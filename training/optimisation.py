@@ -8,6 +8,23 @@ from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 
+def default_learning_rate(hidden_size: int) -> float:
+    """Return the default fine-tuning learning rate for an encoder of this hidden size.
+
+    Encoders with a hidden size of 768 or more get 2e-5, the common rate for BERT-sized models.
+    Smaller encoders need a much higher one: with 2e-5, an encoder with a hidden size of 384 still
+    predicts a single class after an epoch. The exponent was fitted on models with a hidden size
+    of 192 and 384, which train best at 5e-4 to 2e-3.
+
+    Args:
+        hidden_size: Hidden size of the encoder, `config.hidden_size`.
+
+    Returns:
+        `2e-5 * (768 / hidden_size) ** 5`, at least 2e-5 and at most 1e-3.
+    """
+    return min(1e-3, 2e-5 * max(1.0, 768 / hidden_size) ** 5)
+
+
 def decay_parameter_names(model):
     """Names of the parameters that weight decay applies to: the matrices; not norms, not biases."""
     return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
