@@ -1,6 +1,7 @@
 """What every command does around its work: whatever goes wrong becomes one sentence and an exit
 code."""
 
+import logging
 import os
 import re
 import sys
@@ -31,6 +32,17 @@ def _in_words(error):
     return f"unexpected {type(error).__name__}: {one_line(error)}; NEOBERT_DEBUG=1 shows where"
 
 
+def setup_logging() -> None:
+    """Write the messages of the logger "neobert" to stderr, from level INFO on.
+
+    Only the main process of a distributed run logs progress; the others log errors. Handlers that
+    the application has installed on the root logger are kept.
+    """
+    logging.basicConfig(format="%(message)s")
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("neobert").setLevel(logging.INFO if is_main else logging.ERROR)
+
+
 def guarded(name, run):
     """Runs a command and returns its exit code; whatever goes wrong becomes one sentence.
     NEOBERT_DEBUG=1 shows the traceback as well.
@@ -41,6 +53,7 @@ def guarded(name, run):
     Returns:
         what `run` returns; 2 after an error, 130 after an interrupt, 143 after SIGTERM.
     """
+    setup_logging()
     try:
         return run() or 0
     except SystemExit:

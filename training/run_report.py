@@ -1,0 +1,125 @@
+"""Report what a training run is about to do, and how long it will take.
+
+    trainer.add_callback(RunReport())
+
+The lines are logged at level INFO by the logger "neobert", in the main process only.
+"""
+
+import logging
+import math
+import time
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
+
+
+logger = logging.getLogger("neobert")
+
+
+class RunReport(TrainerCallback):
+    """Callback that logs the size of a run before the first step, and an estimate of its duration.
+
+    The callback reads no random numbers and does not wait for the device, so the run is unchanged.
+
+    Args:
+        sequences: Number of training sequences. By default the length of the training dataset;
+            omitted from the report if the dataset has no length.
+        measured_steps: Number of optimizer steps that are timed for the estimate. The first step
+            of the process is not timed, as it may compile or allocate.
+    """
+
+    def __init__(self, sequences: int | None = None, measured_steps: int = 10) -> None:
+        self.sequences = sequences
+        self.measured_steps = measured_steps
+        self.first_step = 0
+        self.start_time = 0.0
+        self.evaluated = False
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: DataLoader | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log steps, epochs, sequences, batch size and learning rate."""
+        self.first_step = state.global_step + 1
+        self.evaluated = False
+        if state.is_world_process_zero and state.global_step < state.max_steps:
+            logger.info(describe_run(args, state, train_dataloader, self.sequences))
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Log the estimated time once `measured_steps` steps have been timed."""
+        if state.global_step == self.first_step:
+            self.start_time = time.monotonic()
+        if state.global_step != self.first_step + self.measured_steps:
+            return
+
+        remaining_steps = state.max_steps - state.global_step
+        if state.is_world_process_zero and remaining_steps > 0:
+            step_seconds = (time.monotonic() - self.start_time) / self.measured_steps
+            excluded = args.eval_strategy != "no" and not self.evaluated
+            logger.info(
+                "Estimated time for the remaining %s steps%s: %s",
+                f"{remaining_steps:,}",
+                ", without evaluation" if excluded else "",
+                format_duration(step_seconds * remaining_steps),
+            )
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Record that the timed steps include an evaluation."""
+        self.evaluated = True
+
+
+def describe_run(
+    args: TrainingArguments,
+    state: TrainerState,
+    train_dataloader: DataLoader | None = None,
+    sequences: int | None = None,
+) -> str:
+    """Return one line with the steps, epochs, sequences, batch size and learning rate of a run."""
+    parts = [f"{state.max_steps:,} steps"]
+
+    if train_dataloader is not None and has_length(train_dataloader):
+        steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
+        parts.append(f"{state.max_steps / steps_per_epoch:.3g} epochs")
+
+    dataset = getattr(train_dataloader, "dataset", None)
+    if sequences is None and dataset is not None and has_length(dataset):
+        sequences = len(dataset)
+    if sequences is not None:
+        parts.append(f"{sequences:,} sequences")
+
+    parts.append(f"learning rate {args.learning_rate:g}")
+    warmup_steps = args.get_warmup_steps(state.max_steps)
+    if warmup_steps > 0:
+        parts.append(f"warmup {warmup_steps:,} steps")
+
+    resumed = f", resuming after step {state.global_step:,}" if state.global_step else ""
+    return f"Training: {', '.join(parts)}{resumed}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "2 h 5 min", "3 min 20 s" or "45 s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {seconds} s"
+    return f"{seconds} s"
