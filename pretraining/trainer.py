@@ -86,12 +86,16 @@ class PretrainingTrainer(RunTrainer, Trainer):
     def get_train_dataloader(self):
         if not isinstance(self.train_dataset, IterableDataset):
             return super().get_train_dataloader()
-        # Each process streams its own share, so accelerate must not share it out again.
+        # Each process reads its own part of the stream, so accelerate must not divide it again. An
+        # iterator draws a seed for its workers. Drawn from the default generator, that seed would
+        # shift all dropout masks of a resumed run, as Trainer restores the random state before it
+        # creates the iterator.
         return DataLoader(
             self.train_dataset,
             batch_size=None,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
+            generator=torch.Generator(),
         )
 
     def get_batch_samples(self, *args, **kwargs):

@@ -161,7 +161,8 @@ class RunTrainer:
     diverged ends.
 
     Every record with a loss gets `seconds` and `cpu_seconds` of the training so far, those before
-    an interruption among them.
+    an interruption among them. Trainer's last record (`train_loss`, `train_runtime`, ...) is not
+    logged, because its values cover the steps since the last resume only.
     """
 
     _last_clock = None
@@ -172,6 +173,9 @@ class RunTrainer:
         self.accelerator.wait_for_everyone()
 
     def log(self, logs, *args, **kwargs):
+        if "train_runtime" in logs:
+            return
+
         if "loss" in logs:
             if not math.isfinite(logs["loss"]):
                 raise self.diverged(f"the loss at step {self.state.global_step} is not finite")
