@@ -156,10 +156,12 @@ def _ratio_error(above, below):
     return float(residuals.std() * math.sqrt(len(below)) / total)
 
 
-def metric_name(name, metric):
-    """A metric's key in the log and in result.json: eval_loss, or of the held-out set `name`
-    eval_NAME_loss."""
-    return f"eval_{name}_{metric}" if name else f"eval_{metric}"
+def metric_name(name: str, metric: str, prefix: str = "eval") -> str:
+    """Return the key of a metric in the log and in result.json.
+
+    The key is `eval_loss`, or `eval_NAME_loss` for the validation set `name`.
+    """
+    return f"{prefix}_{name}_{metric}" if name else f"{prefix}_{metric}"
 
 
 def most_frequent(batches):

@@ -92,13 +92,28 @@ def make_model(model_config, init_from, tokenizer, seed, rows=None):
     return NeoBERTForMaskedLM(config)
 
 
-def _load(name, given, tokenizer, rows):
+def read_config(model_config: dict | None, init_from: str | None) -> NeoBERTConfig:
+    """Return the configuration that `make_model` starts from, without loading weights.
+
+    Args:
+        model_config: Fields of NeoBERTConfig; only `init_from`'s own count where it is given.
+        init_from: Folder or Hub name as `weights_folder` returns it, or None.
+
+    Raises:
+        UserError: The configuration cannot be loaded.
+    """
+    if init_from is None:
+        return _checked_config(model_config or {})
     try:
-        config = NeoBERTConfig.from_pretrained(name)
+        return NeoBERTConfig.from_pretrained(init_from)
     except Exception as error:  # the library has no one kind for values that it cannot read
         raise UserError(
-            f"init_from {name}: its config.json cannot be loaded ({one_line(error)})"
+            f"init_from {init_from}: its config.json cannot be loaded ({one_line(error)})"
         ) from error
+
+
+def _load(name, given, tokenizer, rows):
+    config = read_config(None, name)
     if rows is None:
         _check_vocabulary(config.vocab_size, tokenizer, f"init_from {name}")
     else:

@@ -2,8 +2,9 @@
 as defaults. Imports neither torch nor transformers."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from ..common.arguments import Arguments, Options, option
+from ..common.arguments import Arguments, Options, check_values, option
 from ..common.errors import UserError
 
 
@@ -86,7 +87,11 @@ class BatchArguments(Arguments):
             from one of these parts.
     """
 
-    max_length: int = option(1024, "tokens of a text with [CLS] and [SEP]", least=3)
+    max_length: int | Literal["auto"] = option(
+        1024,
+        "Maximum sequence length in tokens, including [CLS] and [SEP], at least 3. auto: context "
+        "length of the model, at most 1024.",
+    )
     long_texts: str = option(
         "truncate",
         "what happens to longer ones: truncate, or split into windows of max_length",
@@ -128,7 +133,10 @@ class BatchArguments(Arguments):
 
     def __post_init__(self):
         super().__post_init__()
-        length, tokens = self.max_length, self.tokens_per_batch
+        # The length that `auto` selects is checked when it is known.
+        length = 3 if self.max_length == "auto" else self.max_length
+        check_values({"max_length": length}, {"max_length": {"least": 3}})
+        tokens = self.tokens_per_batch
         if tokens is None and self.texts_per_batch is None:
             self.texts_per_batch = 32
         self.parts = tuple((self.mixture or {0: 1.0}).items())
@@ -194,6 +202,18 @@ class RunArguments(Arguments):
         None, "the device's peak; the log then has mfu", free=True, above=0
     )
     compile: bool = option(False, "torch.compile the blocks while training", free=True)
+    # Trainer's own options, which accept "auto" here.
+    learning_rate: float | Literal["auto"] = option(
+        6e-4,
+        "Peak learning rate. auto: 3e-4 for a hidden size of 768 or more, and inversely "
+        "proportional to the hidden size below, a rate for continued pre-training.",
+        free=True,  # part of the identity of a run as Trainer's option
+    )
+    bf16: bool | Literal["auto"] = option(
+        False,
+        "Autocast to bfloat16. auto: on accelerators that compute bfloat16, float32 elsewhere.",
+        free=True,
+    )
 
 
 GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
@@ -203,7 +223,6 @@ GROUPS = (ModelArguments, DataArguments, BatchArguments, RunArguments)
 # is 5 % of the steps in a run of fewer than 40,000.
 TRAINER = {
     "max_steps": 1_000_000,
-    "learning_rate": 6e-4,
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,

@@ -15,25 +15,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..common.errors import UserError
+from ..common.cards import base_model, front_matter, licence, read_card
+from ..common.errors import UserError, printable
 from ..common.files import read_json, write_text
 from ..common.folders import apart
 from ..common.identity import known_by
 from ..common.loading import load_tokenizer
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks
-from ..common.results import environment, markdown_table
+from ..common.results import environment, markdown_table, shown
 from ..training.checkpoints import claim, spent, train
 from ..training.options import number_options
+from ..training.run_report import RunReport
 from .batches import MicroBatches, Windows, text_ends
-from .heldout import check_held_out, metric_name, most_frequent, parse_heldout
+from .heldout import (
+    check_held_out,
+    evaluate_batches,
+    metric_name,
+    most_frequent,
+    parse_heldout,
+    piece_characters,
+)
 from .masking import TokenMasking
-from .model import START, choose_tokenizer, make_model, weights_folder
+from .model import START, choose_tokenizer, make_model, read_config, weights_folder
 from .options import OPTIONS, BatchArguments, DataArguments, ModelArguments, RunArguments
 from .prepared import TokenisedTexts, load_prepared, prepare, source_digest
-from .schedule import make_training_arguments
+from .schedule import adaptation_learning_rate, make_training_arguments, steps_of_epochs
 from .sources import load_rows, parse_sources, shares_of
 from .streaming import StreamedBatches
 from .trainer import PretrainingTrainer
@@ -51,6 +60,7 @@ class Given:
     training: TrainingArguments
     sources: tuple  # of the training text
     heldout: dict  # {name of a held-out set: its sources}
+    options: dict  # Trainer's options, as they were given
 
     @property
     def prepared(self):
@@ -105,7 +115,50 @@ def read_run(argv):
     sources = parse_sources(data.dataset, data.split, data.column)
     heldout = parse_heldout(data.heldout, data.split, data.column)
     training = make_training_arguments(run, batch, options)
-    return Given(model, data, batch, run, training, sources, heldout)
+    return Given(model, data, batch, run, training, sources, heldout, options)
+
+
+def fit_to_model(run: Given, tokenizer: PreTrainedTokenizerBase) -> Given:
+    """Return the run with the values that depend on the model and on the amount of text.
+
+    `auto` becomes the learning rate and maximum length for the model, and `num_train_epochs` limits
+    the number of steps.
+    """
+    batch = run.batch
+    options = dict(run.options)
+    arguments = replace(run.run)
+    config = None
+    if "auto" in (batch.max_length, arguments.learning_rate):
+        config = read_config(run.model.model_config, run.start)
+    if batch.max_length == "auto":
+        longest = (run.model.model_config or {}).get(
+            "max_position_embeddings", config.context_length
+        )
+        batch = replace(batch, max_length=min(1024, longest))
+    if arguments.learning_rate == "auto":
+        arguments.learning_rate = adaptation_learning_rate(config.hidden_size)
+
+    if "num_train_epochs" in options and not run.data.measure:
+        if run.streams:
+            raise UserError(
+                "`num_train_epochs` needs prepared text, but the text is streamed. Set "
+                "`max_steps`, or prepare the text with `--prepare`."
+            )
+        texts = [_tokens(run, name, tokenizer) for name in run.sets if name.startswith("train")]
+        size = batch.texts_per_batch or batch.tokens_per_batch
+        sizes = [len(part.lengths) for part in texts]
+        if batch.texts_per_batch is None:
+            longest = batch.max_length if batch.long_texts == "truncate" else None
+            sizes = [int(part.lengths.clip(max=longest).sum()) for part in texts]
+        world_size = run.training.world_size
+        size *= world_size * run.training.gradient_accumulation_steps
+        steps = steps_of_epochs(options["num_train_epochs"], sizes, shares_of(run.sources), size)
+        options["max_steps"] = min(options["max_steps"], steps)
+
+    if (batch, arguments, options) == (run.batch, run.run, run.options):
+        return run
+    training = make_training_arguments(arguments, batch, options)
+    return replace(run, batch=batch, run=arguments, options=options, training=training)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -163,9 +216,9 @@ def _output(run, tokenizer):
 # batches
 
 
-def _tokens(run, name, tokenizer):
+def _tokens(run, name, tokenizer, prefix=""):
     """`TokenisedTexts` of a set in `Given.sets`, which is prepared first when it is not there."""
-    folder = run.prepared / name
+    folder = run.prepared / f"{prefix}{name}"
     with run.training.main_process_first(desc="tokenising"):
         summary = prepare(run.sets[name], folder, tokenizer)
     if run.training.process_index == 0:
@@ -191,13 +244,15 @@ def _micro_batches(tokens, tokenizer, masking, spec, seed, name, count=None):
     return batches
 
 
-def heldout_batches(run, tokenizer):
-    """{name: `MicroBatches`} of the held-out sets, masked alike over the run."""
+def heldout_batches(run, tokenizer, prefix=""):
+    """{name: `MicroBatches`} of the held-out sets, masked alike over the run. `prefix` is that of
+    their folders in `prepared`, which belong to one tokenizer."""
     batch, sets = run.batch, {}
     shares = (batch.mlm_probability, batch.mask_replace_prob, batch.random_replace_prob)
     masking, spec = TokenMasking(tokenizer, *shares), replace(batch, mixture=None)
     for name in run.heldout:
-        tokens, seed = _tokens(run, _folder_of(name), tokenizer), run.data_seed + 1
+        tokens = _tokens(run, _folder_of(name), tokenizer, prefix)
+        seed = run.data_seed + 1
         text = name or run.data.heldout
         sets[name] = _micro_batches(tokens, tokenizer, masking, spec, seed, text)
     return sets
@@ -235,6 +290,40 @@ def training_batches(run, tokenizer):
 # the run
 
 
+def measure_start(run: Given, trainer: PretrainingTrainer) -> dict[str, float]:
+    """Return the validation metrics of the given model with its own tokenizer, as `start_...`.
+
+    The random state is left unchanged. A set that the old vocabulary cannot represent has no
+    metrics.
+
+    Args:
+        run: Run that replaces the vocabulary of its start.
+        trainer: Trainer whose device and processes are used.
+    """
+    tokenizer = load_tokenizer(run.start)
+    fields = dict(run.model.model_config or {})
+    for name in ("vocab_size", "pad_token_id"):  # of the new vocabulary
+        fields.pop(name, None)
+    cuda_devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(cuda_devices):
+        model = make_model(fields, run.start, tokenizer, run.training.seed)
+    model.to(trainer.args.device)
+
+    metrics = {}
+    for name in run.heldout:
+        try:
+            (batches,) = heldout_batches(
+                replace(run, heldout={name: run.heldout[name]}), tokenizer, "start-"
+            ).values()
+        except UserError:  # no token of this text is in the old vocabulary
+            continue
+        measured = evaluate_batches(
+            model, batches, piece_characters(tokenizer), trainer.accelerator
+        )
+        metrics |= {metric_name(name, key, "start"): value for key, value in measured.items()}
+    return metrics
+
+
 def execute(run):
     """Trains, or continues; returns the metrics of the final evaluation (an empty dict without
     held-out text)."""
@@ -246,6 +335,8 @@ def execute(run):
             _tokens(run, name, tokenizer)
         return {}
     _check_text(run)
+    run = fit_to_model(run, tokenizer)
+    training = run.training
     output = _output(run, tokenizer)
     if not run.data.measure and output.state() == "finished":
         result = read_json(output.result)
@@ -282,10 +373,13 @@ def execute(run):
         processing_class=tokenizer,
         peak_tflops=run.run.peak_tflops,
     )
+    if rows is not None and heldout:
+        trainer.measure_start = functools.partial(measure_start, run, trainer)
     if run.data.measure:
         model.to(training.device)
-        metrics = trainer.measure()
+        metrics = trainer.measure() | trainer.measure_start()
     else:
+        trainer.add_callback(_run_report(run, trainer.train_dataset))
         with claim(output):
             train(trainer, run.run.keep_every, trainer.load_stream if run.streams else None)
             metrics = trainer.evaluate()
@@ -295,6 +389,18 @@ def execute(run):
     if is_first:
         shutil.rmtree(output.folder / START, ignore_errors=True)
     return metrics
+
+
+def _run_report(run: Given, batches: MicroBatches | StreamedBatches) -> RunReport:
+    """Return the callback that reports the size of a run, in sequences and epochs of its text."""
+    if run.streams:
+        return RunReport()
+    windows = batches.windows
+    epochs = None
+    if len(batches.plans) == 1:
+        number, i = batches.plans[0].locate(len(batches) - 1)
+        epochs = number + (i + 1) / batches.plans[0].batches_of(number)
+    return RunReport(sequences=len(windows), epochs=epochs)
 
 
 def _finish(run, output, trainer, metrics, rows):
@@ -323,38 +429,116 @@ def _finish(run, output, trainer, metrics, rows):
             **({} if rows is None else {"init_rows": rows.counts}),
             **metrics,
         )
+        table = ""
+        if metrics:
+            before = "untrained model" if run.start is None else "given model"
+            table = _report(trainer.state.log_history, metrics, rows is not None, before)
         if run.start is not None and metrics:
-            page = _report(trainer.state.log_history, metrics, rows is not None)
-            write_text(output.scratch / "adaptation.md", page)
+            write_text(output.scratch / "adaptation.md", f"# Before and after\n\n{table}")
+        write_card(run, output, result, table)
     output.finish(**result)
 
 
-def _report(history, metrics, replaced):
-    """The page of a run with init_from: held-out figures before the first step and after the last.
+def write_card(run: Given, output: Output, result: dict, table: str) -> None:
+    """Write README.md, the model card of a run.
+
+    Args:
+        run: The run.
+        output: Its output, in whose final files the card is written.
+        result: Contents of result.json.
+        table: Validation metrics as Markdown, or "".
+    """
+    name = output.folder.resolve().name
+    start = run.model.init_from
+    card = read_card(start) if start is not None else {}
+    hub_names = [source.name for source in run.sources if source.kind == "hub"]
+    metadata = front_matter(
+        **licence(None, card),
+        **base_model(None, start),
+        library_name="transformers",
+        pipeline_tag="fill-mask",
+        tags=["neobert", "fill-mask", "custom_code", "safetensors"],
+        datasets=list(dict.fromkeys(hub_names)) or None,
+    )
+    origin = "from random weights" if start is None else f"from `{printable(shown(start))}`"
+    texts = ", ".join(f"`{printable(shown(source.name))}`" for source in run.sources)
+    training = run.training
+    rows = [
+        ["steps", f"{result['steps']:,}"],
+        ["tokens", f"{result['tokens_seen']:,}"],
+        ["maximum length", f"{run.batch.max_length:,}"],
+        ["peak learning rate", f"{training.learning_rate:g}"],
+        ["masked tokens", f"{run.batch.mlm_probability:.0%}"],
+        ["dtype", result["dtype"]],
+        ["seed", training.seed],
+    ]
+    text = f"""
+# {printable(name)}
+
+A NeoBERT masked language model ([arXiv 2502.19587](https://arxiv.org/abs/2502.19587)), trained {origin} on {texts}.
+
+```python
+from transformers import pipeline
+
+fill_mask = pipeline("fill-mask", {json.dumps(printable(name))}, trust_remote_code=True)
+```
+
+## Training
+
+`neobert pretrain`; `result.json` contains all settings.
+
+{markdown_table(["", "value"], rows)}
+"""  # noqa: E501
+    if table:
+        text += f"\n## Validation\n\n{table}"
+    write_text(output.scratch / "README.md", metadata + text)
+
+
+def _report(history: list[dict], metrics: dict[str, float], replaced: bool, before: str) -> str:
+    """Return a table of the validation metrics before the first step and after the last.
+
+    Changes are relative to the given model. If the run replaced the vocabulary, that is the model
+    with its own tokenizer, so that the table shows what was forgotten; masked accuracy of two
+    vocabularies is not comparable and has no change.
 
     Args:
         history: `log_history` of the run.
         metrics: {`metric_name`: value} of the final model.
-        replaced: whether the run replaced the vocabulary of its start, so that its first figures
-            are those of new rows and no start to compare with.
+        replaced: Whether the run replaced the vocabulary of its start.
+        before: Header of the column before the first step, if it did not.
     """
     first = {key: record[key] for record in history if record["step"] == 0 for key in record}
-    measures, rows = ("bits_per_character", "masked_accuracy"), []
+    given = first
+    if replaced:
+        starts = (key for key in first if key.startswith("start_"))
+        given = {key.replace("start", "eval", 1): first[key] for key in starts}
+    columns = {before: given, "after": metrics}
+    if replaced:
+        untrained = {"untrained new rows": first}
+        columns = {"given model, own tokenizer": given, **untrained, "after": metrics}
+
+    rows = []
+    measures = ("bits_per_character", "masked_accuracy")
     for key in (key for key in metrics if key.endswith(measures)):
-        error = f"{key}_error"
-        cells = [
-            f"{values[key]:.3f}" + (f" ± {values[error]:.3f}" if error in values else "")
-            for values in (first, metrics)
-        ]
-        change = "" if replaced else f"{metrics[key] - first[key]:+.3f}"
+        cells = [_cell(values, key) for values in columns.values()]
+        change = ""
+        if key in given and (key.endswith("bits_per_character") or not replaced):
+            change = f"{metrics[key] - given[key]:+.3f}"
         rows.append([key.removeprefix("eval_").replace("_", " "), *cells, change])
-    before = "with its new rows, untrained" if replaced else "the model given"
-    table = markdown_table(["held-out text", before, "after", "change"], rows)
+    table = markdown_table(["validation text", *columns, "change"], rows)
     return (
-        f"# Before and after\n\n{table}\nBits a character: the masked-LM loss in bits, by the "
-        "characters of the masked tokens' text; fewer is better. ± is the standard error over the "
-        "batches of held-out text.\n"
+        f"{table}\nBits per character: masked-LM loss in bits, divided by the characters of the "
+        "masked tokens' text; lower is better, and comparable across tokenizers. ± is the standard "
+        "error over the validation batches.\n"
     )
+
+
+def _cell(values: dict[str, float], key: str) -> str:
+    """Return a value with its standard error, or "-" if there is none."""
+    if key not in values:
+        return "-"
+    error = values.get(f"{key}_error")
+    return f"{values[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def main(argv=None):

@@ -4,6 +4,7 @@ import math
 import os
 
 import torch
+from transformers.utils import is_torch_bf16_gpu_available
 
 from ..common.errors import UserError
 from ..training.options import BLOCKS_ONLY, training_arguments
@@ -35,6 +36,45 @@ def paper_schedule(max_steps, warmup_steps):
     }
 
 
+def supports_bf16() -> bool:
+    """Return whether there is an accelerator that computes bfloat16 without emulation."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.accelerator.is_available() and is_torch_bf16_gpu_available()
+
+
+def adaptation_learning_rate(hidden_size: int) -> float:
+    """Return the default peak learning rate for continued pre-training.
+
+    The rate is half of the peak of pre-training. That peak is 6e-4 for NeoBERT, with a hidden size
+    of 768, and 2e-3 to 3e-3 for the bundled model, with a hidden size of 192.
+
+    Args:
+        hidden_size: Hidden size of the encoder, `config.hidden_size`.
+
+    Returns:
+        `3e-4 * 768 / hidden_size`, at least 3e-4.
+    """
+    return 3e-4 * max(1.0, 768 / hidden_size)
+
+
+def steps_of_epochs(
+    epochs: float, sizes: list[int], shares: list[float], global_batch_size: int
+) -> int:
+    """Return the number of optimizer steps of `epochs` epochs, rounded up.
+
+    Args:
+        epochs: Number of epochs. An epoch of weighted sources ends when the first source does.
+        sizes: Size of each source, in the unit of `global_batch_size`.
+        shares: Sampling weight of each source; empty without weights.
+        global_batch_size: Texts or tokens of an optimizer step on all devices.
+    """
+    epoch = sum(sizes)
+    if shares:
+        epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
+    return max(1, math.ceil(epochs * epoch / global_batch_size))
+
+
 def make_training_arguments(run, batch, given):
     """transformers' TrainingArguments of a run.
 
@@ -45,6 +85,11 @@ def make_training_arguments(run, batch, given):
         UserError: as of `training_arguments`; values that do not go together.
     """
     given, fixed, steps = dict(given), dict(_FIXED), given["max_steps"]
+    given["bf16"] = run.bf16
+    if run.bf16 == "auto":
+        given["bf16"] = supports_bf16() and not given.get("fp16") and not given.get("use_cpu")
+    # `auto` is replaced when the model is known.
+    given["learning_rate"] = 6e-4 if run.learning_rate == "auto" else run.learning_rate
     warmup = given.get("warmup_steps", min(2000, steps // 20))
     if 0 < warmup < 1:  # a share of the steps
         warmup = min(math.ceil(warmup * steps), steps - 1)
@@ -60,7 +105,7 @@ def make_training_arguments(run, batch, given):
     if given.get("bf16") and not (given.get("use_cpu") or accelerated):
         raise UserError(
             "bf16 is on, but there is no GPU or other accelerator, and most CPUs are slow in it; "
-            "give --bf16 false, or --use-cpu true"
+            "give --bf16 false or auto, or --use-cpu true"
         )
     given.setdefault("dataloader_pin_memory", accelerated)
     training = training_arguments(run.output, given, fixed)

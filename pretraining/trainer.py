@@ -52,6 +52,8 @@ class _Records(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
+            if start := self.trainer.measure_start():
+                self.trainer.log(start)
             self.trainer.evaluate()
         self.trainer.last_time = time.perf_counter()
 
@@ -77,6 +79,7 @@ class PretrainingTrainer(RunTrainer, Trainer):
         super().__init__(*others, data_collator=operator.itemgetter(0), **more)
         self.add_callback(_Records(self))
         self.peak_tflops = peak_tflops
+        self.measure_start = dict  # returns metrics that are logged before the first step
         self._counts = Counter()  # of the batches since the last record
         self._stream = {}  # by loader worker: where it was after its last batch
 

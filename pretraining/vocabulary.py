@@ -7,6 +7,7 @@ library learns from the counts; the same texts give the same tokenizer.
 """
 
 import json
+import logging
 import sys
 from collections import Counter
 from itertools import count, islice
@@ -24,6 +25,8 @@ from ..common.results import markdown_table
 from .options import MULTIPLE, OPTIONS
 from .sources import load_rows, parse_sources
 
+
+logger = logging.getLogger("neobert")
 
 # BERT's: [PAD] is 0, [UNK], [CLS], [SEP] and [MASK] are 100 to 103.
 SPECIAL = ["[PAD]", *(f"[unused{i}]" for i in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -237,6 +240,16 @@ def make_tokenizer(options):
             f"{options.min_frequency} times; give more text, or a smaller min_frequency"
         )
     pieces = filled(choose_pieces(words, alphabet, options, base))
+    if len(pieces) < options.rows:
+        logger.warning(
+            "The vocabulary has %s tokens, but %s were requested: %s distinct words contain no "
+            "more subwords that occur at least %s times. Give more text, or a smaller "
+            "`--min-frequency`.",
+            f"{len(pieces):,}",
+            f"{options.vocab_size:,}",
+            f"{len(words):,}",
+            options.min_frequency,
+        )
     with new_folder(options.output) as folder:
         save_tokenizer(base, folder)
         path = folder / "tokenizer_config.json"
@@ -250,7 +263,8 @@ def make_tokenizer(options):
         for tokenizer in (load_tokenizer(options.output), base)
     )
     rows = [[name, new[name], old[name]] for name in new]
-    return markdown_table(["", Path(options.output).name, Path(base_name).name], rows)
+    names = [f"new ({Path(options.output).name})", f"compared with ({Path(base_name).name})"]
+    return markdown_table(["", *names], rows)
 
 
 def main(argv=None):

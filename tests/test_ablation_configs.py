@@ -202,7 +202,9 @@ PRETRAINING = [
 def test_every_recipe_is_read_and_its_schedule_ends_where_the_paper_says(path):
     given = ["--tokenizer", str(TOKENIZER), "--bf16", "false", "--report-to", "none"]
     run = pretrain.read_run([str(path), *given])
-    assert run.batch.accumulation(8 if "example" not in path.stem else 1) >= 1
+    accumulation = run.batch.accumulation(8 if "example" not in path.stem else 1)
+    # Only the domain recipe leaves the size of a step to the number of devices.
+    assert accumulation is None if path.stem == "adapt_domain" else accumulation >= 1
     optimizer, training = torch.optim.SGD([torch.zeros(1)], 1.0), run.training
     kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs
     scheduler = make_schedule(kind, optimizer, training.warmup_steps, training.max_steps, kwargs)

@@ -153,6 +153,23 @@ def test_figures_by_hand(made):
     assert list(figures.values())[1:] == [f"{13 / 7:.3f}", f"{1 / 7:.3%}"]
 
 
+def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path, capsys, caplog):
+    """Check the warning, and that the columns of two folders of one name differ."""
+    (tmp_path / "texts.txt").write_text("Datei Seite\n" * 100)
+    output = tmp_path / "tokenizer"
+    assert run(tmp_path / "texts.txt", "--output", output, "--vocab-size", 1000) == 0
+    (message,) = caplog.messages
+    size = len(load_tokenizer(output))
+    assert size < 1000 and message.startswith(
+        f"The vocabulary has {size} tokens, but 1,000 were requested: 2 distinct words contain no "
+        "more subwords that occur at least 2 times."
+    )
+    assert "|  | new (tokenizer) | compared with (tokenizer) |" in capsys.readouterr().out
+    caplog.clear()
+    assert run(tmp_path / "texts.txt", "--output", tmp_path / "small", "--vocab-size", 120) == 0
+    assert not caplog.messages
+
+
 def test_every_50th_text_is_measured_and_not_learnt_from(texts, tmp_path, capsys):
     rows = [f"Datei {'Zebra Zebra' if number % 50 == 0 else 'Seite'}" for number in range(1, 201)]
     (tmp_path / "texts.txt").write_text("\n".join(rows) + "\n")

@@ -26,12 +26,20 @@ class RunReport(TrainerCallback):
     Args:
         sequences: Number of training sequences. By default the length of the training dataset;
             omitted from the report if the dataset has no length.
+        epochs: Number of epochs. By default the ratio of the run's steps to the length of the
+            dataloader; required where the dataset holds all batches of a run.
         measured_steps: Number of optimizer steps that are timed for the estimate. The first step
             of the process is not timed, as it may compile or allocate.
     """
 
-    def __init__(self, sequences: int | None = None, measured_steps: int = 10) -> None:
+    def __init__(
+        self,
+        sequences: int | None = None,
+        measured_steps: int = 10,
+        epochs: float | None = None,
+    ) -> None:
         self.sequences = sequences
+        self.epochs = epochs
         self.measured_steps = measured_steps
         self.first_step = 0
         self.start_time = 0.0
@@ -49,7 +57,7 @@ class RunReport(TrainerCallback):
         self.first_step = state.global_step + 1
         self.evaluated = False
         if state.is_world_process_zero and state.global_step < state.max_steps:
-            logger.info(describe_run(args, state, train_dataloader, self.sequences))
+            logger.info(describe_run(args, state, train_dataloader, self.sequences, self.epochs))
 
     def on_step_end(
         self,
@@ -91,13 +99,16 @@ def describe_run(
     state: TrainerState,
     train_dataloader: DataLoader | None = None,
     sequences: int | None = None,
+    epochs: float | None = None,
 ) -> str:
     """Return one line with the steps, epochs, sequences, batch size and learning rate of a run."""
     parts = [f"{state.max_steps:,} steps"]
 
-    if train_dataloader is not None and has_length(train_dataloader):
+    if epochs is None and train_dataloader is not None and has_length(train_dataloader):
         steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
-        parts.append(f"{state.max_steps / steps_per_epoch:.3g} epochs")
+        epochs = state.max_steps / steps_per_epoch
+    if epochs is not None:
+        parts.append(f"{epochs:.3g} epochs")
 
     dataset = getattr(train_dataloader, "dataset", None)
     if sequences is None and dataset is not None and has_length(dataset):
