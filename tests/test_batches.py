@@ -191,3 +191,25 @@ def test_impossible_batches_are_named(settings, words):
 def test_every_batch_has_draws_of_its_own():
     draws = {tuple(torch.rand(4, generator=generator_for(3, i)).tolist()) for i in (0, 1, 0, 7)}
     assert len(draws) == 3
+
+
+def test_the_mixture_follows_the_seed(tokenizer):
+    spec = {"tokens_per_batch": 64, "max_length": 32, "mixture": {0: 0.5, 16: 0.5}}
+    draws = [_batches([8, 20] * 40, tokenizer, 200, seed, **spec).source for seed in (1, 1, 2)]
+    assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).any()
+
+
+def test_masks_of_another_seed_are_not_shifted():
+    """Check that batch i + 1 of one seed and batch i of the next one have masks of their own."""
+    first, second = (
+        torch.rand(8, generator=generator_for(seed, i)) for seed, i in ((1, 2), (2, 1))
+    )
+    assert not torch.equal(first, second)
+
+
+def test_the_cost_of_a_batch_by_hand():
+    labels = torch.tensor([[-100, 5, -100, 7, -100, -100]])
+    batch = {"input_ids": torch.zeros(1, 6, dtype=torch.long), "labels": labels}
+    assert batch_counts(batch) == {"tokens": 6, "squares": 36, "masked": 2}
+    packed = batch_counts({**batch, "cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)})
+    assert packed == {"tokens": 6, "squares": 4 + 16, "masked": 2}

@@ -158,6 +158,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, capsys
     assert checkpoints.newest_checkpoint(folder) == (6, folder / "checkpoint-6")
     (line,) = capsys.readouterr().err.splitlines()
     assert "checkpoint-8 (" in line and line.endswith("going on from checkpoint-6")
+    assert checkpoints._step_to_continue(folder) == 6
+    capsys.readouterr()
+    assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], "a damaged one must be removed"
     made = trainer(folder)
     checkpoints.train(made)
     assert same(weights(made), whole[1])

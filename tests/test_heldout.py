@@ -195,6 +195,16 @@ def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, set
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
+def test_validation_masks_follow_the_seed_of_the_data(corpus, tmp_path, bundled):
+    labels = []
+    for seed, data_seed in ((3, 5), (4, 5), (3, 6)):
+        seeds = {"seed": seed, "data_seed": data_seed, "heldout": corpus / "heldout.txt"}
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **seeds))
+        (batches,) = pretrain.heldout_batches(run, bundled).values()
+        labels.append([batches[i]["labels"].tolist() for i in range(len(batches))])
+    assert labels[0] == labels[1] != labels[2]
+
+
 BAD = [
     ("{domain: DIR/empty.txt}", "DIR/empty.txt"),
     ("{domain: DIR/train.txt}", "is trained on too"),

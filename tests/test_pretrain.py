@@ -4,6 +4,8 @@ one, checkpoints kept, stage 2, bad input."""
 import importlib.util
 import json
 import signal
+from collections import Counter
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -31,10 +33,12 @@ from neobert.configuration_neobert import NeoBERTConfig
 from neobert.modeling_neobert import NeoBERTForMaskedLM
 from neobert.pretraining import model as model_module
 from neobert.pretraining import pretrain, sources
+from neobert.pretraining import trainer as trainer_module
 from neobert.pretraining.heldout import masked_correct, most_frequent
 from neobert.pretraining.options import OPTIONS
-from neobert.pretraining.trainer import flops_per_batch
-from neobert.training.checkpoints import checkpoints
+from neobert.pretraining.streaming import StreamedBatches
+from neobert.pretraining.trainer import PretrainingTrainer, flops_per_batch
+from neobert.training.checkpoints import RunTrainer, checkpoints
 
 
 RECIPES = ROOT / "recipes"
@@ -303,6 +307,38 @@ def test_flops_of_the_published_model():
     weights = 28 * (7_079_424 - 2 * 768) * 6 * 1024
     expected = weights + 28 * 12 * 768 * 1024**2 + 6 * 768 * 30522 * 1024
     assert flops_per_batch(config, 1024, 1024**2, 1024) == expected
+
+
+@pytest.mark.parametrize("sparse, predicted", [(True, 30), (False, 200)])
+def test_mfu_and_epochs_count_all_processes(monkeypatch, sparse, predicted):
+    """Check the record of one of two processes, whose sums are twice its own counts."""
+    config = NeoBERTConfig(**TINY, vocab_size=100, sparse_prediction=sparse)
+    trainer = object.__new__(PretrainingTrainer)
+    trainer.args = SimpleNamespace(world_size=2, device="cpu")
+    trainer.accelerator = SimpleNamespace(reduce=lambda values, reduction: 2 * values)
+    trainer.model = SimpleNamespace(config=config)
+    trainer.state = SimpleNamespace(num_input_tokens_seen=0, epoch=0)
+    trainer.train_dataset = StreamedBatches.__new__(StreamedBatches)
+    trainer.train_dataset.shares = [1.0]
+    trainer._stream = {0: {"parts": [{"passes": [3]}]}, 1: {"parts": [{"passes": [5]}]}}
+    trainer._counts = Counter(tokens=100, squares=1000, masked=15, correct=6)
+    trainer.peak_tflops, trainer.last_time = 1.0, 0.0
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: 4.0)
+    monkeypatch.setattr(RunTrainer, "log", lambda *given: None)
+
+    logs = {"loss": 1.0}
+    trainer.log(logs)
+    assert trainer.state.epoch == 4 and logs["tokens_seen"] == 200
+    assert logs["masked_accuracy"] == 12 / 30 and logs["tokens_per_second"] == 50
+    flops = flops_per_batch(config, 200, 2000, predicted)
+    assert logs["mfu"] == pytest.approx(flops / (4.0 * 2 * 1e12))
+
+
+def test_the_decoder_computes_masked_tokens_alone_by_default():
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert model_module.make_model(TINY, None, tokenizer, 0).config.sparse_prediction
+    dense = {**TINY, "sparse_prediction": False}
+    assert not model_module.make_model(dense, None, tokenizer, 0).config.sparse_prediction
 
 
 def test_another_start_or_its_tokenizer_is_refused(corpus, tmp_path):

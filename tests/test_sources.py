@@ -6,11 +6,13 @@ import json
 import pytest
 from data_runs import make_tokenizer, prepare, rows_of  # noqa: F401
 from datasets import Dataset, DatasetDict, Features, Value
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from neobert.common.errors import UserError
 from neobert.pretraining import sources
-from neobert.pretraining.prepared import load_prepared, source_digest
-from neobert.pretraining.sources import parse_sources
+from neobert.pretraining.prepared import load_prepared, source_digest, tokenizer_fingerprint
+from neobert.pretraining.sources import content_hash, parse_sources
 
 
 def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
@@ -128,3 +130,27 @@ def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
         )
         assert one == copy, f"a copy of {name} must be the same source"
         assert one != other, f"{name} with other text must be another source"
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
+    """Check a file of 61 blocks of 64 KiB, every fourth of which is read."""
+    path = tmp_path / "large.txt"
+    content = bytearray(61 << 16)
+    path.write_bytes(content)
+    before = content_hash([path])
+    content[(4 * block << 16) + 7] = 1
+    path.write_bytes(content)
+    assert content_hash([path]) != before
+
+
+def test_case_is_part_of_the_fingerprint_of_a_tokenizer(tokenizer):
+    """Check two tokenizers with one vocabulary, of which one keeps capital letters."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["normalizer"]["lowercase"] = False
+    roles = {role: getattr(tokenizer, role) for role in ("unk_token", "cls_token", "sep_token")}
+    cased = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), **roles
+    )
+    assert cased.get_vocab() == tokenizer.get_vocab()
+    assert tokenizer_fingerprint(cased) != tokenizer_fingerprint(tokenizer)

@@ -131,7 +131,7 @@ def test_worker_processes_resume_exactly(tmp_path, tokenizer, workers, consumed)
     assert len(set(texts)) == len(texts), "workers must not read the same texts"
 
 
-@pytest.mark.parametrize("files, readers", [(4, 2), (5, 2), (1, 2), (2, 6), (3, 4), (3, 1)])
+@pytest.mark.parametrize("files, readers", [(4, 2), (4, 4), (5, 2), (1, 2), (2, 6), (3, 4), (3, 1)])
 def test_every_row_is_tokenised_by_one_reader_alone(
     tmp_path, tokenizer, monkeypatch, files, readers
 ):
@@ -222,3 +222,26 @@ def test_weights_are_shares_of_texts(tmp_path, tokenizer):
     drawn = [texts.next() for _ in range(20_000)]
     assert abs(np.mean([text[1] == general for text in drawn]) - 0.1) < 0.005
     assert texts.passes == [59, 28] or abs(texts.passes[0] - 60) <= 1
+
+
+def test_readers_sample_different_sources(tmp_path, tokenizer):
+    """Check that two readers of weighted sources do not read them in the same order."""
+    for name in ("mine", "general"):
+        texts = [f"{name} {i} {text}" for i, text in enumerate(make_texts(80, 4))]
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+    names = [str(tmp_path / f"{name}.txt") for name in ("mine", "general")]
+    dataset = [{"name": name, "weight": 1} for name in names]
+    orders = []
+    for rank in range(2):
+        texts = _stream(dataset, tokenizer, rank, 2)._texts(0, rank, 2)
+        orders.append([int(texts.next()[1]) for _ in range(40)])
+    assert len(set(orders[0])) == len(set(orders[1])) == 2 and orders[0] != orders[1]
+
+
+def test_epochs_of_a_stream_are_a_mean_over_workers_and_sources(tmp_path, tokenizer):
+    _corpus(tmp_path)
+    stream = _stream(tmp_path, tokenizer)
+    assert stream.passes([]) == 0
+    assert stream.passes([{"parts": [{"passes": [n]}]} for n in (2, 4)]) == 3
+    stream.shares = [0.75, 0.25]
+    assert stream.passes([{"parts": [{"passes": [4, 8]}]}]) == 5
