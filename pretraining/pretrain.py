@@ -487,8 +487,7 @@ fill_mask = pipeline("fill-mask", {json.dumps(printable(name))}, trust_remote_co
 
 `neobert pretrain`; `result.json` contains all settings.
 
-{markdown_table(["", "value"], rows)}
-"""  # noqa: E501
+{markdown_table(["", "value"], rows)}"""  # noqa: E501
     if table:
         text += f"\n## Validation\n\n{table}"
     write_text(output.scratch / "README.md", metadata + text)
