@@ -1,24 +1,30 @@
 """The metadata of model cards, which the Hub reads: licence and base model are stated where they
 are known, and left out elsewhere."""
 
+import re
 from pathlib import Path
+
+from .files import parse_yaml, read_text
 
 
 LICENSE_HELP = (
     "licence of the weights, for the card; by default what the card of a local source says"
 )
 BASE_MODEL_HELP = "for the card: the model on the Hub that this one was made from, USER/NAME"
+_FRONT_MATTER = re.compile(r"\s*---\r?\n(.*?)\r?\n---\s*$", re.DOTALL | re.MULTILINE)
 _KEYS = ("license", "license_name", "license_link", "base_model", "base_model_relation")
 
 
 def read_card(folder):
-    """What the card of a folder says of licence and base model, {key: text}; {} without a card, or
-    for one that is damaged."""
-    from huggingface_hub import metadata_load
-
+    """Return the license and base model that the model card of a folder states, {key: text}; {}
+    without a card, or if the card cannot be read."""
     try:
-        card = metadata_load(Path(folder) / "README.md") or {}
-    except Exception:  # of the file, of YAML, of text that is none
+        text = read_text(Path(folder) / "README.md")
+        block = _FRONT_MATTER.match(text)
+        card = (parse_yaml(block[1]) if block else None) or {}
+    except Exception:  # of the file, of YAML
+        card = {}
+    if not isinstance(card, dict):
         card = {}
     return {key: card[key] for key in _KEYS if isinstance(card.get(key), str)}
 

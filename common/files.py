@@ -5,6 +5,7 @@ for what is there. Secrets are options and keys named token, key, password or se
 part of an address: by name alone.
 """
 
+import itertools
 import json
 import os
 import re
@@ -71,8 +72,32 @@ def write_json(path, data):
 # YAML
 
 
+# An untrusted file of 400 bytes can name 10^9 values by aliases, merge keys or references.
+MAX_VALUES = 100_000
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4, without a dot, as text, and no, off, yes and on as truths."""
+    """YAML loader with the booleans and floats of YAML 1.2 and a limit on expanded aliases.
+
+    YAML 1.1 reads 1e-4, without a dot, as text, and no, off, yes and on as booleans.
+    """
+
+    def compose_node(self, parent, index):
+        """Compose the next node and count the values it has once its aliases are expanded."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if is_alias:
+            return node
+
+        # Children are composed before their parent. An alias to a parent, which the constructor
+        # refuses, has no size yet.
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = itertools.chain.from_iterable(children)
+        sizes = vars(self).setdefault("sizes", {})
+        sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for child in children)
+        _check_size(sizes[id(node)])
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -90,45 +115,66 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path):
-    """The content of a YAML file with its references resolved.
+    """Return the content of a YAML file with its references resolved.
 
     Returns:
-        what it holds: a mapping, a list, a scalar, or None for an empty file. A reference to
-        nothing is None.
+        A mapping, a list, a scalar, or None for an empty file. A reference to a missing key is
+        None.
+
     Raises:
-        UserError: no such file, or not valid YAML.
+        UserError: the file does not exist, is not valid YAML, or has more than `MAX_VALUES` values.
     """
     text = read_text(path)
     try:
-        data = yaml.load(text, _Loader)
-        return _resolved(data, data)
+        data = parse_yaml(text)
+        return _resolved(data, data, itertools.count(1))
     except Exception as error:  # PyYAML's own, and those of int(), of dates, of a deep file
         raise UserError(f"{path} is not valid YAML: {one_line(error, 400)}") from error
 
 
+def parse_yaml(text: str):
+    """Return the content of YAML text with references such as `${model.size}` left as text."""
+    return yaml.load(text, _Loader)
+
+
 def read_brackets(text):
-    """A list or mapping in YAML's or JSON's brackets as what it is, any other text unchanged: a
-    pattern such as [ab]*.txt."""
+    """Return a list or mapping in the brackets of YAML or JSON as what it is, and any other text,
+    such as the pattern [ab]*.txt, unchanged."""
     try:
-        return yaml.load(text, _Loader) if text.startswith(("[", "{")) else text
+        return parse_yaml(text) if text.startswith(("[", "{")) else text
     except Exception:
         return text
 
 
-def _resolved(value, data):
-    """`value` with every text that is one reference, `${section.name}`, replaced by what it names
-    in `data`."""
+def _check_size(count: int) -> None:
+    if count > MAX_VALUES:
+        raise UserError(
+            f"aliases and references must expand to at most {MAX_VALUES:,} values, got more"
+        )
+
+
+def _resolved(value, data, counter):
+    """Return `value` with every text that is one reference, `${section.name}`, replaced by the
+    value that it names in `data`.
+
+    Args:
+        value: a part of `data`.
+        data: the content of the file.
+        counter: counts the values of the result.
+    """
+    _check_size(next(counter))
     if isinstance(value, dict):
-        return {key: _resolved(part, data) for key, part in value.items()}
+        return {key: _resolved(part, data, counter) for key, part in value.items()}
     if isinstance(value, list):
-        return [_resolved(part, data) for part in value]
+        return [_resolved(part, data, counter) for part in value]
+
     reference = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
     if reference is None:
         return value
     target = data
     for key in reference[1].split("."):
         target = target.get(key) if isinstance(target, dict) else None
-    return _resolved(target, data)
+    return _resolved(target, data, counter)
 
 
 # ------------------------------------------------------------------------------------------------
