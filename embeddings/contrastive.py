@@ -7,7 +7,8 @@ drawn by size^alpha; an instruction before the query; mean pooling. The output f
 """
 
 import functools
-import shutil
+import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,9 @@ from ..common.results import environment
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.lora import lora_config, trainable_parameters
+from ..training.optimisation import default_learning_rate
 from ..training.options import number_options, training_arguments
+from ..training.run_report import RunReport
 from .contrastive_card import write_card
 from .contrastive_data import (
     SizeAlphaBatchSampler,
@@ -41,8 +44,12 @@ from .contrastive_data import (
 from .instructions import prompt
 from .options import OPTIONS
 from .packed_encoder import load_sentence_transformer
-from .retrieval import described, measure, read_questions
+from .retrieval import described, measure, measure_tfidf, read_questions
 
+
+logger = logging.getLogger("neobert")
+
+PAPER_LEARNING_RATE = 1e-4
 
 # Trainer's options that a run could not be continued with, or that would be ignored; there are no
 # rows to evaluate on.
@@ -195,19 +202,20 @@ def train(arguments, training):
     sources = check(arguments, training)
     output = Output(arguments.output, "contrastive", _settings(arguments, training, sources))
     if output.state() == "finished":
-        shutil.rmtree(training.output_dir, ignore_errors=True)
+        checkpoints.remove_checkpoints(training.output_dir)
         return None
     with training.main_process_first(desc="data sets"):
         data, prompts = build_datasets(arguments, training, sources)
         heldout = held_out(arguments, data)
-    set_seed(training.seed)
-    model = load_sentence_transformer(arguments.model, **arguments.loading())
-    if arguments.lora:
-        model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
-    before = None
-    if heldout and training.process_index == 0:
-        before = measure(model.to(training.device), *heldout)
+    # Before the model is loaded, so that a second process is refused immediately.
     with checkpoints.claim(output):
+        set_seed(training.seed)
+        model = load_sentence_transformer(arguments.model, **arguments.loading())
+        if arguments.lora:
+            model.add_adapter(lora_config(model[0].auto_model, **arguments.lora_settings()))
+        before = None
+        if heldout and training.process_index == 0:
+            before = measure(model.to(training.device), *heldout)
         trainer = build_trainer(model, data, prompts, arguments, training)
         summary = _train(trainer, data, arguments)
         if trainer.is_world_process_zero():
@@ -222,7 +230,9 @@ def train(arguments, training):
                         "texts": len(heldout[1]),
                         "before": before,
                         "after": measure(trained.to(training.device), *heldout),
+                        "tf-idf": measure_tfidf(*heldout),
                     }
+                    summary["warning"] = comparison_warning(summary["heldout"])
                 save_for_all_versions(trained, folder)
                 write_card(folder, arguments, sources, trained.max_seq_length, summary)
             dtype = "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32"
@@ -230,7 +240,7 @@ def train(arguments, training):
                 training=summary,
                 environment=environment(dtype=dtype, processes=training.world_size),
             )
-            shutil.rmtree(training.output_dir, ignore_errors=True)
+            checkpoints.remove_checkpoints(training.output_dir)
     return summary
 
 
@@ -244,6 +254,7 @@ def _train(trainer, data, arguments):
         for name in data:
             share = f"drawn with probability {drawn[name]:.3f}"
             print(f"{name}: {sizes[name]:,} rows, {rows[name]} a batch, {share}")
+    trainer.add_callback(RunReport())
     checkpoints.train(trainer)
     trainable, total = trainable_parameters(trainer.model)
     log = trainer.state.log_history
@@ -259,14 +270,39 @@ def _train(trainer, data, arguments):
     }
 
 
+def learning_rate_of(model: str) -> float:
+    """Return the default learning rate for a model: 1e-4, that of the authors' code, and half of
+    the fine-tuning rate for a NeoBERT for which this is higher."""
+    path = Path(model) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.get("model_type") != "neobert" or "hidden_size" not in config:
+        return PAPER_LEARNING_RATE
+    return max(PAPER_LEARNING_RATE, default_learning_rate(config["hidden_size"]) / 2)
+
+
+def comparison_warning(heldout: dict) -> str | None:
+    """Return a warning if the encoder is not better than its start or than TF-IDF."""
+    after = heldout["after"]["mrr@10"]
+    for name, encoder in (("before", "it was before the training"), ("tf-idf", "TF-IDF")):
+        if after <= heldout[name]["mrr@10"]:
+            return (
+                f"the encoder is not better than {encoder} (MRR@10 {after:.3f}, "
+                f"{heldout[name]['mrr@10']:.3f}). Train on more pairs or for more epochs, or change "
+                "--learning-rate."
+            )
+    return None
+
+
 def parse(argv):
     """(ContrastiveArguments, SentenceTransformerTrainingArguments) of a command line."""
     arguments, given = OPTIONS["contrastive"].read(argv)
-    if "num_train_epochs" in given and given["max_steps"] > 0:
+    if "num_train_epochs" in given and given.get("max_steps", -1) > 0:
         raise UserError(
-            f"max_steps {given['max_steps']} decides, so that num_train_epochs would be ignored; "
-            "give --max-steps -1 with it"
+            f"`max_steps` is {given['max_steps']}, so that `num_train_epochs` would be ignored. "
+            "Pass --max-steps -1 to train by epochs."
         )
+    given.setdefault("num_train_epochs", 1)
+    given.setdefault("learning_rate", learning_rate_of(arguments.model))
     base = SentenceTransformerTrainingArguments
     return arguments, training_arguments(Path(arguments.output) / "checkpoints", given, FIXED, base)
 
@@ -285,6 +321,10 @@ def main(argv=None):
         print(
             f"retrieval of {found['questions']:,} held-out questions among {found['texts']:,} texts"
         )
-        for when in ("before", "after"):
+        for when in ("tf-idf", "before", "after"):
             print(f"  {when:<6}  {described(found[when])}")
+        if summary["warning"]:
+            logger.warning("%s", summary["warning"])
+    else:
+        print("Nothing was measured. Pass --heldout FILE to compare the encoder with its start.")
     return 0

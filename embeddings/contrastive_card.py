@@ -22,8 +22,9 @@ def write_card(folder, arguments, sources, length, training):
         training: what `train` returns.
     """
     name = Path(arguments.output).resolve().name
+    metadata_license = licence(arguments.license, read_card(arguments.model))
     metadata = front_matter(
-        **licence(arguments.license, read_card(arguments.model)),
+        **metadata_license,
         **base_model(arguments.base_model, arguments.model),
         library_name="sentence-transformers",
         pipeline_tag="sentence-similarity",
@@ -41,6 +42,11 @@ def write_card(folder, arguments, sources, length, training):
         [printable(key), f"{rows:,}", f"{training['probabilities'][key]:.3f}"]
         for key, rows in training["rows"].items()
     ]
+    instructed = any(source.instruction.strip() for source in sources)
+    comment = "  # adds the instruction of the training" if instructed else ""
+    inherited = ""
+    if metadata_license and not arguments.license:
+        inherited = "The license is that of the model card of the start.\n\n"
     text = f"""
 # {printable(name)}
 
@@ -51,14 +57,14 @@ A sentence encoder: `{printable(shown(arguments.model))}` after {training["steps
 from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer({json.dumps(printable(name))}, trust_remote_code=True)
-queries = model.encode_query(["A question."])  # puts the instruction of the training before the question
+queries = model.encode_query(["A question."]){comment}
 documents = model.encode_document(["A text that may answer it."])
 print(model.similarity(queries, documents))
 ```
 
 {_measured(training.get("heldout"))}## Training
 
-InfoNCE on cosine similarity / {arguments.temperature:g}. `result.json` holds all settings and the losses.
+{inherited}InfoNCE on cosine similarity / {arguments.temperature:g}. `result.json` holds all settings and the losses.
 
 {markdown_table(["data set", "rows", "share of the batches"], data)}
 """  # noqa: E501
@@ -70,10 +76,10 @@ def _measured(found):
         return ""
     rows = [
         [when, *(f"{found[when][name]:.3f} ± {found[when][f'{name}_se']:.3f}" for name in METRICS)]
-        for when in ("before", "after")
+        for when in ("tf-idf", "before", "after")
     ]
     return (
         f"## Retrieval\n\n{found['questions']:,} questions that were not trained on, each searched "
         f"among {found['texts']:,} texts:\n\n"
-        f"{markdown_table(['training', *METRICS], rows)}\n"
+        f"{markdown_table(['encoder', *METRICS], rows)}\n"
     )

@@ -161,6 +161,11 @@ def load_source(source):
             gen_kwargs={"source": source, "count": count, "content": content},
         )
     except (UserError, OSError, TypeError, ValueError, DatasetsError) as error:
+        if "corresponds to no data" in str(error):
+            raise UserError(
+                f"{source.path} has no row with an anchor and a positive. Pass a file with "
+                "one pair per line."
+            ) from error
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         raise UserError(
             f"the data set {source.name} ({source.path}) gives no pairs: {one_line(cause, 400)}"

@@ -125,12 +125,10 @@ class ContrastiveArguments(
         return {**super().loading(), "max_length": length}
 
 
-# Trainer's options with other defaults than Trainer's: those of the authors' code. The warm-up is
-# 5 % of the steps.
+# Trainer's options with other defaults than Trainer's: those of the authors' code. `parse` adds one
+# epoch and the learning rate of the model.
 CONTRASTIVE_TRAINER = {
-    "max_steps": 2000,
     "per_device_train_batch_size": 64,
-    "learning_rate": 1e-4,
     "weight_decay": 0.01,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,

@@ -9,13 +9,17 @@ trainer, packed as in inference: NeoBERT itself drops the padding of a batch.
 until it is finished.
 """
 
-import shutil
+import logging
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from torch.utils.data import RandomSampler
 from transformers import set_seed
@@ -25,10 +29,11 @@ from ..common.identity import files_digest, known_by, model_digest
 from ..common.loading import check_model
 from ..common.output import Output, run_settings
 from ..common.packing import compile_blocks, uncompile_blocks
-from ..common.results import environment
+from ..common.results import environment, markdown_table
 from ..training import checkpoints
 from ..training.checkpoints import RunTrainer
 from ..training.options import BLOCKS_ONLY, number_options, training_arguments
+from ..training.run_report import RunReport
 from .distill_card import write_card
 from .distill_data import read_texts, teacher_vectors, texts_digest
 from .distill_loss import Agreement, DistillLoss
@@ -37,14 +42,20 @@ from .distill_student import (
     build_student,
     fitted_table,
     save_student,
+    starts_from_teacher,
     take_embeddings,
     token_vectors,
 )
 from .options import OPTIONS
 from .packed_encoder import PackedEncoder, load_sentence_transformer
+from .retrieval import measure, read_questions
 
+
+logger = logging.getLogger("neobert")
 
 FIGURES = "figures.json"
+# A useless student had a mean cosine of 0.18 with its teacher, sensible ones 0.76 to 0.88.
+LOW_COSINE = 0.5
 
 
 class ShuffledBatches(DefaultBatchSampler):
@@ -131,11 +142,19 @@ def train(arguments, trainer_options):
     settings["processes"] = training.world_size
     output = Output(arguments.output, "distill", settings, result=FIGURES)
     if output.state() == "finished":
-        shutil.rmtree(checkpoint_folder, ignore_errors=True)
+        checkpoints.remove_checkpoints(checkpoint_folder)
         return None
+    heldout = read_questions(arguments.heldout) if arguments.heldout else None
     texts = read_texts(sources, others, arguments.held_out_percent, arguments.held_out_texts)
     if training.eval_strategy != "no":
         texts.check_measured()
+    # Before the models are loaded, so that a second process is refused immediately.
+    with checkpoints.claim(output):
+        return _distill(arguments, training, output, texts, heldout)
+
+
+def _distill(arguments, training, output, texts, heldout):
+    """Train the student in its claimed output; return its figures."""
     set_seed(training.seed)
     teacher = PackedEncoder(
         arguments.teacher,
@@ -144,54 +163,111 @@ def train(arguments, trainer_options):
         max_length=arguments.max_length,
         trust_remote_code=arguments.trust_remote_code,
     )
+    arguments.embeddings_from_teacher = starts_from_teacher(arguments, teacher.sentence_transformer)
     student = build_student(arguments, teacher.sentence_transformer, teacher.width)
-    with checkpoints.claim(output):
-        with training.main_process_first(desc="teacher vectors"):
-            vectors, sets, table = all_vectors(arguments, texts, teacher)
-        del teacher
-        if table is not None:
-            take_embeddings(student, table, STORED_AS[arguments.embedding_dtype])
-        model = student[0].auto_model
-        if arguments.compile:
-            compile_blocks(model)
-        training.batch_sampler = ShuffledBatches
-        # A smaller batch has fewer similarities, and one text none.
-        training.dataloader_drop_last = len(texts.train) > training.train_batch_size
-        measured = Agreement(sets)
-        numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
-        trainer = DistillTrainer(
-            model=student,
-            args=training,
-            train_dataset=numbered,
-            loss=DistillLoss(student, arguments, vectors),
-            evaluator=measured,
+    with training.main_process_first(desc="teacher vectors"):
+        vectors, sets, table = all_vectors(arguments, texts, teacher)
+    measured = Agreement(sets)
+    comparison = {}
+    is_main = training.process_index == 0
+    if is_main:
+        comparison["teacher"] = dict.fromkeys(measured_names(sets), 1.0)
+        if heldout:
+            comparison["teacher"] |= measure(teacher.sentence_transformer, *heldout)
+    del teacher
+    if table is not None:
+        take_embeddings(student, table, STORED_AS[arguments.embedding_dtype])
+    if is_main:
+        # Deterministic, so that a resumed run measures the same start.
+        comparison["start"] = compare(student.to(training.device), measured, heldout)
+    model = student[0].auto_model
+    if arguments.compile:
+        compile_blocks(model)
+    training.batch_sampler = ShuffledBatches
+    # A smaller batch has fewer similarities, and one text none.
+    training.dataloader_drop_last = len(texts.train) > training.train_batch_size
+    numbered = Dataset.from_dict({"text": texts.train, "label": range(len(texts.train))})
+    trainer = DistillTrainer(
+        model=student,
+        args=training,
+        train_dataset=numbered,
+        loss=DistillLoss(student, arguments, vectors),
+        evaluator=measured,
+    )
+    trainer.add_callback(RunReport())
+    checkpoints.train(trainer)
+    uncompile_blocks(model)
+    figures = {
+        "texts": {
+            "train": len(texts.train),
+            "held_out": len(texts.held_out),
+            **{name: len(rows) for name, rows in texts.other.items()},
+        },
+        "steps": trainer.state.global_step,
+        "epochs": trainer.state.epoch,
+        "seconds": checkpoints.spent(trainer)["seconds"],
+        "losses": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "agreement": agreements(trainer.state.log_history),
+        "environment": environment(
+            dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
+            processes=training.world_size,
+        ),
+    }
+    if is_main:
+        with output.final_files() as folder:
+            save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
+            stored = load_sentence_transformer(str(folder), training.device)
+            comparison["student"] = compare(stored, measured, heldout)
+            figures["stored"] = {name: comparison["student"][name] for name in measured_names(sets)}
+            figures["comparison"] = comparison
+            figures["warning"] = comparison_warning(comparison)
+            write_card(folder, arguments, figures)
+        output.finish(**figures)
+        checkpoints.remove_checkpoints(training.output_dir)
+    return figures
+
+
+def measured_names(sets: dict) -> list[str]:
+    """Return the names of the agreement metrics of these sets of texts."""
+    return [f"{name}_{metric}" for name in sets for metric in ("cosine", "spearman")]
+
+
+def compare(model: SentenceTransformer, measured: Agreement, heldout: tuple | None) -> dict:
+    """Return the agreement of an encoder with the teacher and, with `heldout`, its retrieval."""
+    metrics = measured(model)
+    return metrics | measure(model, *heldout) if heldout else metrics
+
+
+def comparison_warning(comparison: dict) -> str | None:
+    """Return a warning if the student is not better than its start or far from its teacher."""
+    start, student = comparison["start"], comparison["student"]
+    cosines = [name for name in student if name.endswith("_cosine")]
+    if not cosines:
+        return None
+
+    name = "mrr@10" if "mrr@10" in student else cosines[0]
+    if student[name] <= start[name]:
+        return (
+            f"the student is not better than its start ({name} {student[name]:.3f}, start "
+            f"{start[name]:.3f}). Train for more epochs or with more texts, or lower "
+            "--learning-rate."
         )
-        checkpoints.train(trainer)
-        uncompile_blocks(model)
-        figures = {
-            "texts": {
-                "train": len(texts.train),
-                "held_out": len(texts.held_out),
-                **{name: len(rows) for name, rows in texts.other.items()},
-            },
-            "steps": trainer.state.global_step,
-            "epochs": trainer.state.epoch,
-            "seconds": checkpoints.spent(trainer)["seconds"],
-            "losses": [entry for entry in trainer.state.log_history if "loss" in entry],
-            "agreement": agreements(trainer.state.log_history),
-            "environment": environment(
-                dtype="bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
-                processes=training.world_size,
-            ),
-        }
-        if training.process_index == 0:
-            with output.final_files() as folder:
-                save_student(student.to("cpu"), folder, arguments.dtype, arguments.embedding_dtype)
-                figures["stored"] = measured(load_sentence_transformer(str(folder)))
-                write_card(folder, arguments, figures)
-            output.finish(**figures)
-            shutil.rmtree(checkpoint_folder)
-        return figures
+    if student[cosines[0]] < LOW_COSINE:
+        return (
+            f"the student agrees little with its teacher (mean cosine {student[cosines[0]]:.3f}). "
+            "Start from the teacher with --embeddings-from-teacher, or train for more epochs."
+        )
+    return None
+
+
+def comparison_table(comparison: dict) -> str:
+    """Return a table of teacher, start and student with one column per metric."""
+    names = [name for name in comparison["student"] if not name.endswith("_se")]
+    rows = [
+        [encoder, *(f"{metrics[name]:.3f}" if name in metrics else "" for name in names)]
+        for encoder, metrics in comparison.items()
+    ]
+    return markdown_table(["encoder", *(name.replace("_", " ") for name in names)], rows)
 
 
 def agreements(history):
@@ -213,9 +289,9 @@ def main(argv=None):
     if figures is None:
         print(f"{arguments.output}: finished already with these settings")
         return 0
-    last = figures["agreement"][-1] if figures["agreement"] else {}
-    agreed = "".join(
-        f"; {name.replace('_', ' ')} {value:.3f}" for name, value in last.items() if name != "step"
-    )
-    print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps{agreed}")
+    print(f"{arguments.output}: sentence encoder after {figures['steps']:,} steps")
+    if figures["stored"]:
+        print(comparison_table(figures["comparison"]))
+    if figures["warning"]:
+        logger.warning("%s", figures["warning"])
     return 0

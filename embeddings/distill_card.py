@@ -5,6 +5,7 @@ import os
 from ..common.cards import base_model, front_matter
 from ..common.files import write_text
 from ..common.results import markdown_table, shown
+from .retrieval import METRICS
 
 
 def write_card(folder, arguments, figures):
@@ -25,13 +26,30 @@ def write_card(folder, arguments, figures):
             "distillation",
         ],
     )
-    found = figures["stored"]
+    comparison = figures["comparison"]
+    found, start = figures["stored"], comparison["start"]
     names = dict.fromkeys(key.rpartition("_")[0] for key in found)
     rows = [
         [name.replace("_", " ")]
         + [f"{found[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
+        + [f"{start[f'{name}_{key}']:.3f}" for key in ("cosine", "spearman")]
         for name in names
     ]
+    headers = [
+        "texts",
+        "mean cosine",
+        "Spearman",
+        "mean cosine of the start",
+        "Spearman of the start",
+    ]
+    retrieval = ""
+    if "mrr@10" in start:
+        retrieved = [
+            [encoder, *(f"{values[name]:.3f} ± {values[f'{name}_se']:.3f}" for name in METRICS)]
+            for encoder, values in comparison.items()
+        ]
+        retrieval = f"Retrieval of held-out pairs:\n\n{markdown_table(['encoder', *METRICS], retrieved)}\n\n"
+    warning = f"**Warning:** {figures['warning']}\n\n" if figures["warning"] else ""
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
     losses = (
@@ -41,6 +59,8 @@ def write_card(folder, arguments, figures):
     )
     far = ", ".join(source.name for source in others)
     others = f"The others are text of kinds that it did not learn from: {far}." if far else ""
+    # An installed package has no commit.
+    commit = f"commit {environment['commit']}, " if environment["commit"] else ""
     text = f"""
 # {title}
 
@@ -58,13 +78,13 @@ print(model.similarity(model.encode(["a bird of prey"]), model.encode(["an eagle
 Mean cosine between the two vectors of a text, and Spearman correlation between the similarities of all pairs of {min(1000, figures["texts"]["held_out"])}
 texts. `held out`: texts of the training sources, kept back by hash. {others}
 
-{markdown_table(["texts", "mean cosine", "Spearman"], rows)}
+{markdown_table(headers, rows)}
 
-## Training
+{retrieval}{warning}## Training
 
 {figures["texts"]["train"]:,} texts, {figures["steps"]:,} steps, {figures["epochs"]:.2f} epochs; texts of at most {arguments.max_length} tokens. Losses: {losses}.
 `figures.json` holds the settings, the losses and the agreement over the steps.
-{environment["hardware"]}, {environment["threads"]} threads; commit {environment["commit"]}, {environment["date"]}.
+{environment["hardware"]}, {environment["threads"]} threads; {commit}{environment["date"]}.
 
 {markdown_table(["texts", "licence"], kinds)}
 """  # noqa: E501

@@ -10,6 +10,7 @@ from torch import nn
 
 # Stored vectors that a text is compared with in a step.
 NEAREST, SPREAD, RANDOM = 16, 48, 64
+HIDDEN = -2  # score of a stored vector that is hidden, below every cosine
 
 
 def similarity_loss(student, teacher, temperature):
@@ -43,11 +44,11 @@ def bank_loss(student, teacher, bank, temperature, hidden):
         bank: (M, D) of length 1, the teacher's vectors of M texts.
         hidden: (N, M) bool, true where a stored vector is that of the text itself.
     """
-    scores = (teacher @ bank.T).masked_fill(hidden, -2)
+    scores = (teacher @ bank.T).masked_fill(hidden, HIDDEN)
     chosen = candidates(scores)
     expected = scores.gather(1, chosen)
     found = (student.unsqueeze(1) @ bank[chosen].mT).squeeze(1)
-    own = expected == -2
+    own = expected == HIDDEN
     rows = [(x / temperature).masked_fill(own, -1e4).log_softmax(-1) for x in (found, expected)]
     return F.kl_div(*rows, log_target=True, reduction="batchmean")
 
@@ -62,8 +63,12 @@ def candidates(scores):
         scores: (N, M).
     """
     ordered, columns = scores.sort(dim=1)
-    least = ordered[:, :1].clamp(min=-1)
-    levels = least + torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - least)
+    # A hidden score must not be the lowest level: all levels below the lowest visible score would
+    # select the same column.
+    lowest = scores.masked_fill(scores == HIDDEN, torch.inf).amin(dim=1, keepdim=True)
+    lowest = torch.minimum(lowest, ordered[:, -1:])
+    levels = torch.linspace(0, 1, SPREAD, device=scores.device) * (ordered[:, -1:] - lowest)
+    levels = lowest + levels
     spread = columns.gather(1, torch.searchsorted(ordered, levels).clamp(max=scores.shape[1] - 1))
     drawn = torch.randint(scores.shape[1], (len(scores), RANDOM), device=scores.device)
     return torch.cat([columns[:, -NEAREST:], spread, drawn], dim=1)

@@ -28,14 +28,20 @@ class TeacherOptions(Arguments):
     output: str = option(help="folder of the student", free=True)
     model_config: dict = option(
         default_factory=dict,
-        help="fields of NeoBERTConfig for a new student; the vocabulary is the teacher's",
+        help="fields of NeoBERTConfig for a new student with the teacher's vocabulary; by default "
+        "half of the teacher's layers and its hidden size",
     )
     init_from: str | None = option(
-        None, "a NeoBERT to start from, in place of model_config: a folder or a Hub name"
+        None, "NeoBERT to start from instead of a new student: a folder or a Hub name"
     )
     other_texts: list[str | dict] = option(
         default_factory=list,
         help="files of text of another kind, which is only measured on",
+        free=True,
+    )
+    heldout: str | None = option(
+        None,
+        "file of pairs to measure the retrieval of teacher, start and student on",
         free=True,
     )
     work: str | None = option(
@@ -50,10 +56,11 @@ class TeacherOptions(Arguments):
 class StudentOptions(Arguments):
     """The student."""
 
-    embeddings_from_teacher: bool = option(
-        False,
-        "begin as the bag of words that is nearest to the teacher, by principal components where "
-        "the student is narrower",
+    embeddings_from_teacher: bool | None = option(
+        None,
+        "initialize the student as the bag of words that is nearest to the teacher, by principal "
+        "components if its hidden size is smaller; by default for a new student whose hidden size "
+        "is at most the teacher's",
     )
     freeze_embeddings: bool = option(False, "do not train the token embeddings")
     pooling: str = option("mean", "of a student without one", choices=POOLINGS)
@@ -123,10 +130,10 @@ class DistillArguments(
         from ..common.loading import check_model_fields
 
         super().__post_init__()
-        if bool(self.model_config) == bool(self.init_from):
+        if self.model_config and self.init_from:
             raise UserError(
-                "give either model_config, for a new student, or --init-from, a NeoBERT to start "
-                "from"
+                "`model_config` describes a new student, but `init_from` names an existing one. "
+                "Remove one of them."
             )
         check_model_fields(self.model_config, "model_config")
         self.work = self.work or f"{self.output.rstrip('/')}.work"
@@ -142,13 +149,13 @@ class DistillArguments(
 
 # Trainer's options where `neobert distill` has other defaults.
 DISTILL_TRAINER = {
-    "per_device_train_batch_size": 256,
-    "num_train_epochs": 1,
+    "per_device_train_batch_size": 64,
+    "num_train_epochs": 3,
     "learning_rate": 1e-3,
     "weight_decay": 0.01,
     "adam_beta2": 0.98,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 200,
+    "warmup_steps": 0.05,
     "logging_steps": 50,
     "save_steps": 500,
     "save_total_limit": 2,

@@ -3,6 +3,7 @@ dtypes of a small file."""
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,15 @@ from ..common.errors import UserError
 from ..common.files import write_json
 from ..common.loading import WEIGHT_DTYPES, copy_code
 from ..common.pooling import save_for_all_versions
+from ..configuration_neobert import NeoBERTConfig
 from .packed_encoder import load_sentence_transformer
+
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+    from transformers import PretrainedConfig
+
+    from .distill_options import DistillArguments
 
 
 # float8 is e5m2, 2 bits of fraction: the loaders of transformers 4 and 5 turn it into the dtype
@@ -79,11 +88,11 @@ def _loaded(arguments):
 
 def _fresh(arguments, teacher):
     """An untrained NeoBERT with the teacher's tokenizer."""
-    from ..configuration_neobert import NeoBERTConfig
     from ..modeling_neobert import NeoBERTModel
 
     tokenizer = teacher.tokenizer
-    given = {"max_position_embeddings": 512, **arguments.model_config}
+    fields = arguments.model_config or default_student_config(teacher[0].auto_model.config)
+    given = {"max_position_embeddings": 512, **fields}
     given |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     try:
         model = NeoBERTModel(NeoBERTConfig(**given))
@@ -104,6 +113,29 @@ def _fresh(arguments, teacher):
         return load_sentence_transformer(
             folder, max_length=arguments.max_length, pooling=arguments.pooling
         )
+
+
+def default_student_config(teacher_config: "PretrainedConfig") -> dict[str, int]:
+    """Return the fields of a student with half of the teacher's layers and its hidden size."""
+    hidden_size = teacher_config.hidden_size
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": max(1, teacher_config.num_hidden_layers // 2),
+        "num_attention_heads": teacher_config.num_attention_heads,
+        "intermediate_size": 5 * hidden_size // 2,
+    }
+
+
+def starts_from_teacher(arguments: "DistillArguments", teacher: "SentenceTransformer") -> bool:
+    """Return whether the student's token embeddings are initialized from the teacher."""
+    if arguments.embeddings_from_teacher is not None:
+        return arguments.embeddings_from_teacher
+    if arguments.init_from:
+        return False
+    if not arguments.model_config:
+        return True
+    student_hidden_size = NeoBERTConfig(**arguments.model_config).hidden_size
+    return student_hidden_size <= teacher[0].auto_model.config.hidden_size
 
 
 def _check_embeddings(student, teacher):

@@ -3,8 +3,10 @@ question, among all texts of the file."""
 
 import math
 import sys
+from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from ..common.data import rows
 from ..common.errors import UserError
@@ -44,14 +46,28 @@ def measure(model, relevant, texts):
         relevant: {question: set of those of `texts` that belong to it}.
         texts: what is searched.
     """
-    questions, values = list(relevant), []
+    questions = list(relevant)
     queries, documents = (
         encode(part, convert_to_tensor=True, show_progress_bar=True)
         for encode, part in ((model.encode_query, questions), (model.encode_document, texts))
     )
-    step = max(1, 10**8 // len(texts))  # the scores of so many questions are in memory
+    return _metrics(relevant, texts, lambda rows: model.similarity(queries[rows], documents))
+
+
+def _metrics(
+    relevant: dict[str, set[str]], texts: list[str], similarity: Callable[[slice], torch.Tensor]
+) -> dict[str, float]:
+    """Return the mean metrics and their standard errors.
+
+    Args:
+        relevant: Positives of each question.
+        texts: Texts that are searched.
+        similarity: Function that returns the similarities of a slice of the questions to all texts.
+    """
+    questions, values = list(relevant), []
+    step = max(1, 10**8 // len(texts))  # bounds the memory of the similarities
     for start in range(0, len(questions), step):
-        scores = model.similarity(queries[start : start + step], documents)
+        scores = similarity(slice(start, start + step))
         best = scores.topk(min(10, len(texts))).indices.tolist()
         for question, numbers in zip(questions[start:], best):
             right = relevant[question]
@@ -62,6 +78,18 @@ def measure(model, relevant, texts):
     errors = values.std(0, ddof=min(1, len(values) - 1)) / math.sqrt(len(values))
     means = dict(zip(METRICS, values.mean(0).tolist()))
     return means | {f"{name}_se": error for name, error in zip(METRICS, errors.tolist())}
+
+
+def measure_tfidf(relevant: dict[str, set[str]], texts: list[str]) -> dict[str, float]:
+    """Return the metrics of `measure` for TF-IDF of character n-grams, fitted on `texts`."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    vectorizer = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
+    documents = vectorizer.fit_transform(texts)
+    questions = vectorizer.transform(list(relevant))
+    return _metrics(
+        relevant, texts, lambda rows: torch.from_numpy((questions[rows] @ documents.T).toarray())
+    )
 
 
 def described(measures):

@@ -43,6 +43,38 @@ def test_loss_is_infonce_of_cosine_over_temperature():
     torch.testing.assert_close(got, expected)
 
 
+def test_the_cached_loss_has_the_temperature():
+    arguments = {"model": "m", "output": "o", "pairs": ["x.jsonl"], "mini_batch_size": 2}
+    model = torch.nn.Sequential(torch.nn.Identity())
+    loss = build_loss(model, ContrastiveArguments(**arguments))
+    assert loss.scale == pytest.approx(1 / 0.07) and loss.mini_batch_size == 2
+
+
+def test_the_learning_rate_depends_on_the_hidden_size(tmp_path):
+    for hidden_size, expected in ((768, 1e-4), (384, 3.2e-4), (192, 5e-4)):
+        config = {"model_type": "neobert", "hidden_size": hidden_size}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert contrastive.learning_rate_of(str(tmp_path)) == pytest.approx(expected)
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 384}')
+    assert contrastive.learning_rate_of(str(tmp_path)) == 1e-4
+
+
+def test_an_encoder_that_learned_nothing_is_reported():
+    def warning(before, after, tfidf):
+        values = {"before": before, "after": after, "tf-idf": tfidf}
+        return contrastive.comparison_warning({k: {"mrr@10": v} for k, v in values.items()})
+
+    assert warning(0.5, 0.6, 0.4) is None
+    assert "before the training" in warning(0.6, 0.6, 0.4)
+    assert "TF-IDF" in warning(0.1, 0.2, 0.68)
+
+
+def test_tfidf_finds_the_text_that_shares_words():
+    relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
+    texts = ["the cat is red", "birds that are blue", "nothing"]
+    assert retrieval.measure_tfidf(relevant, texts)["recall@1"] == 1
+
+
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
     model_folder, triplets, pairs, tmp_path
@@ -212,7 +244,8 @@ BAD = {
     "one answer": (["--pairs", "alike.jsonl"], "its 5 usable rows have not so many; give a small"),
     "a batch of one": (["--per-device-train-batch-size", "1"], "batch_size must be at least 2"),
     "a file as output": (["--output", "good.jsonl"], "are in one another; choose an output"),
-    "steps and epochs": (["--num-train-epochs", "1"], "num_train_epochs would be ignored"),
+    "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
+    "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
 }
 
 
@@ -223,6 +256,7 @@ def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path,
     write_jsonl(tmp_path / "good.jsonl", good)
     write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
     write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
+    (tmp_path / "empty.jsonl").touch()
     words, message = BAD[case]
     if words and words[0].startswith("--") and words[0] != "--pairs":
         words = ["--pairs", "good.jsonl", *words]

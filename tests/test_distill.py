@@ -26,7 +26,12 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.__main__ import main as command
 from neobert.common.errors import UserError
-from neobert.embeddings.distill import DistillTrainer, ShuffledBatches, all_vectors
+from neobert.embeddings.distill import (
+    DistillTrainer,
+    ShuffledBatches,
+    all_vectors,
+    comparison_warning,
+)
 from neobert.embeddings.distill_data import (
     Texts,
     TextSource,
@@ -48,11 +53,13 @@ from neobert.embeddings.distill_student import (
     build_student,
     fitted_table,
     save_student,
+    starts_from_teacher,
     take_embeddings,
     token_vectors,
 )
 from neobert.embeddings.options import DistillArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.training.checkpoints import remove_checkpoints
 
 
 STUDENT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -142,7 +149,7 @@ def test_candidates_are_the_nearest_and_of_every_degree():
         found = row[columns]
         nearest = row.sort().values[-NEAREST:]
         torch.testing.assert_close(found[:NEAREST].sort().values, nearest)
-        levels = torch.linspace(max(-1, row.min()), row.max(), SPREAD)
+        levels = torch.linspace(row[row > -2].min(), row.max(), SPREAD)
         least = torch.stack([row[row >= level - 1e-6].min() for level in levels])
         torch.testing.assert_close(found[NEAREST : NEAREST + SPREAD], least)
     assert len(chosen[:, -RANDOM:].unique()) > RANDOM
@@ -182,6 +189,86 @@ def test_losses_are_weighted_sums_of_their_formulas(teacher):
     own = numbers[:, None] == loss.stored
     assert own.sum(1).tolist() == [1, 1, 1, 1]
     torch.testing.assert_close(found["bank"], 4 * bank_loss(student, teachers, bank, 0.1, own))
+
+
+def test_levels_cover_the_range_of_the_visible_scores():
+    """A stored vector of the text itself is hidden; the levels start at the lowest other score."""
+    scores = torch.linspace(-0.4, 0.9, 2000).repeat(3, 1)
+    scores[:, 77] = -2
+    spread = candidates(scores)[:, NEAREST : NEAREST + SPREAD]
+    levels = torch.linspace(-0.4, 0.9, SPREAD)
+    for row, columns in zip(scores, spread):
+        assert len(columns.unique()) == SPREAD
+        torch.testing.assert_close(row[columns], levels, atol=1.31 / 1999 * 2, rtol=0)
+
+
+def test_the_memory_bank_is_a_random_sample(teacher):
+    vectors = unit(2000, 4).numpy()
+    stored = DistillLoss(torch.nn.Identity(), arguments_for(teacher, bank=200), vectors).stored
+    assert len(stored.unique()) == 200
+    # The mean of 200 of 2,000 numbers has a standard error of 39.
+    assert abs(stored.float().mean() - 999.5) < 160
+
+
+def test_shares_and_held_out_texts_are_independent(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(f"text {i}" for i in range(20000)))
+    source = TextSource.from_entry({"path": str(tmp_path / "a.txt"), "share": 0.05})
+    texts = read_texts([source], [], 5, 10000)
+    total = len(texts.train) + len(texts.held_out)
+    # Binomial with about 1,000 texts: standard error 0.007.
+    assert 0.02 < len(texts.held_out) / total < 0.08
+
+
+def test_held_out_texts_do_not_depend_on_the_order_of_the_file(tmp_path):
+    lines = [f"text {i}" for i in range(300)]
+    kept = []
+    for order in (lines, lines[::-1]):
+        (tmp_path / "a.txt").write_text("\n".join(order))
+        texts = read_texts([TextSource.from_entry(str(tmp_path / "a.txt"))], [], 20, 10)
+        kept.append(texts.held_out)
+    assert kept[0] == kept[1] and len(kept[0]) == 10
+
+
+def test_one_long_row_does_not_shrink_the_others(teacher):
+    encoder = SentenceTransformer(teacher, device="cpu")
+    table = torch.nn.functional.normalize(torch.randn(30522, 32), dim=1)
+    table[:, 7] *= 0.01
+    table[9] *= 100
+    student = build_student(arguments_for(teacher, embeddings_from_teacher=True), encoder, 32)
+    take_embeddings(student, table, torch.float32)
+    weight = student[0].auto_model.get_input_embeddings().weight
+    assert weight[:, 7].abs().median() < 0.5
+
+
+def test_the_default_student_has_half_of_the_layers(teacher):
+    encoder = SentenceTransformer(teacher, device="cpu")
+    arguments = arguments_for(teacher, model_config={})
+    assert starts_from_teacher(arguments, encoder)
+    config = build_student(arguments, encoder, 32)[0].auto_model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (32, 1, 4)
+    wide = arguments_for(teacher, model_config={**STUDENT, "hidden_size": 64})
+    assert not starts_from_teacher(wide, encoder)
+    assert not starts_from_teacher(arguments_for(teacher, model_config={}, init_from="x"), encoder)
+
+
+def test_a_student_that_learned_nothing_is_reported():
+    def warning(start, student, **more):
+        values = {"start": {"held_out_cosine": start}, "student": {"held_out_cosine": student}}
+        return comparison_warning(values)
+
+    assert warning(0.6, 0.8) is None
+    assert "not better than its start" in warning(0.8, 0.8)
+    assert "agrees little with its teacher" in warning(0.1, 0.176)
+
+
+def test_tensorboard_logs_outlive_the_checkpoints(tmp_path):
+    log = tmp_path / "checkpoints" / "runs" / "Nov25" / "events.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("x")
+    (tmp_path / "checkpoints" / "checkpoint-3").mkdir()
+    remove_checkpoints(tmp_path / "checkpoints")
+    assert (tmp_path / "runs" / "Nov25" / "events.out").read_text() == "x"
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_agreement_is_one_with_itself_and_sees_order_alone():
@@ -524,8 +611,7 @@ BAD = {
     "a key": ({"texts": [{"path": "x", "colum": "y"}]}, "in texts; did you mean column?"),
     "one text": ({"texts": ["one.txt"]}, "texts must hold at least 2 different texts"),
     "few texts": ({"texts": ["few.txt"], "other_texts": None}, "of 5 texts are held out"),
-    "no student": ({"model_config": {}}, "give either model_config, for a new student, or"),
-    "two students": ({"init_from": "x"}, "give either model_config, for a new student, or"),
+    "two students": ({"init_from": "x"}, "names an existing one. Remove one"),
     "a config's field": ({"model_config": {"nope": 1}}, "has an unknown field 'nope'"),
     "a torn teacher": ({"teacher": "torn"}, "cannot be loaded"),
 }
@@ -545,4 +631,6 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert command(["distill", recipe(tmp_path, teacher, files, **changes)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("neobert distill: ") and expected in error, error
-    assert not list(tmp_path.glob("student*")), "something was written"
+    # The output is claimed before the models are loaded; `run.json` alone blocks no other run.
+    written = {path.name for path in tmp_path.glob("student*/*")}
+    assert written <= ({"run.json", ".lock"} if changes.get("teacher") else set())

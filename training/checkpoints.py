@@ -152,6 +152,17 @@ def remove_old(folder, limit, keep_every=0, best=None):
             shutil.rmtree(saved[step])
 
 
+def remove_checkpoints(folder: Path | str) -> None:
+    """Remove the checkpoint folder of a finished run, and keep its TensorBoard logs in `runs` next
+    to it."""
+    folder = Path(folder)
+    for log in sorted(folder.glob("runs/*")):
+        target = folder.parent / "runs" / log.name
+        target.parent.mkdir(exist_ok=True)
+        log.rename(target)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 # ------------------------------------------------------------------------------------------------
 # training
 
