@@ -67,7 +67,7 @@ def __getattr__(name):
 
 
 def __dir__():
-    return [*globals(), *__all__]
+    return list(__all__)
 
 
 __all__ = [

@@ -134,10 +134,23 @@ def typed(section, hints, where, otherwise="--help lists the options"):
     return values
 
 
+# What other libraries call an option: {name: names here, the first one that the command has}.
+_USUAL_NAMES = {
+    "batch_size": ("batch_size", "texts_per_batch", "per_device_train_batch_size", "batch"),
+    "per_device_train_batch_size": ("batch_size", "texts_per_batch"),
+    "lr": ("learning_rate",),
+    "epochs": ("num_train_epochs",),
+    "output_dir": ("output",),
+    "train_file": ("dataset", "pairs", "texts", "data", "source"),
+    "validation_file": ("heldout",),
+}
+
+
 def nearest(name, names, dashes="", otherwise="--help lists the options"):
     """The end of a message about an unknown name: `; did you mean ...?`, or `otherwise` where none
     of `names` is like it or has it as a word."""
-    close = difflib.get_close_matches(str(name), names, n=1)
+    usual = [known for known in _USUAL_NAMES.get(str(name), ()) if known in names]
+    close = usual or difflib.get_close_matches(str(name), names, n=1)
     close = close or [known for known in names if str(name) in known.split("_")]
     if not close:
         return f"; {otherwise}"
@@ -193,6 +206,9 @@ class Options:
         words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
         recipes = [word for word in words if word.endswith((".yaml", ".yml"))]
         argv = [word for word in words if word not in recipes] + argv[len(words) :]
+        if "config" not in hints:
+            argv, more = _config_files(argv)
+            recipes += more
         values = {}
         for path in recipes:
             recipe = _recipe(path)
@@ -226,6 +242,10 @@ class Options:
             raise UserError(error) from None
         if rest:
             name = rest[0].partition("=")[0].lstrip("-").replace("-", "_")
+            if name == "resume" and "resume_from_checkpoint" in hints:
+                raise UserError(
+                    "unknown argument '--resume'. Run the same command again to resume."
+                )
             raise UserError(f"unknown argument {rest[0]!r}{nearest(name, hints, '--')}")
         values = vars(values).items()
         return {
@@ -239,7 +259,9 @@ class Options:
         fields, topics = self.fields, {}
         positional = [_spelled(f) for f in fields.values() if f.metadata.get("positional")]
         defaults = [f"  {_dashed(name)} (default: {v})" for name, v in (self.trainer or {}).items()]
-        about_trainer = "Every option of transformers.TrainingArguments; with other defaults here:"
+        about_trainer = "Every option of transformers.TrainingArguments is accepted."
+        if defaults:
+            about_trainer = f"{about_trainer[:-1]}. Different defaults:"
         parser = argparse.ArgumentParser(
             usage=" ".join([self.command, *positional, "[RECIPE.yaml] [--option value ...]"]),
             description=self.about + (f"\n\nexample:\n  {self.example}" if self.example else ""),
@@ -276,6 +298,17 @@ class Options:
     def help(self, argv=()):
         """The text of --help: every topic with its options, their ranges and defaults."""
         return self._parser(_hints(self.groups)).format_help()
+
+
+def _config_files(argv):
+    """Return the command line without `--config FILE` options, and the files that they name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="extend", nargs="+", default=[], metavar="FILE")
+    try:
+        parsed, rest = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(error) from None
+    return rest, parsed.config
 
 
 def _recipe(path):

@@ -139,6 +139,45 @@ def test_bad_options_are_one_sentence(read, tmp_path, recipe, argv, words):
     assert sentence.startswith(words) and "\n" not in sentence
 
 
+def test_a_recipe_by_config(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.txt"
+    first.write_text("hidden_size: 8\nname: first")
+    second.write_text("hidden_size: 9")
+    options = Options("x", "", (Model,))
+    both = ["--config", str(first), f"--config={second}"]
+    assert options.read([*both, "--dropout", "0.5"]) == [Model(9, "first", 0.5)]
+    third = tmp_path / "third.yml"
+    third.write_text("hidden_size: 9")
+    assert options.read([str(third), "--config", str(first)]) == [Model(8, "first")]
+    assert options.read(["--hidden-size", "7", "--config", str(first)]) == [Model(7, "first")]
+    with pytest.raises(UserError, match="argument --config: expected at least one"):
+        options.read(["--config"])
+
+
+@pytest.mark.parametrize(
+    "command, argument, words",
+    [
+        ("glue", "--lr", "did you mean --learning-rate?"),
+        ("glue", "--batch_siz", "did you mean --batch-size?"),
+        ("contrastive", "--epochs", "did you mean --num-train-epochs?"),
+        ("distill", "--batch-size", "did you mean --per-device-train-batch-size?"),
+        ("distill", "--resume", "'--resume'. Run the same command again to resume."),
+        ("contrastive", "--train-file", "did you mean --pairs?"),
+        ("pretrain", "--validation-file", "did you mean --heldout?"),
+        ("encode", "--output_dir", "did you mean --output?"),
+    ],
+)
+def test_the_usual_name_of_an_option_leads_to_the_one_here(command, argument, words, capsys):
+    assert cli.main([command, argument, "1"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_of_a_command_with_trainers_defaults():
+    """No list is announced where there is none."""
+    text = Options("x", "", (Training,), trainer={}).help()
+    assert "TrainingArguments is accepted." in text and "defaults:" not in text
+
+
 def test_positional_arguments(tmp_path):
     recipe, options = tmp_path / "short.yml", Options("x", "", (Paths,))
     recipe.write_text("length: 4\nsuffix: ''")

@@ -2,15 +2,20 @@
 traceback."""
 
 import errno
+import os
 import shutil
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import neobert
 from neobert import __main__ as cli
 from neobert.common.commands import guarded
 from neobert.common.errors import UserError, one_line
+from neobert.common.folders import new_file
 from neobert.common.loading import check_model
 
 
@@ -60,6 +65,40 @@ def test_debug_shows_the_traceback(capsys, monkeypatch):
     assert error.startswith("Traceback") and error.endswith("neobert x: give a file\n")
     run(UserError("give a file"), monkeypatch, "0")
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", (["distill", "--help"], ["--help"]))
+def test_a_closed_pipe_is_no_error(arguments):
+    """As in `neobert distill --help | head -1`."""
+    code = "import sys; from neobert.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
+    """numpy's tofile, which writes GGUF files, raises an OSError without a number and a name."""
+
+    def write():
+        with new_file(tmp_path / "a.gguf"):
+            raise OSError("Not enough free space to write 1024 bytes")
+
+    assert guarded("x", write) == 2
+    expected = f"x: {tmp_path}/a.gguf: no space is left on the disk"
+    assert capsys.readouterr().err.strip().rstrip(".") == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_package_lists_its_public_names_only():
+    assert sorted(dir(neobert)) == sorted(neobert.__all__)
 
 
 def test_exit_codes_pass():

@@ -159,7 +159,10 @@ def test_gradient_checkpointing(use_reentrant, packed):
     for checkpointing in (False, True):
         model, calls = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train(), []
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            # transformers 5.24 deprecates the older name.
+            old = model.gradient_checkpointing_enable
+            enable = getattr(model, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": use_reentrant})
         for block in model.model.transformer_encoder:
             block.ffn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         model(ids, attention_mask=mask, labels=labels).loss.backward()
