@@ -262,10 +262,13 @@ class Options:
         about_trainer = "Every option of transformers.TrainingArguments is accepted."
         if defaults:
             about_trainer = f"{about_trainer[:-1]}. Different defaults:"
+        epilog = [] if "config" in hints else ["A recipe can also be passed as `--config FILE`."]
+        if self.trainer is not None:
+            epilog += [about_trainer, *defaults]
         parser = argparse.ArgumentParser(
             usage=" ".join([self.command, *positional, "[RECIPE.yaml] [--option value ...]"]),
             description=self.about + (f"\n\nexample:\n  {self.example}" if self.example else ""),
-            epilog=None if self.trainer is None else "\n".join([about_trainer, *defaults]),
+            epilog="\n".join(epilog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             exit_on_error=False,

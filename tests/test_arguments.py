@@ -175,6 +175,7 @@ def test_the_usual_name_of_an_option_leads_to_the_one_here(command, argument, wo
 def test_help_of_a_command_with_trainers_defaults():
     """No list is announced where there is none."""
     text = Options("x", "", (Training,), trainer={}).help()
+    assert "A recipe can also be passed as `--config FILE`." in text
     assert "TrainingArguments is accepted." in text and "defaults:" not in text
 
 
