@@ -287,8 +287,8 @@ def comparison_warning(heldout: dict) -> str | None:
         if after <= heldout[name]["mrr@10"]:
             return (
                 f"the encoder is not better than {encoder} (MRR@10 {after:.3f}, "
-                f"{heldout[name]['mrr@10']:.3f}). Train on more pairs or for more epochs, or change "
-                "--learning-rate."
+                f"{heldout[name]['mrr@10']:.3f}). Train on more pairs or for more epochs, or "
+                "change --learning-rate."
             )
     return None
 

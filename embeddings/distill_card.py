@@ -48,7 +48,9 @@ def write_card(folder, arguments, figures):
             [encoder, *(f"{values[name]:.3f} ± {values[f'{name}_se']:.3f}" for name in METRICS)]
             for encoder, values in comparison.items()
         ]
-        retrieval = f"Retrieval of held-out pairs:\n\n{markdown_table(['encoder', *METRICS], retrieved)}\n\n"
+        retrieval = (
+            f"Retrieval of held-out pairs:\n\n{markdown_table(['encoder', *METRICS], retrieved)}\n"
+        )
     warning = f"**Warning:** {figures['warning']}\n\n" if figures["warning"] else ""
     kinds = [[source.name, source.license or "not stated"] for source in sources]
     environment = figures["environment"]
