@@ -331,3 +331,16 @@ def test_questions_keep_their_answer():
     assert 60 < len(asked) < 140 and len({row["anchor"].split("itle")[0] for row in asked}) == 8
     number = asked[0]["positive"].split()[0].removeprefix("answer")
     assert f"title {number}" in asked[0]["anchor"] and asked[0]["kind"] == "question"
+
+
+def test_kept_layers_are_those_of_the_teacher():
+    torch = pytest.importorskip("torch")
+    layers = [torch.nn.Linear(2, 2) for _ in range(6)]
+    bert = torch.nn.Module()
+    bert.encoder = torch.nn.Module()
+    bert.encoder.layer = torch.nn.ModuleList(layers)
+    bert.config = type("Config", (), {"num_hidden_layers": 6})()
+    model = [type("Transformer", (), {"auto_model": bert})()]
+    open_text.keep_layers(model, open_text.TEACHER_LAYERS)
+    assert list(bert.encoder.layer) == [layers[0], layers[1], layers[4], layers[5]]
+    assert bert.config.num_hidden_layers == 4
