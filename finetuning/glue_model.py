@@ -11,6 +11,23 @@ from ..common.errors import UserError, one_line
 _DROPOUTS = ("classifier_dropout", "cls_dropout", "seq_classif_dropout")
 
 
+def encoder_hidden_size(name: str, trust_remote_code: bool = False) -> int | None:
+    """Return the hidden size in a model's configuration, None if there is none.
+
+    Raises:
+        UserError: If the configuration cannot be loaded.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _not_loadable(name, error) from error
+    return getattr(config.get_text_config(), "hidden_size", None)
+
+
+def _not_loadable(name: str, error: Exception) -> UserError:
+    return UserError(f"{name} cannot be loaded as a sequence classifier: {one_line(error)}.")
+
+
 def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooling=None):
     """A sequence classifier for `task`, in float32.
 
@@ -45,9 +62,7 @@ def load_classifier(name, task, head_dropout=0.1, trust_remote_code=False, pooli
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"{name} cannot be loaded as a sequence classifier: {one_line(error)}"
-        ) from error
+        raise _not_loadable(name, error) from error
     new = set(info["missing_keys"]) | {entry[0] for entry in info["mismatched_keys"]}
     backbone = [
         key

@@ -1,8 +1,11 @@
 """Rows of a GLUE run: what is trained on, what is held out, and the metrics of every part."""
 
+import math
+
 import numpy as np
 
-from .glue_tasks import scores
+from .baselines import BaselineResult, bootstrap_error, fit_baselines, value_and_error
+from .glue_tasks import Task, predicted_labels, scores
 
 
 def split_heldout(rows, fraction, at_most):
@@ -54,7 +57,8 @@ def evaluation_metrics(task, logits, labels, slices):
         are several dev splits, and "score": what stops and selects, of the held-out rows if there
         are some, else of dev.
     """
-    parts = {name: scores(task, logits[rows], labels[rows]) for name, rows in slices.items()}
+    predictions = predicted_labels(task, logits)
+    parts = {name: scores(task, predictions[rows], labels[rows]) for name, rows in slices.items()}
     dev = [parts[split] for split in task.validation]
     metrics = {f"dev_{name}": float(np.mean([part[name] for part in dev])) for name in dev[0]}
     if len(dev) > 1:
@@ -62,3 +66,73 @@ def evaluation_metrics(task, logits, labels, slices):
             metrics |= {f"{split}_{name}": parts[split][name] for name in task.metrics}
     metrics["score"] = parts["heldout"]["score"] if "heldout" in parts else metrics["dev_score"]
     return metrics
+
+
+def score_and_error(
+    task: Task, predictions: dict[str, np.ndarray], labels: dict[str, np.ndarray]
+) -> tuple[float, float]:
+    """Return the dev score of a task and its standard error over rows.
+
+    The score is the mean over the task's metrics and dev splits. The standard error of an accuracy
+    is binomial, other scores are bootstrapped. Splits are independent.
+
+    Args:
+        predictions: Predicted labels of every dev split.
+        labels: Labels of every dev split.
+    """
+    values = []
+    variances = []
+    for split in task.validation:
+        if task.metrics == ("accuracy",):
+            value, error = value_and_error("accuracy", labels[split], predictions[split])
+        else:
+
+            def score(labels: np.ndarray, predictions: np.ndarray) -> float:
+                return scores(task, predictions, labels)["score"]
+
+            value = score(labels[split], predictions[split])
+            error = bootstrap_error(score, labels[split], predictions[split])
+        values.append(value)
+        variances.append(error**2)
+    return float(np.mean(values)), math.sqrt(sum(variances)) / len(values)
+
+
+def task_baselines(
+    task: Task, splits: dict[str, dict[str, list]], settings: dict
+) -> list[BaselineResult]:
+    """Fit the baselines on a run's training rows and measure them on the dev splits.
+
+    Args:
+        splits: Rows from `glue_tasks.load_task`.
+        settings: Settings of the run from `GlueArguments.settings`.
+    """
+
+    def texts(split: str) -> list[tuple[str, ...]]:
+        return list(zip(*(splits[split][name] for name in task.texts)))
+
+    train_texts = texts("train")
+    train_labels = splits["train"]["label"]
+    if settings["selection"] == "heldout":
+        kept, _ = split_heldout(
+            len(train_labels), settings["heldout_fraction"], settings["heldout_rows"]
+        )
+        train_texts = [train_texts[i] for i in kept]
+        train_labels = [train_labels[i] for i in kept]
+
+    labels = {split: np.asarray(splits[split]["label"]) for split in task.validation}
+    test_texts = [row for split in task.validation for row in texts(split)]
+    ends = np.cumsum([len(labels[split]) for split in task.validation])[:-1]
+    results = []
+    for baseline in fit_baselines(train_texts, train_labels, test_texts, task.regression):
+        predictions = dict(zip(task.validation, np.split(baseline.predictions, ends)))
+        value, error = score_and_error(task, predictions, labels)
+        results.append(
+            BaselineResult(
+                name=baseline.name,
+                metric=task.metric_name,
+                value=value,
+                standard_error=error,
+                train_rows=baseline.train_rows,
+            )
+        )
+    return results

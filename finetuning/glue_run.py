@@ -2,10 +2,13 @@
 
 import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -23,9 +26,10 @@ from ..training import checkpoints
 from ..training.lora import head_modules, lora_config, save_adapter_and_merge, trainable_parameters
 from ..training.optimisation import decay_parameter_names
 from ..training.options import check_trainer_options, training_arguments
+from ..training.run_report import RunReport
 from .glue_model import load_classifier
-from .glue_rows import evaluation_metrics, prepare
-from .glue_tasks import TASKS
+from .glue_rows import evaluation_metrics, prepare, score_and_error
+from .glue_tasks import TASKS, Task, predicted_labels
 
 
 def process_state():
@@ -116,7 +120,9 @@ def trainer_arguments(settings, given, folder, rows):
     return training_arguments(folder, given, fixed), steps
 
 
-def fine_tune(output, settings, splits, model_name, tokenizer, options, given, best_score):
+def fine_tune(
+    output, settings, splits, model_name, tokenizer, options, given, best_score, baselines
+):
     """Runs one fine-tuning, or continues it, and writes result.json last.
 
     Args:
@@ -130,6 +136,7 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
         options: GlueArguments, for what does not change the numbers (name, trust).
         given: {option of Trainer: value}.
         best_score: the weights are kept if what selects them scores above this.
+        baselines: Function that returns the `BaselineResult`s of the task.
     Returns:
         the result as written.
     Raises:
@@ -170,10 +177,15 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             eval_dataset=evaluation,
             data_collator=DataCollatorWithPadding(tokenizer),
             compute_metrics=compute_metrics,
-            callbacks=[EarlyStoppingCallback(settings["patience"]), _EvaluateAtTheEnd()],
+            callbacks=[
+                EarlyStoppingCallback(settings["patience"]),
+                _EvaluateAtTheEnd(),
+                RunReport(),
+            ],
         )
         with PeakMemory() as memory:
             checkpoints.train(trainer)
+        error, classes = _dev_statistics(trainer, task, evaluation, slices)
         others = ("runtime", "samples_per_second", "steps_per_second", "loss")
         left_out = {f"eval_{name}" for name in others}
         history = [
@@ -195,6 +207,8 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             "starts_from": settings["start"] or "the model",
             "new_head": new_head,
             "score": best["dev_score"],
+            "standard_error": error,
+            "predicted_classes": classes,
             "metrics": {name: v for name, v in best.items() if name.startswith(prefixes)},
             "selected": {
                 "by": "held-out training rows" if "heldout" in slices else "dev",
@@ -218,6 +232,7 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             ),
         }
         if trainer.is_world_process_zero():
+            result["baselines"] = [asdict(baseline) for baseline in baselines()]
             with output.final_files() as final:
                 keep = options.keep_models == "all" or best["score"] > best_score
                 result |= _save(trainer, tokenizer, evaluation, final, settings, options, keep)
@@ -225,6 +240,29 @@ def fine_tune(output, settings, splits, model_name, tokenizer, options, given, b
             shutil.rmtree(folder, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
     return result
+
+
+def _dev_statistics(
+    trainer: Trainer, task: Task, evaluation: Dataset, slices: dict[str, slice]
+) -> tuple[float, int | None]:
+    """Predict the dev splits with the selected weights.
+
+    Returns:
+        Standard error of the dev score, and the number of distinct classes among the predictions,
+        None for regression.
+    """
+    trainer.compute_metrics = None
+    output = trainer.predict(evaluation)
+    logits = output.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    predictions = predicted_labels(task, logits)
+
+    dev_predictions = {split: predictions[slices[split]] for split in task.validation}
+    dev_labels = {split: output.label_ids[slices[split]] for split in task.validation}
+    _, error = score_and_error(task, dev_predictions, dev_labels)
+    if task.regression:
+        return error, None
+    return error, len(np.unique(np.concatenate([*dev_predictions.values()])))
 
 
 def _save(trainer, tokenizer, evaluation, folder, settings, options, keep):

@@ -8,6 +8,7 @@ import pandas
 
 from ..common.files import read_json
 from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table, write_result
+from .baselines import MAX_TRAIN_ROWS
 from .glue_tasks import TASKS
 
 
@@ -18,6 +19,11 @@ NOTE = (
     "NAME' was measured on other data in GLUE's schema: it is not a GLUE score, and not to be "
     "compared with the published rows. Each run's result.json has its settings, rows, command and "
     "commit."
+)
+BASELINE_NOTE = (
+    "Baselines on the same rows: the majority class (regression: the mean label), and logistic "
+    "(regression: ridge) regression on TF-IDF features of words and characters, fitted on at most "
+    f"{MAX_TRAIN_ROWS:,} training rows. ± is the standard error over dev rows."
 )
 
 
@@ -62,9 +68,37 @@ def collect(output):
     return groups.sort_values(["seeds", "selected"]).groupby(["name", "task"]).tail(1)
 
 
+def baseline_table(output: str | Path) -> str:
+    """Return a table of the runs' scores beside their baselines on the same dev rows.
+
+    Scores are percentages with their standard error over dev rows. Runs of earlier versions, which
+    have no baselines, are left out.
+    """
+    rows = []
+    for _, result in finished_runs(output):
+        if "baselines" not in result:
+            continue
+        scores = [(result["score"], result["standard_error"])]
+        scores += [(entry["value"], entry["standard_error"]) for entry in result["baselines"]]
+        texts = [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in scores]
+        # Without a second label or any characters there is no TF-IDF baseline.
+        texts += [None] * (3 - len(texts))
+        seed = result["settings"]["seed"]
+        rate = f"{result['settings']['learning_rate']:g}"
+        rows.append([result["row"], TASKS[result["task"]].title, seed, rate, *texts])
+    if not rows:
+        return ""
+
+    header = ["model", "task", "seed", "learning rate", "score", "majority or mean", "TF-IDF"]
+    return f"\n{markdown_table(header, rows)}\n{BASELINE_NOTE}\n"
+
+
 def write_tables(output):
-    """Writes `output`/table.md and table.json in the layout of Table 3, published rows, then
-    measured ones; returns the page."""
+    """Write `output`/table.md and table.json, and return the page.
+
+    The page has the layout of Table 3, published rows, then measured rows, and a second table with
+    the baselines of every run.
+    """
     cells = collect(output)
     percent = (100 * cells["score"]).map("{:.1f}".format)
     spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
@@ -90,5 +124,5 @@ def write_tables(output):
         "GLUE, dev sets",
         environment(),
         data,
-        f"{markdown_table(header, rows)}\n{NOTE}",
+        f"{markdown_table(header, rows)}\n{NOTE}\n{baseline_table(output)}",
     )

@@ -37,6 +37,11 @@ class Task:
     def regression(self):
         return not self.labels
 
+    @property
+    def metric_name(self) -> str:
+        """Name of the score: the metric, or the mean of the metrics."""
+        return f"mean of {' and '.join(self.metrics)}" if self.metrics[1:] else self.metrics[0]
+
 
 _NLI = ("entailment", "not_entailment")
 
@@ -97,28 +102,25 @@ def parse_tasks(names):
     return [task for name, task in TASKS.items() if name in wanted]
 
 
-def scores(task, logits, labels):
-    """Metrics of one split, and their mean as "score".
+def predicted_labels(task, logits):
+    """Return the predicted classes, or the predicted values of a regression.
 
     Args:
-        logits: (N, C) array; C is 1 for regression.
-        labels: (N,) array.
+        logits: Array of shape (N, C), where C is 1 for regression.
     """
-    import numpy as np
-    from scipy import stats
-    from sklearn import metrics
+    return logits[:, 0] if task.regression else logits.argmax(axis=-1)
 
-    predictions = (logits[:, 0] if task.regression else logits.argmax(axis=-1)).tolist()
-    labels = labels.tolist()
-    functions = {
-        "accuracy": lambda: metrics.accuracy_score(labels, predictions),
-        "f1": lambda: metrics.f1_score(labels, predictions, zero_division=0.0),
-        "matthews": lambda: metrics.matthews_corrcoef(labels, predictions),
-        # Undefined for constant predictions, which correlate with nothing.
-        "pearson": lambda: np.nan_to_num(stats.pearsonr(labels, predictions).statistic),
-        "spearman": lambda: np.nan_to_num(stats.spearmanr(labels, predictions).statistic),
-    }
-    values = {name: float(functions[name]()) for name in task.metrics}
+
+def scores(task, predictions, labels):
+    """Return the metrics of one split, and their mean as "score".
+
+    Args:
+        predictions: Array of N classes, or of N values for regression.
+        labels: Array of N labels.
+    """
+    from .baselines import METRICS
+
+    values = {name: float(METRICS[name](labels, predictions)) for name in task.metrics}
     return {**values, "score": sum(values.values()) / len(values)}
 
 

@@ -16,6 +16,8 @@ from .glue_tasks import HUB_DATA
 
 
 RECIPE = ROOT / "recipes" / "glue.yaml"
+DEFAULT_PRESET = "neobert-4096"
+PRESET_HIDDEN_SIZE = 768  # of the models that the presets were tuned for
 HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")
 
 
@@ -84,14 +86,25 @@ class GlueSelection(Arguments):
 class GlueHyperParameters(Arguments):
     """Hyper-parameters; the defaults are those of a preset."""
 
-    preset: str = option("neobert-4096", "one of presets", free=True)
+    preset: str | None = option(
+        None,
+        "Hyperparameters of the paper for each task: neobert-4096 or neobert-1024, or a key of "
+        "--presets. (default: neobert-4096)",
+        free=True,
+    )
     batch_size: int | None = option(
-        None, "of all processes together; default: the preset's", above=0
+        None, "Global batch size in sequences. (default: from the preset)", above=0
     )
     learning_rate: float | None = option(
-        None, "default: the preset's, or lora_learning_rate", above=0
+        None,
+        "Peak learning rate. (default: from the preset; without --preset, 2e-5 * (768 / "
+        "hidden size)^5, at most 1e-3, for encoders with a hidden size below 768; with --lora, "
+        "--lora-learning-rate)",
+        above=0,
     )
-    weight_decay: float | None = option(None, "default: the preset's", least=0)
+    weight_decay: float | None = option(
+        None, "Weight decay of matrices. (default: from the preset)", least=0
+    )
     warmup_ratio: float = option(
         0.06, "share of the steps, then linear decay to 0", least=0, below=1
     )
@@ -124,9 +137,9 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
     def __post_init__(self):
         super().__post_init__()
         self.name = self.name or Path(os.path.abspath(self.model)).name
-        if self.preset not in self.presets:
+        if self.preset is not None and self.preset not in self.presets:
             raise UserError(
-                f"there is no preset {self.preset!r}; choose from {', '.join(self.presets)}"
+                f"`preset` must be one of {', '.join(self.presets)}, got {self.preset!r}."
             )
 
     @property
@@ -141,10 +154,34 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
             notes.append("selected on dev")
         return self.name + (f" ({', '.join(notes)})" if notes else "")
 
-    def combinations(self, task):
-        """Hyper-parameters of `task`: one dictionary, or with --grid all of them. What was given by
-        hand counts everywhere."""
-        values = dict(self.presets[self.preset].get(task.name, {}))
+    @property
+    def preset_name(self) -> str:
+        """The chosen preset, or the default one."""
+        return self.preset or DEFAULT_PRESET
+
+    def uses_default_rate(self, hidden_size: int | None) -> bool:
+        """Return whether the learning rate depends on the hidden size of the encoder.
+
+        The presets were tuned for a hidden size of 768. Their learning rates are not used for a
+        smaller encoder, unless a preset was chosen explicitly.
+        """
+        is_small = hidden_size is not None and hidden_size < PRESET_HIDDEN_SIZE
+        is_chosen = self.preset is not None or self.learning_rate is not None
+        return is_small and not (is_chosen or self.lora or self.grid)
+
+    def combinations(self, task, hidden_size: int | None = None):
+        """Return the hyperparameters of `task`: one dictionary, or with --grid all combinations.
+
+        Values from the command line replace those of the preset and the grid.
+
+        Args:
+            hidden_size: Hidden size of the encoder, or None if unknown.
+        """
+        values = dict(self.presets[self.preset_name].get(task.name, {}))
+        if self.uses_default_rate(hidden_size):
+            from ..training.optimisation import default_learning_rate
+
+            values["learning_rate"] = default_learning_rate(hidden_size)
         if self.lora:
             values["learning_rate"] = self.lora_learning_rate
         if self.grid:
@@ -154,8 +191,8 @@ class GlueArguments(GlueLora, GlueHyperParameters, GlueSelection, GlueData):
             value = values.get(key) if getattr(self, key) is None else getattr(self, key)
             if value is None:
                 raise UserError(
-                    f"preset {self.preset!r} has no {key} for {task.name}; give "
-                    f"--{key.replace('_', '-')}"
+                    f"the preset {self.preset_name!r} has no {key} for {task.name}. Pass "
+                    f"--{key.replace('_', '-')}."
                 )
             axes.append(value if isinstance(value, list) else [value])
         return [dict(zip(HYPER_PARAMETERS, values)) for values in itertools.product(*axes)]

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from glue_runs import make_world, run  # noqa: F401
+from transformers import DistilBertConfig
 
 from neobert.common import loading
 from neobert.finetuning import glue_model, glue_rows, glue_run, glue_tasks
@@ -18,27 +19,32 @@ from neobert.finetuning.options import OPTIONS
 
 
 def test_metrics_by_hand():
+
+    def scores(name, logits, labels):
+        predictions = glue_tasks.predicted_labels(TASKS[name], logits)
+        return glue_tasks.scores(TASKS[name], predictions, labels)
+
     labels = np.array([1, 1, 1, 0, 0, 1])
     # 3 true positives, 1 false positive, 1 false negative, 1 true negative
     logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]
-    values = glue_tasks.scores(TASKS["mrpc"], logits, labels)
+    values = scores("mrpc", logits, labels)
     assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(
         2 * 3 / (2 * 3 + 1 + 1)
     )
     # The score of a task with two metrics is their mean.
     assert values["score"] == pytest.approx((4 / 6 + 0.75) / 2)
     matthews = (3 * 1 - 1 * 1) / math.sqrt((3 + 1) * (3 + 1) * (1 + 1) * (1 + 1))
-    assert glue_tasks.scores(TASKS["cola"], logits, labels) == pytest.approx(
+    assert scores("cola", logits, labels) == pytest.approx(
         {"matthews": matthews, "score": matthews}
     )
     predictions, truth = np.array([[1.0], [2.0], [4.0], [3.0]]), np.array([0.0, 1.0, 2.0, 5.0])
     x, y = predictions[:, 0] - 2.5, truth - 2.0
     pearson = (x * y).sum() / math.sqrt((x**2).sum() * (y**2).sum())
-    values = glue_tasks.scores(TASKS["stsb"], predictions, truth)
+    values = scores("stsb", predictions, truth)
     # Ranks 1 2 4 3 against 1 2 3 4: 1 - 6 * (1 + 1) / (4 * 15).
     assert values["pearson"] == pytest.approx(pearson) and values["spearman"] == pytest.approx(0.8)
     # A constant correlates with nothing: 0, not nan.
-    assert glue_tasks.scores(TASKS["stsb"], np.ones((4, 1)), truth)["score"] == 0.0
+    assert scores("stsb", np.ones((4, 1)), truth)["score"] == 0.0
 
 
 def test_mnli_is_the_mean_of_matched_and_mismatched():
@@ -92,6 +98,33 @@ def test_hyper_parameters_are_the_papers():
     assert combinations("rte", "--lora")[0]["learning_rate"] == 3e-4, "LoRA has its own"
 
 
+def test_the_learning_rate_depends_on_the_hidden_size():
+    """Presets are for a hidden size of 768. Smaller encoders get 2e-5 * (768 / hidden size)^5."""
+
+    def rate(hidden_size, *more):
+        arguments, _ = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *more])
+        (hyper,) = arguments.combinations(TASKS["sst2"], hidden_size)
+        assert (hyper["batch_size"], hyper["weight_decay"]) in ((32, 1e-2), (16, 1e-5))
+        return hyper["learning_rate"]
+
+    assert rate(384) == pytest.approx(6.4e-4)
+    assert rate(192) == 1e-3
+    assert rate(767) == pytest.approx(2e-5, rel=0.01)
+    assert rate(768) == rate(1024) == rate(None) == 8e-6
+    assert rate(384, "--preset", "neobert-4096") == 8e-6
+    assert rate(384, "--preset", "neobert-1024") == 1e-5
+    assert rate(384, "--learning-rate", "1e-5") == 1e-5
+    assert rate(384, "--lora") == 3e-4
+
+
+def test_the_hidden_size_is_that_of_the_configuration(world, tmp_path):
+    assert glue_model.encoder_hidden_size(str(world / "model")) == 32
+    assert glue_model.encoder_hidden_size(str(world / "bert")) == 32
+    # DistilBERT calls its hidden size `dim`.
+    DistilBertConfig(dim=96, n_heads=4).save_pretrained(tmp_path)
+    assert glue_model.encoder_hidden_size(str(tmp_path)) == 96
+
+
 def test_head_dropout_and_new_head(world):
     def load(name, **more):
         return glue_model.load_classifier(str(world / name), TASKS["mnli"], **more)
@@ -115,7 +148,7 @@ def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
 
 
 def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
-    held_out = iter([0.2, 0.9, 0.3, 0.4, 0.5])
+    held_out = iter([0.2, 0.95, 0.3, 0.4, 0.5])
     dev = iter([0.9, 0.1, 0.8, 0.7, 0.6])
     metrics = lambda *_: {"score": next(held_out), "dev_score": next(dev)}  # noqa: E731
     monkeypatch.setattr(glue_run, "evaluation_metrics", metrics)
@@ -147,6 +180,13 @@ def test_held_out_rows_are_not_trained_on(world):
     ids = evaluation["input_ids"][:16]
     assert [tokenizer.decode(row, skip_special_tokens=True) for row in ids] == texts
     assert train["labels"][:] == [splits["train"]["label"][i] for i in kept]
+
+
+def test_held_out_rows_are_a_sample():
+    """Training files may be sorted. Of 1,000 rows about 50 of each half are held out."""
+    _, held_out = glue_rows.split_heldout(1000, 0.1, 2000)
+    first_half = sum(row < 500 for row in held_out)
+    assert len(held_out) == 100 and 30 < first_half < 70
 
 
 @pytest.mark.parametrize(

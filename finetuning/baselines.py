@@ -1,0 +1,216 @@
+"""Baselines for text classification and regression, with standard errors.
+
+    for result in baseline_results(train_texts, train_labels, test_texts, test_labels):
+        print(result.name, result.metric, result.value, result.standard_error)
+
+A fine-tuned encoder is only worth its cost if it beats the majority class and a linear model on
+TF-IDF features, which take seconds. Texts are strings or pairs of strings. Labels are class numbers
+or names, or floats for regression.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse
+import scipy.stats
+from sklearn import metrics
+from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import FeatureUnion
+
+
+Texts = Sequence[str] | Sequence[tuple[str, str]]
+Metric = Callable[[np.ndarray, np.ndarray], float]
+
+MAX_TRAIN_ROWS = 20_000
+BOOTSTRAP_SAMPLES = 200
+
+# Functions of labels and predictions. A correlation with constant predictions is not defined and
+# counts as 0.
+METRICS: dict[str, Metric] = {
+    "accuracy": metrics.accuracy_score,
+    "f1": lambda labels, predictions: metrics.f1_score(labels, predictions, zero_division=0.0),
+    "macro_f1": lambda labels, predictions: metrics.f1_score(
+        labels, predictions, average="macro", zero_division=0.0
+    ),
+    "matthews": metrics.matthews_corrcoef,
+    "pearson": lambda labels, predictions: _correlation(scipy.stats.pearsonr, labels, predictions),
+    "spearman": lambda labels, predictions: _correlation(
+        scipy.stats.spearmanr, labels, predictions
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Predictions of a baseline for the test rows.
+
+    Attributes:
+        name: Name for a table, such as "majority class".
+        predictions: One label per test row.
+        train_rows: Number of rows that the baseline was fitted on.
+    """
+
+    name: str
+    predictions: np.ndarray
+    train_rows: int
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """Value of one metric of a baseline on the test rows.
+
+    Attributes:
+        name: Name of the baseline.
+        metric: Name of the metric.
+        value: Value of the metric, a fraction and not a percentage.
+        standard_error: Standard error of the value over test rows.
+        train_rows: Number of rows that the baseline was fitted on.
+    """
+
+    name: str
+    metric: str
+    value: float
+    standard_error: float
+    train_rows: int
+
+
+def baseline_results(
+    train_texts: Texts,
+    train_labels: Sequence,
+    test_texts: Texts,
+    test_labels: Sequence,
+    metric: str = "accuracy",
+    regression: bool = False,
+    max_train_rows: int = MAX_TRAIN_ROWS,
+) -> list[BaselineResult]:
+    """Fit the baselines on the training rows and measure them on the test rows.
+
+    Args:
+        metric: Key of `METRICS`.
+        regression: Whether labels are floats.
+        max_train_rows: Maximum number of training rows. A seeded sample is used if there are more.
+
+    Returns:
+        The result of a constant prediction, then the result of a linear model on TF-IDF features.
+    """
+    results = []
+    for baseline in fit_baselines(
+        train_texts, train_labels, test_texts, regression, max_train_rows
+    ):
+        value, error = value_and_error(metric, test_labels, baseline.predictions)
+        results.append(
+            BaselineResult(baseline.name, metric, value, error, train_rows=baseline.train_rows)
+        )
+    return results
+
+
+def fit_baselines(
+    train_texts: Texts,
+    train_labels: Sequence,
+    test_texts: Texts,
+    regression: bool = False,
+    max_train_rows: int = MAX_TRAIN_ROWS,
+) -> list[Baseline]:
+    """Fit the baselines on the training rows and predict the labels of the test rows.
+
+    The constant baseline uses all rows. The linear model uses at most `max_train_rows`, a seeded
+    sample. The linear model is left out if the sample has a single label or no characters.
+    """
+    labels = np.asarray(train_labels)
+    constant = DummyRegressor() if regression else DummyClassifier(strategy="most_frequent")
+    constant.fit(np.zeros((len(labels), 1)), labels)
+    name = "mean label" if regression else "majority class"
+    predictions = constant.predict(np.zeros((len(test_texts), 1)))
+    baselines = [Baseline(name, predictions, len(labels))]
+
+    texts = train_texts
+    if len(labels) > max_train_rows:
+        sample = np.random.default_rng(0).permutation(len(labels))[:max_train_rows]
+        texts = [train_texts[i] for i in sample]
+        labels = labels[sample]
+    has_characters = any(text.strip() for row in texts for text in _parts(row))
+    if len(np.unique(labels)) < 2 or not has_characters:
+        return baselines
+
+    features = _TextFeatures().fit(texts)
+    linear = Ridge(alpha=1.0) if regression else LogisticRegression(C=10.0, max_iter=1000)
+    linear.fit(features.transform(texts), labels)
+    name = f"TF-IDF + {'ridge' if regression else 'logistic'} regression"
+    predictions = linear.predict(features.transform(test_texts))
+    return [*baselines, Baseline(name, predictions, len(labels))]
+
+
+def value_and_error(metric: str, labels: Sequence, predictions: Sequence) -> tuple[float, float]:
+    """Return the value of a metric and its standard error.
+
+    The standard error of an accuracy is that of a binomial proportion. Other metrics are
+    bootstrapped over rows.
+    """
+    labels = np.asarray(labels)
+    predictions = np.asarray(predictions)
+    value = float(METRICS[metric](labels, predictions))
+    if metric == "accuracy":
+        return value, math.sqrt(value * (1 - value) / len(labels))
+    return value, bootstrap_error(METRICS[metric], labels, predictions)
+
+
+def bootstrap_error(metric: Metric, labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Return the standard deviation of a metric over bootstrap samples of the rows."""
+    generator = np.random.default_rng(0)
+    values = []
+    for _ in range(BOOTSTRAP_SAMPLES):
+        rows = generator.integers(len(labels), size=len(labels))
+        values.append(metric(labels[rows], predictions[rows]))
+    return float(np.std(values, ddof=1))
+
+
+class _TextFeatures:
+    """TF-IDF features of words and characters, for texts or pairs of texts.
+
+    A pair is represented by the features of both texts, their absolute difference, their product
+    and the cosine similarity of words and of characters.
+    """
+
+    def __init__(self) -> None:
+        self.words = TfidfVectorizer(
+            ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]+", sublinear_tf=True
+        )
+        self.characters = TfidfVectorizer(
+            analyzer="char_wb", ngram_range=(2, 5), max_features=200_000, sublinear_tf=True
+        )
+        self.union = FeatureUnion([("words", self.words), ("characters", self.characters)])
+
+    def fit(self, texts: Texts) -> "_TextFeatures":
+        self.union.fit([text for row in texts for text in _parts(row)])
+        return self
+
+    def transform(self, texts: Texts) -> scipy.sparse.csr_matrix:
+        columns = list(zip(*map(_parts, texts)))
+        if len(columns) == 1:
+            return self.union.transform(columns[0])
+
+        first, second = (self.union.transform(column) for column in columns)
+        product = first.multiply(second).tocsr()
+        words = len(self.words.vocabulary_)
+        similarities = np.hstack([product[:, :words].sum(axis=1), product[:, words:].sum(axis=1)])
+        return scipy.sparse.hstack(
+            [first, second, abs(first - second), product, similarities], format="csr"
+        )
+
+
+def _parts(row: str | tuple[str, str]) -> tuple[str, ...]:
+    """Return the texts of a row."""
+    return (row,) if isinstance(row, str) else tuple(row)
+
+
+def _correlation(function: Callable, labels: np.ndarray, predictions: np.ndarray) -> float:
+    """Return a correlation in double precision, 0 if it is not defined."""
+    labels = np.asarray(labels, dtype=np.float64)
+    predictions = np.asarray(predictions, dtype=np.float64)
+    if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    return float(np.nan_to_num(function(labels, predictions).statistic))

@@ -1,0 +1,182 @@
+"""Tests of the baselines of `neobert glue`: their predictions, standard errors and warnings."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+from glue_runs import make_world, run  # noqa: F401
+
+from neobert.finetuning import baselines, glue, glue_rows
+from neobert.finetuning.glue_tasks import TASKS
+
+
+POSITIVE = [f"a good film about {i} houses" for i in range(40)]
+NEGATIVE = [f"a bad film about {i} houses" for i in range(20)]
+TEXTS = POSITIVE + NEGATIVE
+LABELS = ["yes"] * 40 + ["no"] * 20
+TEST_TEXTS = ["good house", "bad house", "a bad one", "very good"]
+TEST_LABELS = ["yes", "no", "no", "no"]
+
+
+# ------------------------------------------------------------------------------------------------
+# baselines.py
+
+
+def test_classification_by_hand():
+    majority, tfidf = baselines.baseline_results(TEXTS, LABELS, TEST_TEXTS, TEST_LABELS)
+    assert majority == baselines.BaselineResult(
+        name="majority class",
+        metric="accuracy",
+        value=1 / 4,
+        standard_error=math.sqrt(1 / 4 * 3 / 4 / 4),
+        train_rows=60,
+    )
+    # One word decides, and the last label is wrong.
+    assert (tfidf.name, tfidf.value) == ("TF-IDF + logistic regression", 3 / 4)
+
+
+def test_the_features_are_word_and_character_ngrams():
+    """Compared with scikit-learn's own vectorizers and classifier."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    words = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]+", sublinear_tf=True)
+    characters = TfidfVectorizer(analyzer="char_wb", ngram_range=(2, 5), sublinear_tf=True)
+    both = [np.hstack([v.fit_transform(TEXTS).toarray()]) for v in (words, characters)]
+    test = [v.transform(TEST_TEXTS).toarray() for v in (words, characters)]
+    model = LogisticRegression(C=10.0, max_iter=1000).fit(np.hstack(both), LABELS)
+
+    _, tfidf = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS)
+    assert tfidf.predictions.tolist() == model.predict(np.hstack(test)).tolist()
+
+
+def test_pairs_are_compared():
+    """Equal texts have label 1. Neither text alone decides."""
+    words = [f"w{i}x{i * i}" for i in range(30)]
+    pairs = [(a, b) for a in words[:15] for b in (a, words[words.index(a) - 1])]
+    labels = [int(a == b) for a, b in pairs]
+    test = [(a, b) for a in words[15:] for b in (a, words[words.index(a) - 1])]
+    (_, tfidf) = baselines.baseline_results(pairs, labels, test, [int(a == b) for a, b in test])
+    assert tfidf.value > 0.9
+
+    similarities = [5.0 * label for label in labels]
+    mean, ridge = baselines.baseline_results(
+        pairs, similarities, test, [5.0 * (a == b) for a, b in test], "pearson", regression=True
+    )
+    assert (mean.name, mean.value) == ("mean label", 0.0)
+    assert ridge.name == "TF-IDF + ridge regression" and ridge.value > 0.9
+
+
+def test_training_rows_are_limited():
+    # The labels are sorted: the first 40 rows have one label.
+    majority, tfidf = baselines.fit_baselines(TEXTS, LABELS, TEST_TEXTS, max_train_rows=40)
+    assert (majority.train_rows, tfidf.train_rows) == (60, 40)
+    assert tfidf.predictions.tolist() == ["yes", "no", "no", "yes"]
+
+
+@pytest.mark.parametrize(("texts", "labels"), [(TEXTS, ["a"] * 60), ([" "] * 60, LABELS)])
+def test_without_two_labels_or_characters_there_is_no_linear_model(texts, labels):
+    assert len(baselines.fit_baselines(texts, labels, TEST_TEXTS)) == 1
+
+
+def test_errors_by_formula():
+    labels = np.repeat([0, 1], [300, 100])
+    predictions = np.zeros(400, dtype=int)
+    assert baselines.value_and_error("accuracy", labels, predictions) == (
+        0.75,
+        pytest.approx(math.sqrt(0.75 * 0.25 / 400)),
+    )
+
+    # The bootstrap of an accuracy agrees with its formula, and that of a correlation of n normal
+    # pairs with (1 - r^2) / sqrt(n).
+    accuracy = baselines.METRICS["accuracy"]
+    error = baselines.bootstrap_error(accuracy, labels, predictions)
+    assert error == pytest.approx(math.sqrt(0.75 * 0.25 / 400), rel=0.15)
+    x, noise = np.random.default_rng(1).normal(size=(2, 1000))
+    value, error = baselines.value_and_error("pearson", x + noise, x)
+    assert value == pytest.approx(math.sqrt(1 / 2), abs=0.05)
+    assert error == pytest.approx((1 - value**2) / math.sqrt(1000), rel=0.2)
+
+
+def test_correlations_are_computed_in_double_precision():
+    labels = np.array([1.0, 2.0, 4.0, 3.5], dtype=np.float32)
+    predictions = np.array([0.1, 0.7, 1.9, 1.1], dtype=np.float32)
+    x, y = (values.astype(float) - values.astype(float).mean() for values in (labels, predictions))
+    pearson = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
+    value = baselines.METRICS["pearson"](labels, predictions)
+    assert value == pytest.approx(pearson, abs=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------
+# glue
+
+
+def test_error_of_two_splits():
+    labels = {
+        "validation_matched": np.array([0, 1, 2, 0]),
+        "validation_mismatched": np.array([0, 0, 1]),
+    }
+    predictions = {name: np.zeros(len(values), dtype=int) for name, values in labels.items()}
+    value, error = glue_rows.score_and_error(TASKS["mnli"], predictions, labels)
+    assert value == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert error == pytest.approx(math.sqrt(1 / 4 / 4 + 2 / 9 / 3) / 2)
+
+
+def test_baselines_of_a_task_use_the_rows_of_the_run():
+    texts = {"sentence": TEXTS, "label": [int(label == "yes") for label in LABELS]}
+    splits = {"train": texts, "validation": {"sentence": TEST_TEXTS, "label": [1, 0, 0, 0]}}
+    settings = {"selection": "heldout", "heldout_fraction": 0.5, "heldout_rows": 2000}
+    majority, tfidf = glue_rows.task_baselines(TASKS["sst2"], splits, settings)
+    assert (majority.train_rows, majority.value) == (30, 1 / 4)
+    assert (tfidf.metric, tfidf.value) == ("accuracy", 3 / 4)
+    majority, _ = glue_rows.task_baselines(TASKS["sst2"], splits, {"selection": "dev"})
+    assert majority.train_rows == 60
+
+
+def result_of(score, classes=2):
+    entries = [
+        {"name": "majority class", "value": 0.5, "standard_error": 0.02},
+        {"name": "TF-IDF + logistic regression", "value": 0.9, "standard_error": 0.01},
+    ]
+    return {
+        "score": score,
+        "standard_error": 0.015,
+        "predicted_classes": classes,
+        "baselines": entries,
+    }
+
+
+def test_a_baseline_that_is_not_beaten_is_a_warning(caplog):
+    caplog.set_level(logging.INFO, "neobert")
+    cases = [([result_of(0.91)], 0), ([result_of(0.9)], 1), ([result_of(0.95), result_of(0.8)], 1)]
+    for results, warnings in cases:
+        caplog.clear()
+        glue.report_baselines(TASKS["sst2"], results)
+        levels = [record.levelno for record in caplog.records]
+        assert levels == [logging.INFO] + [logging.WARNING] * warnings, results
+    assert "sst2, dev accuracy: fine-tuned 87.5 ± 1.5, majority class 50.0 ± 2.0" in caplog.text
+    assert "does not beat the baseline 'TF-IDF + logistic regression'" in caplog.text
+    assert "--learning-rate" in caplog.text and "--num-train-epochs" in caplog.text
+
+
+def test_a_single_class_is_a_warning(caplog):
+    glue.report_baselines(TASKS["sst2"], [result_of(0.95), result_of(0.95, classes=1)])
+    (record,) = caplog.records
+    assert "predicts the same class for every dev row" in record.getMessage()
+
+
+def test_a_run_is_compared_with_its_baselines(world, tmp_path, caplog):
+    """A rate at which nothing is learned gives both warnings; the result has the figures."""
+    caplog.set_level(logging.INFO, "neobert")
+    runs = run(world, tmp_path, learning_rate=1e-12)
+    result = runs["sst2", 1][1]
+    majority, tfidf = result["baselines"]
+    assert (majority["value"], majority["train_rows"]) == (0.5, 144)
+    assert tfidf["value"] > 0.9, "one word decides this task"
+    score = result["score"]
+    assert result["standard_error"] == pytest.approx(math.sqrt(score * (1 - score) / 40))
+    assert "Training: 9 steps, 1 epochs, 144 sequences, learning rate 1e-12" in caplog.text
+    assert "does not beat the baseline" in caplog.text
+    page = (tmp_path / "table.md").read_text()
+    assert "| TF-IDF |" in page and f"{100 * score:.1f} ± " in page
