@@ -16,6 +16,7 @@ from dataclasses import replace
 import ray
 import torch
 
+from neobert.common.scripts import run_script
 from neobert.embeddings.encode import described, encode
 from neobert.embeddings.options import OPTIONS
 
@@ -50,6 +51,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

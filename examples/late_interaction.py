@@ -1,16 +1,17 @@
-"""A vector for every token, ColBERT style, with sentence-transformers' MultiVectorEncoder.
+"""Train late interaction (ColBERT) with the MultiVectorEncoder of sentence-transformers.
 
-    python examples/late_interaction.py --model MODEL --data FOLDER
+    python examples/late_interaction.py --model examples/sentence-encoder --data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
-"negative": "another text"}.
-`python examples/make_pairs.py` makes such a folder.
+Every token gets an embedding of 128 dimensions. FOLDER contains train.jsonl and test.jsonl with
+rows {"anchor": "a question", "positive": "its answer"}, and if there are hard negatives
+{"negative": "a wrong answer"}. The other answers of a batch are negatives too.
+`python examples/make_pairs.py --output FOLDER` writes such a folder.
 """
 
 import argparse
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from sentence_transformers import (
     MultiVectorEncoder,
     MultiVectorEncoderTrainer,
@@ -21,60 +22,85 @@ from sentence_transformers.multi_vector_encoder.losses import (
 )
 from transformers import set_seed
 
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
-def main(argv=None):
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
-    for name, default in (
-        ("--output", "runs/late_interaction"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-        ("--batch", 32),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
-    args = parser.parse_args(argv)
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/late_interaction", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
+    return parser.parse_args(argv)
+
+
+def recall_at_1(model: MultiVectorEncoder, questions: list[str], answers: list[str]) -> float:
+    """Return the fraction of questions whose best answer is theirs."""
+    query_embeddings = model.encode_query(questions)
+    document_embeddings = model.encode_document(answers)
+    best = model.similarity(query_embeddings, document_embeddings).argmax(dim=1).tolist()
+    matches = [answers[index] == answer for index, answer in zip(best, answers)]
+    return sum(matches) / len(matches)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    columns = ["anchor", "positive"]
+    train_rows = load_rows(f"{args.data}/train.jsonl", columns, optional=["negative"])
+    test_rows = load_rows(f"{args.data}/test.jsonl", columns)
+    questions = [row["anchor"] for row in test_rows]
+    answers = [row["positive"] for row in test_rows]
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
-    # A projection to 128 numbers a token comes with it.
-    model = MultiVectorEncoder(
-        args.model, trust_remote_code=True, model_kwargs={"dtype": torch.float32}
-    )
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "per_device_train_batch_size": args.batch,
-    }
+    model = MultiVectorEncoder(args.model, model_kwargs={"dtype": torch.float32})
+    before = recall_at_1(model, questions, answers)
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    hidden_size = model[0].auto_model.config.hidden_size
+    learning_rate = args.learning_rate or default_learning_rate(hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {hidden_size})")
+
     trainer = MultiVectorEncoderTrainer(
         model=model,
         args=MultiVectorEncoderTrainingArguments(
-            args.output, save_strategy="no", report_to="none", warmup_steps=0.1, **schedule
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            batch_sampler="no_duplicates",  # a repeated answer would be a false negative
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
         ),
-        train_dataset=data["train"].select_columns(["anchor", "positive", "negative"]),
+        train_dataset=Dataset.from_list(train_rows),
         loss=MultiVectorMultipleNegativesRankingLoss(model),
     )
     trainer.train()
     model.save_pretrained(args.output)
 
-    again = MultiVectorEncoder(args.output, trust_remote_code=True)
-    test = data["test"]
-    queries, documents = again.encode_query(test["anchor"]), again.encode_document(test["positive"])
-    found = again.similarity(queries, documents).argmax(dim=1).cpu()
-    recall = float((found == torch.arange(len(test))).float().mean())
-    shape = " x ".join(map(str, queries[0].shape))
+    model = MultiVectorEncoder(args.output)
+    after = recall_at_1(model, questions, answers)
     print(
-        f"recall@1 {recall:.3f} among {len(test)} texts; the first query is {shape} numbers; saved "
-        f"to {args.output}"
+        f"recall@1 of {len(questions):,} questions among {len(answers):,} answers: {before:.3f} "
+        f"before, {after:.3f} after"
     )
-    return {"recall": recall}
+    if after <= before:
+        print("warning: the model has not improved. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+    return {"before": before, "after": after}
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

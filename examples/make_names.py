@@ -15,6 +15,8 @@ import re
 from pathlib import Path
 
 from neobert.benchmarks.local_text import WORDNET, split_gloss
+from neobert.common.folders import check_new
+from neobert.common.scripts import run_script
 
 
 # Files of WordNet (lexnames(5)) that hold names: groups, places, natural objects such as rivers,
@@ -71,6 +73,7 @@ def main(argv=None):
     parser.add_argument("--train", type=int, default=4000, help="rows at most")
     parser.add_argument("--test", type=int, default=500, help="rows at most")
     args = parser.parse_args(argv)
+    check_new(args.output)
     names, sentences = read_names(Path(WORDNET))
     longest, rows = max(map(len, names)), {"train": [], "test": []}
     for sentence in sorted(sentences, key=lambda text: hashlib.sha1(text.encode()).digest()):
@@ -83,6 +86,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

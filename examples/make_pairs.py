@@ -11,6 +11,9 @@ import json
 import random
 from pathlib import Path
 
+from neobert.common.folders import check_new
+from neobert.common.scripts import run_script
+
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
@@ -20,6 +23,7 @@ def main(argv=None):
     parser.add_argument("--train", type=int, default=6000, help="rows")
     parser.add_argument("--test", type=int, default=500, help="rows")
     args = parser.parse_args(argv)
+    check_new(args.output)
     lines = (
         (Path(__file__).resolve().parent / "definitions.tsv")
         .read_text(encoding="utf-8")
@@ -40,6 +44,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

@@ -1,16 +1,16 @@
-"""Vectors that may be cut (Kusupati et al. 2022) with sentence-transformers.
+"""Train embeddings that can be truncated (Kusupati et al. 2022) with sentence-transformers.
 
-    python examples/matryoshka.py --model MODEL --data FOLDER
+    python examples/matryoshka.py --model examples/sentence-encoder --data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its answer",
-"negative": "another text"}.
-`python examples/make_pairs.py` makes such a folder.
+FOLDER contains train.jsonl and test.jsonl with rows {"anchor": "a question", "positive": "its
+answer"}, and if there are hard negatives {"negative": "a wrong answer"}. The other answers of a
+batch are negatives too. `python examples/make_pairs.py --output FOLDER` writes such a folder.
 """
 
 import argparse
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -22,70 +22,94 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from transformers import set_seed
 
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
-def main(argv=None):
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/matryoshka", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
     parser.add_argument(
         "--dims",
         type=int,
         nargs="+",
-        help="widths to train for; default: the model's, a quarter, a sixteenth",
+        help="Dimensions to train. (default: all, a quarter and a sixteenth of them)",
     )
-    for name, default in (
-        ("--output", "runs/matryoshka"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-        ("--batch", 32),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def recall_at_1(
+    model: SentenceTransformer, questions: list[str], answers: list[str], dim: int
+) -> float:
+    """Return the fraction of questions whose nearest answer is the right one."""
+    query_embeddings = model.encode_query(questions, truncate_dim=dim)
+    document_embeddings = model.encode_document(answers, truncate_dim=dim)
+    nearest = model.similarity(query_embeddings, document_embeddings).argmax(dim=1).tolist()
+    matches = [answers[index] == answer for index, answer in zip(nearest, answers)]
+    return sum(matches) / len(matches)
+
+
+def main(argv: list[str] | None = None) -> dict[int, tuple[float, float]]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    columns = ["anchor", "positive"]
+    train_rows = load_rows(f"{args.data}/train.jsonl", columns, optional=["negative"])
+    test_rows = load_rows(f"{args.data}/test.jsonl", columns)
+    questions = [row["anchor"] for row in test_rows]
+    answers = [row["positive"] for row in test_rows]
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
-    model = SentenceTransformer(
-        args.model, trust_remote_code=True, model_kwargs={"dtype": torch.float32}
-    )
-    width = model.get_embedding_dimension()
-    dims = args.dims or [width, width // 4, width // 16]
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "per_device_train_batch_size": args.batch,
-    }
+    model = SentenceTransformer(args.model, model_kwargs={"dtype": torch.float32})
+    full_dim = model.get_embedding_dimension()
+    dims = args.dims or [full_dim, full_dim // 4, full_dim // 16]
+    before = {dim: recall_at_1(model, questions, answers, dim) for dim in dims}
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    hidden_size = model[0].auto_model.config.hidden_size
+    learning_rate = args.learning_rate or default_learning_rate(hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {hidden_size})")
+
     trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(
-            args.output, save_strategy="no", report_to="none", warmup_steps=0.1, **schedule
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            batch_sampler="no_duplicates",  # a repeated answer would be a false negative
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
         ),
-        train_dataset=data["train"].select_columns(["anchor", "positive", "negative"]),
+        train_dataset=Dataset.from_list(train_rows),
         loss=MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), dims),
     )
     trainer.train()
     model.save_pretrained(args.output)
 
-    test, metrics = data["test"], {}
-    for width in dims:
-        again = SentenceTransformer(args.output, trust_remote_code=True, truncate_dim=width)
-        queries, documents = again.encode(test["anchor"]), again.encode(test["positive"])
-        found = again.similarity(queries, documents).argmax(dim=1)
-        metrics[f"recall_{queries.shape[1]}"] = float(
-            (found == torch.arange(len(test))).float().mean()
-        )
-    cells = ", ".join(f"{value:.3f} at {name.partition('_')[2]}" for name, value in metrics.items())
-    print(
-        f"recall@1 among {len(test)} texts by the width of the vectors: {cells}; saved to "
-        f"{args.output}"
-    )
-    return metrics
+    model = SentenceTransformer(args.output)
+    after = {dim: recall_at_1(model, questions, answers, dim) for dim in dims}
+    print(f"recall@1 of {len(questions):,} questions among {len(answers):,} answers")
+    for dim in dims:
+        print(f"  {dim:>4} dimensions: {before[dim]:.3f} before, {after[dim]:.3f} after")
+    if all(after[dim] <= before[dim] for dim in dims):
+        print("warning: the model has not improved. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+    return {dim: (before[dim], after[dim]) for dim in dims}
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

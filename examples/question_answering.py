@@ -1,15 +1,15 @@
-"""Extractive question answering with plain Trainer.
+"""Fine-tune NeoBERT for extractive question answering with the Trainer of transformers.
 
-    python examples/question_answering.py --model MODEL --data FOLDER
+    python examples/question_answering.py --model examples/sentence-encoder --data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl in SQuAD's schema: {"question", "context", "answers":
-{"text": ["red"], "answer_start": [17]}}.
+FOLDER contains train.jsonl and test.jsonl with rows in the schema of SQuAD: {"question": "...",
+"context": "...", "answers": {"text": ["red"], "answer_start": [17]}}. Every question has an answer.
 """
 
 import argparse
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoTokenizer,
@@ -19,77 +19,120 @@ from transformers import (
     set_seed,
 )
 
-import neobert  # noqa: F401  the Auto classes know NeoBERT from here on
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.errors import UserError
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
 
-def main(argv=None):
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
-    for name, default in (
-        ("--output", "runs/question_answering"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
-    args = parser.parse_args(argv)
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/question_answering", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
+    return parser.parse_args(argv)
+
+
+def load_questions(path: str) -> list[dict]:
+    """Return the rows of a file, each with the first and the last character of its answer."""
+    texts = ["question", "context"]
+    questions = []
+    for number, row in enumerate(load_rows(path, [*texts, "answers"], texts=texts), 1):
+        try:
+            answer = row["answers"]["text"][0]
+            start = row["answers"]["answer_start"][0]
+        except (KeyError, IndexError, TypeError):
+            answer, start = "", 0
+        if not answer or row["context"][start : start + len(answer)] != answer:
+            raise UserError(
+                f"{path}, row {number:,}: `answers` must contain the text of an answer and its "
+                "position in `context`, as in SQuAD. Remove questions without an answer."
+            )
+        question = {name: row[name] for name in texts}
+        questions.append({**question, "start": start, "end": start + len(answer) - 1})
+    return questions
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    train_rows = load_questions(f"{args.data}/train.jsonl")
+    test_rows = load_questions(f"{args.data}/test.jsonl")
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForQuestionAnswering.from_pretrained(args.model, dtype=torch.float32)
 
-    def encode(rows):
+    def encode(batch):
         encoded = tokenizer(
-            rows["question"], rows["context"], truncation="only_second", max_length=512
+            batch["question"], batch["context"], truncation="only_second", max_length=512
         )
-        first = [answer["answer_start"][0] for answer in rows["answers"]]
-        last = [start + len(answer["text"][0]) - 1 for start, answer in zip(first, rows["answers"])]
-        # Tokens of these characters in the context (sequence 1); 0 if truncation cut them off.
-        starts, ends = (
-            [encoded.char_to_token(i, c, 1) or 0 for i, c in enumerate(side)]
-            for side in (first, last)
-        )
-        return {**encoded, "start_positions": starts, "end_positions": ends}
 
-    def exact(output):
-        right = [
-            logits.argmax(-1) == labels
-            for logits, labels in zip(output.predictions, output.label_ids)
-        ]
-        return {"exact": float((right[0] & right[1]).mean())}
+        def tokens_of(characters):
+            # Sequence 1 is the context. Answers that were truncated point to the first token.
+            return [encoded.char_to_token(i, c, 1) or 0 for i, c in enumerate(characters)]
 
-    data = data.map(encode, batched=True, remove_columns=data["train"].column_names)
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+        return {
+            **encoded,
+            "start_positions": tokens_of(batch["start"]),
+            "end_positions": tokens_of(batch["end"]),
+        }
+
+    def exact_match(output):
+        start_logits, end_logits = output.predictions[:2]
+        start_positions, end_positions = output.label_ids
+        is_start = start_logits.argmax(-1) == start_positions
+        is_end = end_logits.argmax(-1) == end_positions
+        return {"exact_match": float((is_start & is_end).mean())}
+
+    columns = ["question", "context", "start", "end"]
+    train_dataset = Dataset.from_list(train_rows).map(encode, batched=True, remove_columns=columns)
+    test_dataset = Dataset.from_list(test_rows).map(encode, batched=True, remove_columns=columns)
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {model.config.hidden_size})")
+
     trainer = Trainer(
-        model,
-        TrainingArguments(args.output, **schedule),
+        model=model,
+        args=TrainingArguments(
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
+        ),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        compute_metrics=exact,
+        train_dataset=train_dataset,
+        eval_dataset=test_dataset,
+        compute_metrics=exact_match,
     )
+    before = trainer.evaluate()["eval_exact_match"]
     trainer.train()
+    after = trainer.evaluate()["eval_exact_match"]
     trainer.save_model(args.output)
-    metrics = trainer.evaluate()
+
     print(
-        f"exact spans {metrics['eval_exact']:.3f} of {len(data['test'])} questions; saved to "
-        f"{args.output}"
+        f"exact match of {len(test_rows):,} test questions: {before:.3f} before, {after:.3f} after"
     )
-    return metrics
+    if after <= before:
+        print("warning: the model has not improved. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+    return {"before": before, "after": after}
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

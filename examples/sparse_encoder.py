@@ -10,7 +10,7 @@ question", "positive": "its answer"}.
 import argparse
 
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from sentence_transformers import (
     SparseEncoder,
     SparseEncoderTrainer,
@@ -23,50 +23,66 @@ from sentence_transformers.sparse_encoder.losses import (
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from transformers import set_seed
 
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
-def main(argv=None):
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
-    for name, default in (
-        ("--output", "runs/sparse_encoder"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-        ("--batch", 32),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/sparse_encoder", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument(
-        "--regularizer", type=float, default=3e-3, help="more makes the vectors sparser"
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
     )
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--regularizer", type=float, default=3e-3, help="Weight of the sparsity loss."
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    train_rows = load_rows(f"{args.data}/train.jsonl", ["anchor", "positive"])
+    test_rows = load_rows(f"{args.data}/test.jsonl", ["anchor", "positive"])
+    questions = [row["anchor"] for row in test_rows]
+    answers = [row["positive"] for row in test_rows]
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
-    remote = {"trust_remote_code": True}
     head = Transformer(
         args.model,
         transformer_task="fill-mask",
-        model_kwargs={"dtype": torch.float32, **remote},
-        config_kwargs=remote,
-        processor_kwargs=remote,
+        model_kwargs={"dtype": torch.float32},
     )
     model = SparseEncoder(modules=[head, SpladePooling(pooling_strategy="max")])
     ranking = SparseMultipleNegativesRankingLoss(model)
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "per_device_train_batch_size": args.batch,
-    }
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    hidden_size = head.auto_model.config.hidden_size
+    learning_rate = args.learning_rate or default_learning_rate(hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {hidden_size})")
+
     trainer = SparseEncoderTrainer(
         model=model,
         args=SparseEncoderTrainingArguments(
-            args.output, save_strategy="no", report_to="none", warmup_steps=0.1, **schedule
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
         ),
-        train_dataset=data["train"].select_columns(["anchor", "positive"]),
+        train_dataset=Dataset.from_list(train_rows),
         loss=SpladeLoss(
             model,
             ranking,
@@ -77,22 +93,19 @@ def main(argv=None):
     trainer.train()
     model.save_pretrained(args.output)
 
-    again = SparseEncoder(args.output, trust_remote_code=True)
-    test = data["test"]
-    queries, documents = again.encode_query(test["anchor"]), again.encode_document(test["positive"])
+    again = SparseEncoder(args.output)
+    queries, documents = again.encode_query(questions), again.encode_document(answers)
     found = again.similarity(queries, documents).argmax(dim=1).cpu()
-    metrics = {"recall": float((found == torch.arange(len(test))).float().mean())}
+    metrics = {"recall": float((found == torch.arange(len(answers))).float().mean())}
     metrics["active"] = float(again.sparsity(documents)["active_dims"])
     terms = again.decode(queries[0], top_k=5)
     print(
-        f"recall@1 {metrics['recall']:.3f} among {len(test)} texts of {metrics['active']:.0f} "
+        f"recall@1 {metrics['recall']:.3f} among {len(answers)} texts of {metrics['active']:.0f} "
         f"terms each; saved to {args.output}"
     )
-    print(f"{test[0]['anchor']!r}: " + ", ".join(f"{term} {weight:.2f}" for term, weight in terms))
+    print(f"{questions[0]!r}: " + ", ".join(f"{term} {weight:.2f}" for term, weight in terms))
     return metrics
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

@@ -1,15 +1,16 @@
-"""Text classification with plain Trainer.
+"""Fine-tune NeoBERT for text classification with the Trainer of transformers.
 
-    python examples/text_classification.py --model MODEL --data FOLDER
+    python examples/text_classification.py --model examples/sentence-encoder --data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl with rows {"text": "a dull film", "label": "negative"}.
+FOLDER contains train.jsonl and test.jsonl with rows {"text": "a dull film", "label": "negative"}.
 """
 
 import argparse
+from collections import Counter
 
 import numpy as np
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -19,77 +20,101 @@ from transformers import (
     set_seed,
 )
 
-import neobert  # noqa: F401  the Auto classes know NeoBERT from here on
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.errors import UserError
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
 
-def main(argv=None):
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
-    for name, default in (
-        ("--output", "runs/text_classification"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
-    args = parser.parse_args(argv)
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/text_classification", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    train_rows = load_rows(f"{args.data}/train.jsonl", ["text", "label"], texts=["text"])
+    test_rows = load_rows(f"{args.data}/test.jsonl", ["text", "label"], texts=["text"])
+
+    label_names = sorted({str(row["label"]) for row in train_rows})
+    for row in test_rows:
+        if str(row["label"]) not in label_names:
+            raise UserError(
+                f"test.jsonl has the label {row['label']!r}, which no row of train.jsonl has. The "
+                f"labels of train.jsonl are: {', '.join(label_names)}."
+            )
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
-    names, tested = (
-        sorted({str(label) for label in data[split]["label"]}) for split in ("train", "test")
-    )
-    if unknown := sorted(set(tested) - set(names)):
-        parser.error(
-            f"test.jsonl has the label {unknown[0]!r}, which no row of train.jsonl has (it has "
-            f"{', '.join(names)})"
-        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    labelling = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: i for i, name in enumerate(names)},
-    }
     model = AutoModelForSequenceClassification.from_pretrained(
-        args.model, **labelling, dtype=torch.float32
+        args.model,
+        id2label=dict(enumerate(label_names)),
+        label2id={name: index for index, name in enumerate(label_names)},
+        dtype=torch.float32,
     )
 
-    def encode(rows):
-        encoded = tokenizer(rows["text"], truncation=True, max_length=512)
-        return {**encoded, "labels": [names.index(str(label)) for label in rows["label"]]}
+    def encode(batch):
+        encoded = tokenizer(batch["text"], truncation=True, max_length=512)
+        return {**encoded, "labels": [label_names.index(str(label)) for label in batch["label"]]}
 
-    data = data.map(encode, batched=True, remove_columns=data["train"].column_names)
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    columns = ["text", "label"]
+    train_dataset = Dataset.from_list(train_rows).map(encode, batched=True, remove_columns=columns)
+    test_dataset = Dataset.from_list(test_rows).map(encode, batched=True, remove_columns=columns)
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {model.config.hidden_size})")
+
     trainer = Trainer(
-        model,
-        TrainingArguments(args.output, **schedule),
+        model=model,
+        args=TrainingArguments(
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
+        ),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        compute_metrics=lambda output: {
-            "accuracy": float(np.mean(output.predictions.argmax(-1) == output.label_ids))
-        },
+        train_dataset=train_dataset,
+        eval_dataset=test_dataset,
     )
     trainer.train()
-    metrics = trainer.evaluate()
     trainer.save_model(args.output)
+
+    output = trainer.predict(test_dataset)
+    predicted = output.predictions.argmax(-1)
+    accuracy = float(np.mean(predicted == output.label_ids))
+    error = float(np.sqrt(accuracy * (1 - accuracy) / len(test_rows)))
+
+    # A classifier is only useful if it beats always answering with the most frequent label.
+    most_frequent, _ = Counter(str(row["label"]) for row in train_rows).most_common(1)[0]
+    baseline = float(np.mean(output.label_ids == label_names.index(most_frequent)))
+    print(f"accuracy {accuracy:.3f} ± {error:.3f} on {len(test_rows):,} test texts")
     print(
-        f"accuracy {metrics['eval_accuracy']:.3f} on {len(data['test'])} texts; saved to "
-        f"{args.output}"
+        f"accuracy {baseline:.3f} with the most frequent label, {most_frequent!r}, for every text"
     )
-    return metrics
+    if len(set(predicted)) == 1 or accuracy <= baseline:
+        print("warning: the model is not better. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+    return {"accuracy": accuracy, "baseline": baseline}
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

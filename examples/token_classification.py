@@ -1,102 +1,139 @@
-"""Token classification (names, parts of speech) with plain Trainer.
+"""Fine-tune NeoBERT to label words (names, parts of speech) with the Trainer of transformers.
 
-    python examples/token_classification.py --model MODEL --data FOLDER
+    python examples/token_classification.py --model examples/sentence-encoder --data FOLDER
 
-FOLDER holds train.jsonl and test.jsonl with rows {"tokens": ["Ada", "lives", "here"], "tags":
-["PERSON", "O", "O"]}.
+FOLDER contains train.jsonl and test.jsonl with rows {"tokens": ["Ada", "lives", "here"],
+"tags": ["PERSON", "O", "O"]}. The first token of a word carries its tag.
 """
 
 import argparse
+from collections import Counter
 
+import numpy as np
 import torch
-from datasets import load_dataset
+from datasets import Dataset
 from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
+    DataCollatorForTokenClassification,
     Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers import DataCollatorForTokenClassification as Collator
 
-import neobert  # noqa: F401  the Auto classes know NeoBERT from here on
+from neobert import default_learning_rate  # this import also registers NeoBERT in transformers
+from neobert.common.errors import UserError
+from neobert.common.folders import check_new
+from neobert.common.loading import check_model
+from neobert.common.scripts import load_rows, run_script
 
 
-def main(argv=None):
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="chandar-lab/NeoBERT")
-    parser.add_argument("--data", required=True)
-    for name, default in (
-        ("--output", "runs/token_classification"),
-        ("--epochs", 3.0),
-        ("--learning-rate", 2e-5),
-    ):
-        parser.add_argument(name, default=default, type=type(default))
-    args = parser.parse_args(argv)
+    parser.add_argument("--model", default="chandar-lab/NeoBERT", help="Folder or Hub name.")
+    parser.add_argument("--data", required=True, help="Folder with train.jsonl and test.jsonl.")
+    parser.add_argument("--output", default="runs/token_classification", help="New folder.")
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument(
+        "--learning-rate", type=float, help="Peak learning rate. (default: by the hidden size)"
+    )
+    return parser.parse_args(argv)
+
+
+def load_words(path: str) -> list[dict]:
+    """Return the rows of a file, each with as many tags as tokens."""
+    rows = load_rows(path, ["tokens", "tags"], texts=[])
+    for number, row in enumerate(rows, 1):
+        lists = isinstance(row["tokens"], list) and isinstance(row["tags"], list)
+        if not lists or len(row["tokens"]) != len(row["tags"]):
+            raise UserError(
+                f"{path}, row {number:,}: `tokens` and `tags` must be lists of equal length."
+            )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    args = parse_args(argv)
+    check_new(args.output)
+    check_model(args.model)
+    train_rows = load_words(f"{args.data}/train.jsonl")
+    test_rows = load_words(f"{args.data}/test.jsonl")
+    tag_names = sorted({tag for row in train_rows + test_rows for tag in row["tags"]})
 
     set_seed(0)
-    data = load_dataset(
-        "json", data_files={split: f"{args.data}/{split}.jsonl" for split in ("train", "test")}
-    )
-    names = sorted({tag for split in data.values() for tags in split["tags"] for tag in tags})
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    labelling = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: i for i, name in enumerate(names)},
-    }
     model = AutoModelForTokenClassification.from_pretrained(
-        args.model, **labelling, dtype=torch.float32
+        args.model,
+        id2label=dict(enumerate(tag_names)),
+        label2id={name: index for index, name in enumerate(tag_names)},
+        dtype=torch.float32,
     )
 
-    def labels(tags, words):
-        """The first piece of every word carries its tag; -100 is ignored by the loss."""
-        return [
-            names.index(tags[w]) if w is not None and w != before else -100
-            for before, w in zip([None, *words], words)
-        ]
-
-    def encode(rows):
+    def encode(batch):
         encoded = tokenizer(
-            rows["tokens"], is_split_into_words=True, truncation=True, max_length=512
+            batch["tokens"], is_split_into_words=True, truncation=True, max_length=512
         )
-        return {
-            **encoded,
-            "labels": [labels(tags, encoded.word_ids(i)) for i, tags in enumerate(rows["tags"])],
-        }
 
-    data = data.map(encode, batched=True, remove_columns=data["train"].column_names)
-    schedule = {
-        "num_train_epochs": args.epochs,
-        "learning_rate": args.learning_rate,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
-    trainer = Trainer(
-        model,
-        TrainingArguments(args.output, **schedule),
-        processing_class=tokenizer,
-        data_collator=Collator(tokenizer),
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        compute_metrics=lambda out: {
-            "accuracy": float(
-                (out.predictions.argmax(-1) == out.label_ids)[out.label_ids != -100].mean()
+        # The loss and the accuracy ignore the label -100: special tokens, and all tokens of a word
+        # but its first.
+        labels = []
+        for index, tags in enumerate(batch["tags"]):
+            words = encoded.word_ids(index)
+            labels.append(
+                [
+                    tag_names.index(tags[word]) if word is not None and word != previous else -100
+                    for previous, word in zip([None, *words], words)
+                ]
             )
-        },
+        return {**encoded, "labels": labels}
+
+    columns = ["tokens", "tags"]
+    train_dataset = Dataset.from_list(train_rows).map(encode, batched=True, remove_columns=columns)
+    test_dataset = Dataset.from_list(test_rows).map(encode, batched=True, remove_columns=columns)
+
+    # Small encoders need a higher learning rate than the 2e-5 of BERT-sized models.
+    learning_rate = args.learning_rate or default_learning_rate(model.config.hidden_size)
+    print(f"learning rate: {learning_rate:.1e} (hidden size {model.config.hidden_size})")
+
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=args.output,
+            num_train_epochs=args.epochs,
+            learning_rate=learning_rate,
+            warmup_steps=0.1,  # a fraction of the steps
+            per_device_train_batch_size=args.batch_size,
+            dataloader_pin_memory=torch.accelerator.is_available(),
+            save_strategy="no",
+            report_to="none",
+        ),
+        processing_class=tokenizer,
+        data_collator=DataCollatorForTokenClassification(tokenizer),
+        train_dataset=train_dataset,
+        eval_dataset=test_dataset,
     )
     trainer.train()
-    metrics = trainer.evaluate()
     trainer.save_model(args.output)
-    print(
-        f"accuracy {metrics['eval_accuracy']:.3f} over the words of {len(data['test'])} texts; "
-        f"saved to {args.output}"
-    )
-    return metrics
+
+    output = trainer.predict(test_dataset)
+    is_word = output.label_ids != -100
+    labels = output.label_ids[is_word]
+    predicted = output.predictions.argmax(-1)[is_word]
+    accuracy = float(np.mean(predicted == labels))
+
+    # In most data one tag, such as "O", is so frequent that accuracy alone says little.
+    most_frequent, _ = Counter(tag for row in train_rows for tag in row["tags"]).most_common(1)[0]
+    baseline = float(np.mean(labels == tag_names.index(most_frequent)))
+    print(f"accuracy {accuracy:.3f} on {len(labels):,} words of {len(test_rows):,} test texts")
+    print(f"accuracy {baseline:.3f} with the most frequent tag, {most_frequent!r}, for every word")
+    if len(set(predicted)) == 1 or accuracy <= baseline:
+        print("warning: the model is not better. Change --learning-rate or --epochs.")
+    print(f"saved to {args.output}")
+    return {"accuracy": accuracy, "baseline": baseline}
 
 
 if __name__ == "__main__":
-    from one_line import run  # an error is one line; a copy of this file calls main()
-
-    run(main)
+    run_script(main)

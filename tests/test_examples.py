@@ -234,15 +234,24 @@ def test_search(tmp_path):
     assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], "replaced"
     assert "1 rows deleted" in search(store, "delete", "--where", "id = 'own'")
     assert ids(search(store, "find", "wyv", "--by", "words")) == []
+
+    # Integer IDs stay integers.
+    integers = tmp_path / "integers"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    search(integers, "add", path)
+    assert ids(search(integers, "find", "a bird", "--where", "id = 7")) == ["7"]
+    assert "1 rows deleted" in search(integers, "delete", "--where", "id = 7")
+    assert "the IDs must be integers" in search(integers, "add", tmp_path / "a.csv", code=2)
+
     for *arguments, sentence in (
-        ("add", path, "--model", "other", "and other was given"),
-        ("find", "wyv", "--model", "other", "and other was given"),
+        ("add", path, "--model", "other", "the model of the store, got other."),
+        ("find", "wyv", "--model", "other", "the model of the store, got other."),
         ("find", "wyv", "--where", "kind = 'noun'", "No field named kind"),
         ("add", tmp_path / "none.jsonl", "none.jsonl"),
-        ("add", ROOT / "README.md", "README.md is not read: "),
+        ("add", ROOT / "README.md", "no file of rows at "),
         ("add", ROOT / "tests" / "data" / "names" / "test.jsonl", "has no column 'id'"),
     ):
-        assert sentence in search(store, *arguments, code=1), arguments
+        assert sentence in search(store, *arguments, code=2), arguments
 
 
 @pytest.mark.slow

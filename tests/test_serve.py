@@ -96,7 +96,7 @@ def test_requests_at_once_get_the_bits_of_each_text_alone(client):
 
     def ask(given):
         form = ("float", "base64")[len(given) % 2]
-        body = {"model": "any", "input": given, "encoding_format": form}
+        body = {"model": "sentence-encoder", "input": given, "encoding_format": form}
         return client.post("/v1/embeddings", json=body)
 
     with ThreadPoolExecutor(12) as pool:
@@ -111,7 +111,7 @@ def test_requests_at_once_get_the_bits_of_each_text_alone(client):
 
 
 def test_a_reranker_scores_as_its_cross_encoder_does(client, reranker):
-    query, *documents = texts_of_all_lengths(12, seed=1)
+    query, *documents = (text[:50] for text in texts_of_all_lengths(12, seed=1))
     expected = CrossEncoder(reranker).predict([(query, document) for document in documents])
     for path, best in (("/rerank", None), ("/v1/rerank", 20), ("/v2/rerank", 3)):
         body = {"query": query, "documents": documents, "top_n": best}
@@ -126,20 +126,41 @@ def test_a_reranker_scores_as_its_cross_encoder_does(client, reranker):
 @pytest.mark.parametrize(
     ("path", "body", "status", "told"),
     [
-        ("/v1/embeddings", {}, 400, "body.input: Field required"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "body.input: List should have at most"),
+        ("/v1/embeddings", {}, 400, "`input` is required."),
+        ("/v1/embeddings", b"{", 400, "the body must be valid JSON: "),
+        ("/v1/embeddings", {"input": ""}, 400, "`input[0]` must have at least 1 character."),
+        ("/v1/embeddings", {"input": 3}, 400, "`input` must be a string, a list of strings, a"),
+        ("/v1/embeddings", {"input": [1, "a"]}, 400, "`input[0]` must be a string, a list of"),
+        ("/v1/embeddings", {"input": [30522]}, 400, "must have token IDs below 30522, got 30522."),
+        ("/v1/embeddings", {"input": [[1] * 257]}, 400, "`input[0]` must have at most 256 tokens"),
+        ("/v1/embeddings", {"input": [[-1]]}, 400, "`input[0][0]` must be greater than or equal"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "`input` must have at most 2048 items"),
+        ("/v1/embeddings", {"input": "\ud800"}, 400, "`input[0]` must be a valid string"),
+        ("/v1/embeddings", {"input": "a" * 100_001}, 400, "`input[0]` must have at most 100000"),
         (
             "/v1/embeddings",
-            {"input": "\ud800"},
+            {"input": ["a", "b " * 255]},
             400,
-            "body.input.0: Input should be a valid string",
+            "`input[1]` must have at most 256 tokens, got 257.",
         ),
-        ("/v1/embeddings", {"input": "a" * 100_001}, 400, "input.0: String should have at most"),
-        ("/v1/embeddings", {"input": ["a", "b " * 255]}, 400, "input.1 has 257 tokens, more than"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 64}, 400, "body.dimensions: Input should"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "dimensions": 385},
+            400,
+            "`dimensions` must be at most 384, got 385.",
+        ),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, 400, "`dimensions` must be greater"),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, 404, "got 'other'."),
+        ("/rerank", {"query": "a", "documents": ["b"], "model": "other"}, 404, "got 'other'."),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b", "c " * 64]},
+            400,
+            "`documents[1]` must have at most 64 tokens, got 68.",
+        ),
         ("/v1/embeddings", {"input": ["b " * 250] * 900}, 413, "0 tokens wait; with these 226800"),
         ("/v1/embeddings", b"\xff", 400, "There was an error parsing the body"),
-        ("/rerank", {"query": "a", "documents": []}, 400, "body.documents: List should have"),
+        ("/rerank", {"query": "a", "documents": []}, 400, "`documents` must have at least 1 item"),
         ("/elsewhere", {}, 404, "Not Found"),
     ],
 )
@@ -154,11 +175,40 @@ def test_a_refusal_is_one_sentence_in_openais_form(client, path, body, status, t
 def test_truncate_cuts_as_the_encoder_does():
     args = serve.parse(["--model", str(ENCODER), "--truncate"])
     with TestClient(serve.make_app(args)) as client:
-        assert client.post("/rerank", json={"query": "a", "documents": ["b"]}).status_code == 404
+        answer = client.post("/rerank", json={"query": "a", "documents": ["b"]})
+        assert answer.status_code == 404
+        assert "Start the server with --reranker." in answer.json()["error"]["message"]
         long = "b " * 255
         (vector,) = vectors_of(client.post("/v1/embeddings", json={"input": long}))
     expected = PackedEncoder(str(ENCODER), "float32", "cpu").encode([long])[0]
     assert vector.tobytes() == expected.tobytes()
+
+
+def test_truncated_pairs_score_as_in_cross_encoder(reranker):
+    """The two documents differ after the last token that the reranker reads."""
+    args = serve.parse(["--model", str(ENCODER), "--reranker", reranker, "--truncate"])
+    documents = ["b " * 100 + "c", "b " * 100 + "d"]
+    with TestClient(serve.make_app(args)) as client:
+        answer = client.post("/rerank", json={"query": "a", "documents": documents}).json()
+    expected = CrossEncoder(reranker).predict([("a", document) for document in documents])
+    scores = [result["relevance_score"] for result in answer["results"]]
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert answer["usage"]["prompt_tokens"] == 2 * 64
+
+
+def test_models_token_ids_and_dimensions(client, reranker):
+    names = [row["id"] for row in client.get("/v1/models").json()["data"]]
+    assert names == [str(ENCODER), reranker]
+    ids = AutoTokenizer.from_pretrained(ENCODER)(["a bird of prey", "an eagle"])["input_ids"]
+    texts = client.post("/v1/embeddings", json={"input": ["a bird of prey", "an eagle"]})
+    full = vectors_of(texts)
+    for given in (ids, [ids[0], "an eagle"]):
+        answer = client.post("/v1/embeddings", json={"input": given})
+        assert [row.tobytes() for row in vectors_of(answer)] == [row.tobytes() for row in full]
+    (one,) = vectors_of(client.post("/v1/embeddings", json={"input": ids[1]}))
+    assert one.tobytes() == full[1].tobytes()
+    (short,) = vectors_of(client.post("/v1/embeddings", json={"input": ids[0], "dimensions": 96}))
+    np.testing.assert_allclose(short, full[0][:96] / np.linalg.norm(full[0][:96]), rtol=1e-6)
 
 
 def test_batches_keep_their_budget_and_order_and_a_full_queue_refuses():

@@ -19,14 +19,19 @@ import cohere
 import openai
 
 
-BROKEN = [{"input": []}, {"input": [1, 2]}, {"input": "word " * 300}, {"dimensions": 3}]
+BROKEN = [
+    {"input": []},
+    {"input": [10**6]},
+    {"input": "word " * 300},
+    {"dimensions": 385},
+]
 FORMS = [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}]
 
 
 def ask(client, **asked):
     """Vectors of a request in hexadecimal digits, or the status of its refusal."""
     try:
-        rows = client.embeddings.create(model="any", **asked).data
+        rows = client.embeddings.create(model="sentence-encoder", **asked).data
     except openai.APIStatusError as error:
         return [str(error.status_code)]
     vectors = [row.embedding for row in rows]
@@ -61,7 +66,7 @@ def main():
         for part in pool.map(one_client, range(32)):
             found |= part
         reranker = cohere.ClientV2("none", base_url=address)
-        answer = reranker.rerank(model="any", query=texts[0], documents=texts[1:20], top_n=5)
+        answer = reranker.rerank(model="reranker", query=texts[0][:50], documents=[text[:50] for text in texts[1:20]], top_n=5)
         many = [texts[start : start + 40] for start in range(0, 1280, 40)]
         under_way = [pool.submit(ask, client, input=texts) for client, texts in zip(clients, many)]
         time.sleep(0.5)
