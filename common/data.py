@@ -15,6 +15,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -64,6 +65,12 @@ def files(source):
         UserError: there are none, they have several formats, or the place cannot be read.
     """
     source = str(source).rstrip("/")
+    is_stored = os.path.isfile(source) or os.path.isdir(source)
+    if source in ("-", "/dev/stdin") or (os.path.exists(source) and not is_stored):
+        raise UserError(
+            f"the source must be a file, a folder, a glob or a URL, got the stream {source}. Write "
+            "its content to a file first: streams can be read only once."
+        )
     try:
         filesystem, path = fsspec.url_to_fs(source)
         filesystem.invalidate_cache()
@@ -149,6 +156,13 @@ def schema(file):
             return table.schema_arrow
     _, row = next(numbered_rows(file), (0, {}))
     return pyarrow.schema([(name, pyarrow.string()) for name in row])
+
+
+def is_empty(file: File) -> bool:
+    """Return whether a `File` has no rows."""
+    if file.format == ".parquet":
+        return count_rows(file) == 0
+    return next(numbered_rows(file), None) is None
 
 
 def count_rows(file):

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
-import pyarrow
-import torch
 from tqdm.auto import tqdm
 
 from ..common import data
 from ..common.errors import UserError, listed
 from ..common.folders import apart
 from ..common.identity import model_digest
-from ..common.loading import choose_device, choose_dtype
+from .encode_columns import copied_columns
 from .encode_folder import (
     ABOUT,
     Cut,
@@ -34,7 +32,6 @@ from .encode_folder import (
     read_metadata,
     schema_of,
 )
-from .encode_parts import PLACES, Loaded, encode_files
 from .options import OPTIONS
 
 
@@ -60,6 +57,12 @@ _SETTINGS = (
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
+# Endings of other formats, which are not names of folders.
+_OTHER_FORMATS = (
+    *data.FORMATS,
+    *(".npy", ".npz", ".pt", ".pth", ".bin", ".safetensors", ".pkl", ".h5", ".hdf5"),
+    *(".arrow", ".feather", ".orc", ".avro", ".db", ".sqlite", ".faiss", ".index", ".gz", ".zip"),
 )
 INPUT = "neobert_input"  # key in the metadata of an output file: its input files and their sizes
 
@@ -111,7 +114,7 @@ def encode(arguments, progress_bar=True, encoder=None):
     Raises:
         UserError: bad input, or the output is another one's.
     """
-    device, shard = str(choose_device(arguments.device)), Shard.of(arguments.shard)
+    shard = Shard.of(arguments.shard)
     files, output = _checked(arguments, shard)
     digest = model_digest(arguments.model)
     settings = {name: getattr(arguments, name) for name in _SETTINGS}
@@ -122,12 +125,20 @@ def encode(arguments, progress_bar=True, encoder=None):
     if is_file and (summary := _finished(output, settings, files)):
         folder.remove(output)
         return summary | run
+
     vectors, parts = folder.vectors(), {}
     if vectors is not None:
         check_same(vectors, settings, folder.url)
         parts = folder.parts(files, settings)
     if todo := [file for file in files if not _is_complete(file, parts)]:
-        columns = _columns(arguments, files[0])
+        columns = copied_columns(arguments, files) if vectors is None else None
+        # A run with nothing left to do ends without importing torch.
+        import torch
+
+        from ..common.loading import choose_device, choose_dtype
+        from .encode_parts import Loaded, encode_files
+
+        device = str(choose_device(arguments.device))
         if shard.count > 1 and device == "cuda" and arguments.shard is None:
             device = f"cuda:{shard.local % torch.cuda.device_count()}"
         dtype = vectors["dtype"] if vectors else str(choose_dtype(arguments.dtype, device))[6:]
@@ -143,10 +154,10 @@ def encode(arguments, progress_bar=True, encoder=None):
             return (file, part) not in parts and shard.owns(places[file], part, len(files))
 
         total = None
-        if progress_bar and shard.count == 1 and loaded.windows is None:
+        if progress_bar and shard.count == 1:
             there = sum(part.texts for (file, _), part in parts.items() if file in todo)
             total = sum(map(data.count_rows, todo)) - there
-        with tqdm(total=total, unit="vector", disable=not progress_bar) as bar:
+        with tqdm(total=total, unit="text", disable=not progress_bar) as bar:
             work = encode_files(loaded, arguments, vectors, folder, todo, wanted, bar.update)
             for texts, tokens in work:
                 run["encoded_texts"] += texts
@@ -173,9 +184,9 @@ def encode(arguments, progress_bar=True, encoder=None):
 def _checked(arguments, shard):
     """(the input's files, the output as text) of arguments that can be gone with."""
     source, output = arguments.source, arguments.output.rstrip("/")
-    single, kind = output.endswith(".parquet"), Path(output).suffix
-    if not single and kind in (*data.FORMATS, ".safetensors"):
-        raise UserError(f"OUTPUT must be a folder or end in .parquet, but {output} was given")
+    single = output.endswith(".parquet")
+    if not single and Path(output).suffix.lower() in _OTHER_FORMATS:
+        raise UserError(f"OUTPUT must be a folder or end in .parquet, got {output}.")
     if single and shard.count > 1:
         raise UserError(
             "one file is made by one process; give a folder as OUTPUT to share parts out"
@@ -188,26 +199,6 @@ def _checked(arguments, shard):
     if twice := [file.name for file in files if stems.count(part_stem(file)) > 1]:
         raise UserError(f"the parts of {listed(twice)} would have the same names; rename a file")
     return files, output
-
-
-def _columns(arguments, file):
-    """Arrow schema of the columns to copy, with the types of the first file."""
-    schema = data.schema(file)
-    if schema.names and arguments.text_column not in schema.names:
-        raise UserError(
-            f"{file.url} has no column {arguments.text_column!r}, only {listed(schema.names)}; "
-            "name it with --text-column"
-        )
-    names = ["id"] if "id" in schema.names else []
-    if arguments.keep is not None:
-        names = [name.strip() for text in arguments.keep for name in text.split(",")]
-    own = ("embedding", *(PLACES if arguments.long_texts == "windows" else ()))
-    if taken := [name for name in names if name in own]:
-        raise UserError(
-            f"the output's own columns are {listed(own)}; leave {listed(taken)} out of --keep"
-        )
-    kinds = dict(zip(schema.names, schema.types))
-    return pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in names if name])
 
 
 def _finished(output, settings, files):
@@ -257,9 +248,14 @@ def described(output, summary):
         lost = f"{cut.texts:,} texts cut by {cut.tokens:,} tokens"
     if missing:
         state = f"{listed(missing, 3)} lack parts, which other shards or this command make"
-    rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
+    work = "nothing new to encode"
+    if summary["encoded_texts"]:
+        rate = summary["encoded_tokens"] / max(summary["seconds"], 1e-9)
+        work = (
+            f"this run {summary['encoded_texts']:,} texts of {summary['encoded_tokens']:,} tokens "
+            f"in {summary['seconds']:.1f} s ({rate:,.0f} tokens/s)"
+        )
     return (
-        f"{output}: {summary['texts']:,} texts{windows}; this run {summary['encoded_texts']:,} "
-        f"texts of {summary['encoded_tokens']:,} tokens in {summary['seconds']:.1f} s "
-        f"({rate:,.0f} tokens/s); {lost}, the longest has {cut.longest:,} tokens; {state}"
+        f"{output}: {summary['texts']:,} texts{windows}; {work}; {lost}, the longest has "
+        f"{cut.longest:,} tokens; {state}"
     )

@@ -7,6 +7,7 @@ of all else begin with "_" or ".", which readers of parquet folders pass over.
 
 import base64
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -89,10 +90,16 @@ def new_file(filesystem, path):
         os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder if local else None) as work:
         temporary = os.path.join(work, name)
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            # The error of a write to a full disk has no path.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+                error.filename = path
+            raise
         if local:
             try:
                 os.link(temporary, path)

@@ -82,7 +82,11 @@ class LongTextOptions(Arguments):
 class VectorOptions(Arguments):
     """What is written."""
 
-    keep: list[str] | None = option(None, "columns to copy; 'id' where there is one")
+    keep: list[str] | None = option(
+        None,
+        "Columns to copy with their types; NAME:text copies a column as text. By default `id`, if "
+        "the input has this column.",
+    )
     normalize: bool = option(False, "scale the vectors to length 1")
     output_dtype: str = option(
         "float32",

@@ -16,13 +16,13 @@ import pyarrow.parquet
 
 from ..common import __version__
 from ..common.data import File, numbered_rows
-from ..common.errors import UserError, one_line
+from ..common.errors import UserError
+from .encode_columns import PLACES, column_array
 from .encode_folder import ABOUT, PART, Cut, new_file, part_name, schema_of
 from .long_texts import Windows, WindowSettings, tokenize_windows
 from .packed_encoder import NotFinite, PackedEncoder
 
 
-PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
 _CHARACTERS = 32_000_000  # of the texts in memory, where they are longer than usual
 _FIRST = 1000  # texts of a corpus, and vectors of them, that tell the ranges of int8
 _FIRST_CHARACTERS = 10_000  # of each of these texts
@@ -126,8 +126,6 @@ class Loaded(NamedTuple):
         column = arguments.text_column
         rows = (row for file in files for _, row in numbered_rows(file, [column], [column]))
         texts = [row[column][:_FIRST_CHARACTERS] for row in itertools.islice(rows, _FIRST)]
-        if not texts:
-            raise UserError("the ranges of int8 are found on the first texts, but there are none")
         windows, _ = self.tokenize(texts)
         vectors = self.embed(windows.tokens[:_FIRST])
         return [vectors.min(axis=0).tolist(), vectors.max(axis=0).tolist()]
@@ -179,7 +177,7 @@ def encode_files(loaded, arguments, vectors, folder, files, wanted, progress):
         vectors: what makes them, of `Loaded.described`.
         folder: `Folder` of the parts.
         wanted: called with a file and the number of a part of it.
-        progress: called with the number of vectors of each finished batch.
+        progress: called with the number of texts that are done after each batch.
     """
     schema = schema_of(vectors)
     made = {"embedding", *(PLACES if loaded.windows else ())}
@@ -224,10 +222,22 @@ def _ahead(items):
 
 def _embedded(loaded, block, windows, vectors, progress):
     """The vectors of a block as they are written, (N, width), of bits (N, width / 8)."""
-    from sentence_transformers.quantization import quantize_embeddings
+    try:
+        from sentence_transformers.util.quantization import quantize_embeddings
+    except ImportError:  # before sentence-transformers 5.2
+        from sentence_transformers.quantization import quantize_embeddings
+
+    # Batches contain vectors, and the progress is that of the texts, which may have several.
+    vector_count = text_count = 0
+
+    def advance(count: int) -> None:
+        nonlocal vector_count, text_count
+        vector_count += count
+        before, text_count = text_count, len(block.rows) * vector_count // len(windows.tokens)
+        progress(text_count - before)
 
     try:
-        embedded = loaded.embed(windows.tokens, progress)
+        embedded = loaded.embed(windows.tokens, advance)
     except NotFinite as error:
         row = list(block.rows)[windows.rows[error.index]] + 1
         raise UserError(f"{block.file.url}, row {row:,}: {error}") from None
@@ -248,23 +258,6 @@ def _table(schema, block, windows, vectors):
         columns |= dict(zip(PLACES, map(pyarrow.array, places)))
     for field in schema:
         if field.name not in columns:
-            values = _copied([row[field.name] for row in rows], field, block.file)
+            values = column_array([row[field.name] for row in rows], field, block.file)
             columns[field.name] = values.take(pyarrow.array(windows.rows))
     return pyarrow.table({name: columns[name] for name in schema.names}, schema=schema)
-
-
-def _copied(values, field, file):
-    """An Arrow array of a copied column; what is not text is written as JSON where the column is
-    text."""
-    if field.type == pyarrow.string():
-        values = [
-            value if value is None or isinstance(value, str) else json.dumps(value, default=str)
-            for value in values
-        ]
-    try:
-        return pyarrow.array(values, field.type)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise UserError(
-            f"{file.url}: the column {field.name!r} does not fit those that are there, "
-            f"{field.type} ({one_line(error)}); leave it out with --keep"
-        ) from error
