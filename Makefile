@@ -34,10 +34,10 @@ test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 $(MODEL_TESTS)
 	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
 
-MODEL_TESTS = tests/test_golden.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py tests/test_rope.py tests/test_attention.py \
-	tests/test_packing.py tests/test_corners.py tests/test_serving.py tests/test_clients.py tests/test_compile_export.py tests/test_loading.py tests/test_tokenizer.py \
-	tests/test_trainer.py tests/test_remote_code_rules.py
-LOADING_TESTS = tests/test_golden.py tests/test_loading.py tests/test_tokenizer.py tests/test_model_api.py tests/test_settings.py tests/test_heads.py
+MODEL_TESTS = tests/test_golden.py tests/model/test_model_api.py tests/model/test_configuration.py tests/model/test_heads.py tests/model/test_rope.py tests/model/test_attention.py \
+	tests/model/test_packing.py tests/model/test_corners.py tests/model/test_serving.py tests/model/test_clients.py tests/model/test_compile_export.py tests/model/test_loading.py tests/model/test_tokenizer.py \
+	tests/model/test_trainer.py tests/model/test_remote_code_rules.py
+LOADING_TESTS = tests/test_golden.py tests/model/test_loading.py tests/model/test_tokenizer.py tests/model/test_model_api.py tests/model/test_configuration.py tests/model/test_heads.py
 
 # transformers' own common model tests, fetched from its source archive for the version at hand.
 test-upstream: $(VENV)/.test $(OLDEST)/.ready
@@ -49,10 +49,10 @@ test-native: $(VENV)/.test
 	$(BIN)/python upstream/transformers/run_tests.py
 
 # Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
-# environment of their own: tests/test_clients_folder.py starts a process there for each.
+# environment of their own: tests/model/test_clients_folder.py starts a process there for each.
 test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --no-deps gliner
-	$(BIN)/python -m pytest -n 2 tests/test_clients.py tests/test_trainer.py tests/test_clients_folder.py
+	$(BIN)/python -m pytest -n 2 tests/model/test_clients.py tests/model/test_trainer.py tests/model/test_clients_folder.py
 
 bench: $(VENV)/.test
 	$(BIN)/neobert throughput --preset cpu --output results/throughput
@@ -62,12 +62,12 @@ bench: $(VENV)/.test
 INT8 = torch-fp32 torch-bf16-compiled torch-int8 torchao-int8-compiled onnx-int8 openvino-int8
 bench-int8: $(VENV)/.test
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt torchao
-	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
+	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
 	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
 	for files in int8 int8_bundled; do for format in onnx openvino; do rm -rf runs/$$files/$$format && \
 		$(BIN)/neobert export $$format runs/$$files/model runs/$$files/$$format --precisions fp32 int8 || exit 1; done; done
-	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
-	$(BIN)/python -m neobert.benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
+	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
+	$(BIN)/python -m benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
 
 # What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
 test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
@@ -79,7 +79,7 @@ test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(
 
 # examples/serve.py with the clients of OpenAI and Cohere, which have an environment of their own.
 test-server: $(VENV)/.test $(ENGINES)/server/.ready
-	$(BIN)/python -m pytest tests/test_serve.py
+	$(BIN)/python -m pytest tests/examples/test_serve.py
 
 # The page of examples/browser with all that it loads, in examples/browser/site.
 browser: $(VENV)/.test $(ENGINES)/node/.ready

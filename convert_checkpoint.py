@@ -1,6 +1,6 @@
 """Turns a raw training checkpoint into a folder for the Hugging Face Hub: `neobert convert
 CHECKPOINT OUTPUT`, or from a bare checkout `python convert_checkpoint.py CHECKPOINT OUTPUT`. The
-work is in conversion/, the options are in conversion/options.py.
+work is in conversion/, the options are in neobert/conversion/options.py.
 """
 
 import importlib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main(argv=None):
     """Runs the command; returns 0, or raises UserError."""
-    from .conversion import command
+    from neobert.conversion import command
 
     return command.main(argv)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..attention_neobert import Packing
-from ..common.errors import UserError, require
-from ..common.packing import compile_blocks, pack
+from neobert.attention_neobert import Packing
+from neobert.common.errors import UserError, require
+from neobert.common.packing import compile_blocks, pack
 
 
 BATCH_SIZES = (1, 4, 8, 32)
@@ -119,7 +119,7 @@ def torch_int8_engine(name, how, quantise, compiled=False):
 
 
 def _neobert(files, dtype):
-    from ..modeling_neobert import NeoBERTModel
+    from neobert.modeling_neobert import NeoBERTModel
 
     model = NeoBERTModel.from_pretrained(
         files.model, dtype=dtype, attn_implementation="sdpa"
@@ -129,7 +129,7 @@ def _neobert(files, dtype):
 
 
 def _ours(model):
-    from ..common.int8 import quantize_int8
+    from neobert.quantization.int8 import quantize_int8
 
     return quantize_int8(model, even_if_slow=True)
 

@@ -1,15 +1,15 @@
 """The page of `make gpu`: its targets, and what benchmarks/gpu.sh has measured of them.
 
-python -m neobert.benchmarks.gpu results/gpu
+python -m benchmarks.gpu results/gpu
 """
 
 import sys
 from pathlib import Path
 
-from ..common.commands import guarded
-from ..common.files import read_json
-from ..common.results import environment_line, markdown_table
-from ..throughput.command import ratios
+from neobert.common.commands import guarded
+from neobert.common.files import read_json
+from neobert.common.results import environment_line, markdown_table
+from neobert.throughput.command import ratios
 
 
 def targets(rows, memory):
@@ -74,4 +74,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.gpu", main))
+    sys.exit(guarded("python -m benchmarks.gpu", main))

@@ -61,11 +61,11 @@ throughput long 100 --implementations sdpa --sets 4096 8192
 throughput variable 110 --implementations sdpa padded --sets normal-256 normal-4096 short
 throughput lengths 90 --implementations sdpa --sets 512 1024 2048
 throughput compiled 150 --implementations compiled --sets 2048 4096 8192
-step memory 120 neobert.benchmarks.memory --output "$out/memory" --device cuda --layers 0 --lengths 4096 8192 --batch 8 $peak
+step memory 120 benchmarks.memory --output "$out/memory" --device cuda --layers 0 --lengths 4096 8192 --batch 8 $peak
 for sets in "short" "1024 4096"; do # padded only where there is padding
     [ "$sets" = short ] && ways="packed padded" || ways=packed
-    step "training_${sets// /_}" 80 neobert.benchmarks.training --output "$out/training_${sets// /_}" --sets $sets --ways $ways --dtypes bfloat16 \
+    step "training_${sets// /_}" 80 benchmarks.training --output "$out/training_${sets// /_}" --sets $sets --ways $ways --dtypes bfloat16 \
         --device cuda --hidden 768 --layers 28 --tokens 16384 --steps 5 --repeats 1 $steps
 done
-"$python" -m neobert.benchmarks.gpu "$out" || failed=1
+"$python" -m benchmarks.gpu "$out" || failed=1
 exit $failed

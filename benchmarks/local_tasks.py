@@ -1,6 +1,6 @@
 """Three MTEB tasks from real data in packages, for measuring sentence encoders without a network.
 
-    python -m neobert.benchmarks.local_tasks --model runs/encoder --output results/mteb
+    python -m benchmarks.local_tasks --model runs/encoder --output results/mteb
 
 The options are those of `neobert mteb`; --tasks takes the names below, or "local" for all three.
 
@@ -22,9 +22,9 @@ from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskClassification, AbsTaskRetrieval, AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from ..common.commands import guarded
-from ..common.data import fraction
-from ..embeddings import mteb_evaluation
+from neobert.common.commands import guarded
+from neobert.common.data import fraction
+from neobert.evaluation import mteb as mteb_evaluation
 from .local_text import (
     WORDNET,
     is_held_out,
@@ -243,4 +243,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.local_tasks", main))
+    sys.exit(guarded("python -m benchmarks.local_tasks", main))

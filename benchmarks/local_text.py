@@ -8,7 +8,7 @@
   GPL-2+.
 - `sentiment_sentences`: rated sentences. Source archive of vaderSentiment 3.3.2; MIT.
 
-    python -m neobert.benchmarks.local_text wordnet --out data/wordnet  # train and heldout .jsonl
+    python -m benchmarks.local_text wordnet --out data/wordnet  # train and heldout .jsonl
 """
 
 import argparse
@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..common import data
-from ..common.commands import guarded
-from ..common.errors import UserError
-from ..common.folders import new_file
+from neobert.common import data
+from neobert.common.commands import guarded
+from neobert.common.errors import UserError
+from neobert.common.folders import new_file
 
 
 WORDNET = "/usr/share/wordnet"
@@ -314,9 +314,9 @@ def write_rows(path, rows):
 
 
 def main(argv=None):
-    """`python -m neobert.benchmarks.local_text SOURCE --out FOLDER`; returns the exit code."""
+    """`python -m benchmarks.local_text SOURCE --out FOLDER`; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m neobert.benchmarks.local_text", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.local_text", description=__doc__.splitlines()[0]
     )
     parser.add_argument("source", choices=SOURCES)
     parser.add_argument("--out", required=True, type=Path, help="folder of the .jsonl files")

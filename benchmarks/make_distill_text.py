@@ -1,6 +1,6 @@
 """Plain English text for distillation from packages that anybody can install.
 
-    python -m neobert.benchmarks.make_distill_text --packages FOLDER --output FOLDER
+    python -m benchmarks.make_distill_text --packages FOLDER --output FOLDER
 
 | source | from | licence |
 |---|---|---|
@@ -27,9 +27,9 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from ..common.commands import guarded
-from ..common.data import fraction
-from ..common.errors import UserError
+from neobert.common.commands import guarded
+from neobert.common.data import fraction
+from neobert.common.errors import UserError
 from .local_text import (
     deb_files,
     is_held_out,
@@ -270,7 +270,7 @@ def kept(texts, forbidden, seen):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        prog="python -m neobert.benchmarks.make_distill_text", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.make_distill_text", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
         "--packages", required=True, help="folder with the .deb files and the wheel"

@@ -2,7 +2,7 @@
 
     pip download --no-deps -d wheels django sqlalchemy scrapy nltk ...
     apt-get -o Acquire::Languages=en update
-    python -m neobert.benchmarks.make_texts wheels --apt-lists LISTS --output data/texts
+    python -m benchmarks.make_texts wheels --apt-lists LISTS --output data/texts
 
 | kind | pair | from |
 |---|---|---|
@@ -13,7 +13,7 @@
 
 Writes <kind>.jsonl, rows {"anchor", "positive", "package", "license"}.
 
-Left out are packages of other or unknown licences, packages that `neobert.benchmarks.open_text`
+Left out are packages of other or unknown licences, packages that `benchmarks.open_text`
 measures on (they are named in results/open_text.json), and near duplicates of each other and of
 what it measures on here. Descriptions of Debian packages are free software, each under the licence
 of its package, which the lists do not name: "DFSG-free" stands for it.
@@ -30,8 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..common.constants import ROOT
-from ..common.data import fraction
+from neobert.common.constants import ROOT
+from neobert.common.data import fraction
 from .local_text import Row, python_rows, write_rows
 from .open_text import chosen, corpus
 

@@ -1,4 +1,4 @@
-"""What several benchmarks share beside the clock of `throughput/timing.py`."""
+"""What several benchmarks share beside the clock of `neobert/throughput/timing.py`."""
 
 import inspect
 import multiprocessing
@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from ..common.arguments import Options
-from ..common.errors import UserError
-from ..common.results import environment, write_result
+from neobert.common.arguments import Options
+from neobert.common.errors import UserError
+from neobert.common.results import environment, write_result
 
 
 WORDS = "time year people way day man thing woman life child world school".split()
@@ -29,7 +29,7 @@ def benchmark(title, group):
 
     def script(measure):
         module = inspect.getmodule(measure)
-        command = f"python -m neobert.benchmarks.{inspect.getmodulename(module.__file__)}"
+        command = f"python -m benchmarks.{inspect.getmodulename(module.__file__)}"
 
         def main(argv=None, **more):
             options = Options(command, module.__doc__, (group,))

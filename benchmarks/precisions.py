@@ -1,7 +1,7 @@
 """One model in every precision and engine: real tokens a second, distance to float32, memory and
 size, on short, mixed and longer texts.
 
-    python -m neobert.benchmarks.precisions --files runs/precisions --output results/precisions
+    python -m benchmarks.precisions --files runs/precisions --output results/precisions
 
 FILES/model is a Hub folder of NeoBERT in float32: yours, or one with random weights that is made if
 there is none (published width, 12 layers, weights drawn wide enough that attention is not flat).
@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option
-from ..common.commands import guarded
-from ..common.constants import TOKENIZER
-from ..common.errors import UserError, one_line
-from ..common.loading import load_tokenizer
-from ..common.measures import PeakMemory
-from ..common.results import markdown_table
-from ..throughput.models import draw_lengths
-from ..throughput.options import check_set
-from ..throughput.timing import MatrixProduct, between, quartiles, timed
+from neobert.common.arguments import Arguments, option
+from neobert.common.commands import guarded
+from neobert.common.constants import TOKENIZER
+from neobert.common.errors import UserError, one_line
+from neobert.common.loading import load_tokenizer
+from neobert.common.measures import PeakMemory
+from neobert.common.results import markdown_table
+from neobert.throughput.models import draw_lengths
+from neobert.throughput.options import check_set
+from neobert.throughput.timing import MatrixProduct, between, quartiles, timed
 from .engines import BATCH_SIZES, ENGINES, Files
 from .measuring import benchmark, in_a_process, mib
 
@@ -44,7 +44,7 @@ TEXTS = {"short": 16, "128": 8, "512": 4}
 
 @dataclass
 class PrecisionsArguments(Arguments):
-    """Options of `python -m neobert.benchmarks.precisions`."""
+    """Options of `python -m benchmarks.precisions`."""
 
     files: str = option("runs/precisions", "folder with the models, see above")
     output: str = option("results/precisions", "path of the result without its ending")
@@ -71,8 +71,8 @@ class PrecisionsArguments(Arguments):
 def make_model(files, layers, small=None):
     """Makes FILES/model where it is missing, with random weights; `small` replaces configuration
     fields."""
-    from ..configuration_neobert import NeoBERTConfig
-    from ..modeling_neobert import NeoBERTModel
+    from neobert.configuration_neobert import NeoBERTConfig
+    from neobert.modeling_neobert import NeoBERTModel
 
     if (files.model / "config.json").is_file():
         return
@@ -273,4 +273,4 @@ def main(options, small=None):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.precisions", main))
+    sys.exit(guarded("python -m benchmarks.precisions", main))

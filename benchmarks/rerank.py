@@ -2,8 +2,8 @@
 of NeoBERT packed against the same model padded, and against BERT and ModernBERT of its width and
 depth.
 
-    python -m neobert.benchmarks.rerank                              # 6 blocks of 384
-    python -m neobert.benchmarks.rerank --layers 12 --hidden 768 --queries 2 --output PATH
+    python -m benchmarks.rerank                              # 6 blocks of 384
+    python -m benchmarks.rerank --layers 12 --hidden 768 --queries 2 --output PATH
 
 Weights are random, which take the same time. Texts are entries of two dictionaries as they stand:
 WordNet's are alike in length, a few of GCIDE's are long; and texts of one length, on which packing
@@ -29,13 +29,13 @@ from transformers import (
     ModernBertForSequenceClassification,
 )
 
-from ..common.arguments import Arguments, option
-from ..common.commands import guarded
-from ..common.constants import TOKENIZER
-from ..common.results import markdown_table
-from ..configuration_neobert import NeoBERTConfig
-from ..modeling_neobert import NeoBERTForSequenceClassification
-from ..throughput.timing import CLOCKS, between, in_turns, ratio
+from neobert.common.arguments import Arguments, option
+from neobert.common.commands import guarded
+from neobert.common.constants import TOKENIZER
+from neobert.common.results import markdown_table
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForSequenceClassification
+from neobert.throughput.timing import CLOCKS, between, in_turns, ratio
 from .local_text import gcide_entries, wordnet_entries, wordnet_sentences
 from .measuring import WORDS, benchmark, equal_texts
 
@@ -54,7 +54,7 @@ WORKS = {
 
 @dataclass
 class RerankBenchmark(Arguments):
-    """Options of `python -m neobert.benchmarks.rerank`."""
+    """Options of `python -m benchmarks.rerank`."""
 
     output: str = option("results/rerank", "path of the result without its ending")
     layers: int = option(6, least=1)
@@ -196,4 +196,4 @@ def main(given):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.rerank", main))
+    sys.exit(guarded("python -m benchmarks.rerank", main))

@@ -2,7 +2,7 @@
 and int8, infinity, and vLLM, all from the folder of the bundled encoder.
 
     make test-serving        # installs infinity and vLLM in .cache/engines
-    python -m neobert.benchmarks.server
+    python -m benchmarks.server
 
 Clients ask for one text at a time, and for the next when they have it. The servers take turns in
 every round; all of them run from the start, with one thread for the model.
@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from ..common.arguments import Arguments, option
-from ..common.commands import guarded
-from ..common.constants import ROOT
-from ..common.errors import UserError, one_line
-from ..common.results import markdown_table
-from ..embeddings.packed_encoder import PackedEncoder
-from ..throughput.timing import between, quartiles
+from neobert.common.arguments import Arguments, option
+from neobert.common.commands import guarded
+from neobert.common.constants import ROOT
+from neobert.common.errors import UserError, one_line
+from neobert.common.results import markdown_table
+from neobert.embeddings.packed_encoder import PackedEncoder
+from neobert.throughput.timing import between, quartiles
 from .local_text import gcide_entries, wordnet_entries
 from .measuring import benchmark, equal_texts
 
@@ -73,7 +73,7 @@ SERVERS = {
 
 @dataclass
 class ServerBenchmark(Arguments):
-    """Options of `python -m neobert.benchmarks.server`."""
+    """Options of `python -m benchmarks.server`."""
 
     output: str = option("results/server", "path of the result without its ending")
     work: str = option(".cache/engines", "where infinity/ and vllm/ are installed")
@@ -259,4 +259,4 @@ def main(given):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.server", main))
+    sys.exit(guarded("python -m benchmarks.server", main))

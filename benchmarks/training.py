@@ -2,10 +2,10 @@
 tokens, against padded with all logits.
 
     # CPU, short texts, both ways in turns
-    python -m neobert.benchmarks.training --output results/training_cpu
+    python -m benchmarks.training --output results/training_cpu
     # bf16 autocast against float32
-    python -m neobert.benchmarks.training --sets 128 --dtypes float32 bfloat16
-    python -m neobert.benchmarks.training --device cuda --hidden 768 --layers 28 \\
+    python -m benchmarks.training --sets 128 --dtypes float32 bfloat16
+    python -m benchmarks.training --device cuda --hidden 768 --layers 28 \\
         --sets 1024 4096 --tokens 32768
 
 Both ways see the same texts with the same tokens masked, so their losses must agree. Each runs in a
@@ -24,15 +24,15 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm import tqdm
 
-from ..common.arguments import Arguments, option
-from ..common.commands import guarded
-from ..common.measures import PeakMemory
-from ..common.results import markdown_table
-from ..configuration_neobert import NeoBERTConfig
-from ..modeling_neobert import NeoBERTForMaskedLM
-from ..throughput.models import draw_lengths, flops, make_batch
-from ..throughput.options import check_set
-from ..throughput.timing import MatrixProduct, between, quartiles, ratio, timed
+from neobert.common.arguments import Arguments, option
+from neobert.common.commands import guarded
+from neobert.common.measures import PeakMemory
+from neobert.common.results import markdown_table
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.throughput.models import draw_lengths, flops, make_batch
+from neobert.throughput.options import check_set
+from neobert.throughput.timing import MatrixProduct, between, quartiles, ratio, timed
 from .measuring import benchmark, in_a_process, mib
 
 
@@ -42,7 +42,7 @@ MASK = 103  # [MASK] of the bundled tokenizer
 
 @dataclass
 class TrainingArguments(Arguments):
-    """Options of `python -m neobert.benchmarks.training`."""
+    """Options of `python -m benchmarks.training`."""
 
     output: str = option("results/training_cpu", "path of the result without its ending")
     ways: list[str] = option(
@@ -213,4 +213,4 @@ def main(options):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded("python -m neobert.benchmarks.training", main))
+    sys.exit(guarded("python -m benchmarks.training", main))

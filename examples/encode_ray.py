@@ -17,8 +17,8 @@ import ray
 import torch
 
 from neobert.common.scripts import run_script
-from neobert.embeddings.encode import described, encode
-from neobert.embeddings.options import OPTIONS
+from neobert.encoding.command import described, encode
+from neobert.evaluation.options import OPTIONS
 
 
 def share(arguments, number, count, cores):

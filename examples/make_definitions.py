@@ -7,7 +7,7 @@ python examples/make_definitions.py          (needs WordNet: apt-get install wor
 import argparse
 from pathlib import Path
 
-from neobert.benchmarks.local_text import WORDNET, split_gloss
+from benchmarks.local_text import WORDNET, split_gloss
 from neobert.common.files import write_text
 
 

@@ -14,7 +14,7 @@ import json
 import re
 from pathlib import Path
 
-from neobert.benchmarks.local_text import WORDNET, split_gloss
+from benchmarks.local_text import WORDNET, split_gloss
 from neobert.common.folders import check_new
 from neobert.common.scripts import run_script
 

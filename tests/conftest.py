@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 import neobert
 from neobert import modeling_neobert
 
-from .reference import FIELDS
+from helpers.reference import FIELDS
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def tokenizer_dir():
 def bundled(tmp_path_factory):
     """Folder of the bundled checkpoint of examples/, converted, with a pooling layer for
     sentence-transformers."""
-    from neobert.convert_checkpoint import main
+    from neobert.conversion.command import main
 
     folder = tmp_path_factory.mktemp("bundled") / "model"
     assert not main(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract_runs import command
+from helpers.contract_runs import command
 from filelock import FileLock
-from jsonl import write_jsonl
-from raw_checkpoint import raw_from_model
+from helpers.jsonl import write_jsonl
+from helpers.raw_checkpoint import raw_from_model
 
 
 pytest.importorskip("sentence_transformers")

@@ -5,10 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from glue_runs import make_world, run  # noqa: F401
+from helpers.glue_runs import make_world, run  # noqa: F401
 
-from neobert.finetuning import baselines, glue, glue_rows
-from neobert.finetuning.glue_tasks import TASKS
+from neobert.finetuning import baselines
+from neobert.finetuning import command as glue
+from neobert.finetuning import data as glue_rows
+from neobert.finetuning.tasks import TASKS
 
 
 POSITIVE = [f"a good film about {i} houses" for i in range(40)]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import neobert
 
-from .reference import assert_same, last_states
+from helpers.reference import assert_same, last_states
 
 
 TOLERANCE = 5e-5
@@ -80,7 +80,7 @@ def test_sequence_classifier(golden, name, implementation):
 
 @every_folder
 def test_the_formulas_give_the_golden_outputs(golden, name):
-    """tests/reference.py, which other tests compare with, is itself right."""
+    """tests/helpers/reference.py, which other tests compare with, is itself right."""
     model, _, expected = load(neobert.NeoBERTModel, golden / name)
     texts = expected["unpadded_input_ids"]
     assert_same(last_states(model, *texts), expected["unpadded_last_hidden_state"].flatten(0, 1))

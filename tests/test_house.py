@@ -111,11 +111,11 @@ def test_the_reader_of_imports_sees_what_is_there():
     )
     found = set(map(str, imported(Path("export/a.py"), source)))
     assert found == {
-        "export/onnx.py",
-        "export/__init__.py",
+        "neobert/export/onnx.py",
+        "neobert/export/__init__.py",
         "__init__.py",
-        "common/data.py",
-        "common/files.py",
+        "neobert/common/data.py",
+        "neobert/common/files.py",
     }
     assert (
         circle({"a": {"b"}, "b": {"c"}, "c": {"b", "a"}}, "a") == ["a", "b", "c"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from neobert.__main__ import COMMANDS
+from neobert.cli import COMMANDS
 
 from .tools import pages
 
@@ -48,7 +48,7 @@ def commands(page):
 
 def options_of(words):
     """Names that a command's options may have, by its code."""
-    if words[1:3] == ["-m", "neobert.benchmarks.local_tasks"]:
+    if words[1:3] == ["-m", "benchmarks.local_tasks"]:
         words = ["neobert", "mteb"]
     if words[0] == "neobert":
         options = importlib.import_module(f"neobert.{COMMANDS[words[1]].room}.options").OPTIONS[

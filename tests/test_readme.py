@@ -22,7 +22,7 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from neobert.__main__ import COMMANDS
+from neobert.cli import COMMANDS
 from neobert.common.loading import CODE_FILES
 from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 

@@ -16,7 +16,7 @@ import urllib.request
 import pytest
 from packaging.requirements import Requirement
 
-from neobert.benchmarks.server import free_port, server
+from benchmarks.server import free_port, server
 
 from .test_readme import README, ROOT, table
 

@@ -3,11 +3,12 @@
 import pytest
 import reload_in_fork
 import torch
-from conversion_helpers import save
+from helpers.conversion_helpers import save
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM
 from neobert.common.errors import UserError
-from neobert.conversion import command, verify
+from neobert.conversion import command
+from neobert.conversion import verify
 
 
 @pytest.fixture(scope="session")

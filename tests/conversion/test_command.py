@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conversion_helpers import convert, run_script, save
+from helpers.conversion_helpers import convert, run_script, save
 from safetensors.torch import load_file
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from conversion_helpers import assert_same, write_distributed
+from helpers.conversion_helpers import assert_same, write_distributed
 from safetensors.torch import load_file, save_file
 
 from neobert.common.errors import UserError

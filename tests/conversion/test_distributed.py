@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conversion_helpers import assert_same, write_distributed
+from helpers.conversion_helpers import assert_same, write_distributed
 from safetensors.torch import load_file
 
 from neobert.common.errors import UserError

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conversion_helpers import convert, save
+from helpers.conversion_helpers import convert, save
 from safetensors.torch import load_file
 
 import neobert

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import yaml
-from conversion_helpers import ROOT, convert, save
+from helpers.conversion_helpers import ROOT, convert, save
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTModel

@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from conversion_helpers import assert_same
+from helpers.conversion_helpers import assert_same
 
 from neobert.common.errors import UserError
 from neobert.conversion.config_files import find_config

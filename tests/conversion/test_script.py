@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conversion_helpers import SCRIPT
+from helpers.conversion_helpers import SCRIPT
 
 from neobert import convert_checkpoint
-from neobert.__main__ import main
+from neobert.cli import main
 from neobert.common.commands import guarded
 
 

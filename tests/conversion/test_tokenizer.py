@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from conversion_helpers import convert, save
+from helpers.conversion_helpers import convert, save
 from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTForMaskedLM

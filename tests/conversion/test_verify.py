@@ -7,12 +7,13 @@ import re
 
 import pytest
 import torch
-from conversion_helpers import convert, save
+from helpers.conversion_helpers import convert, save
 from safetensors.torch import load_file, save_file
 
 from neobert import NeoBERTForSequenceClassification, NeoBERTModel
 from neobert.common.errors import UserError
-from neobert.conversion import command, verify
+from neobert.conversion import command
+from neobert.conversion import verify
 from neobert.conversion.architecture import plan
 
 

@@ -14,7 +14,7 @@ import zipfile
 import numpy
 import pytest
 import torch
-from conversion_helpers import assert_same
+from helpers.conversion_helpers import assert_same
 from safetensors.torch import load_file, save_file
 
 from neobert.common.errors import UserError

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from neobert import NeoBERTModel
-from neobert.benchmarks.engines import Llama
-from neobert.benchmarks.server import free_port, server
+from benchmarks.engines import Llama
+from benchmarks.server import free_port, server
 from neobert.common.errors import one_line
 from neobert.common.files import read_json
 

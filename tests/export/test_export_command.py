@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice, __main__
+from neobert import NeoBERTForMaskedLM, NeoBERTForMultipleChoice
+from neobert import cli as __main__
 from neobert.common.errors import UserError
 from neobert.conversion import command as converter
-from neobert.export import check, command, folder
+from neobert.export import check
+from neobert.export import command
+from neobert.export import folder
 from neobert.export.check import Agreement, Reference
 from neobert.export.graph import Graph
 from neobert.export.options import ExportArguments

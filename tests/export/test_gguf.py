@@ -31,10 +31,10 @@ from neobert.export.source import Pooling, Source
 
 gguf = pytest.importorskip("gguf")
 
-from neobert.export import gguf_file  # noqa: E402  (it needs gguf)
+from neobert.export import gguf_file
 
 from . import gguf_engine  # noqa: E402
-from .conftest import build  # noqa: E402
+from conftest import build  # noqa: E402
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [unused0] the rain ##ing sao quick ##ly naive".split()

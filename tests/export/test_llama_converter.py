@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 import neobert
 
-from .conftest import build
+from conftest import build
 
 
 gguf = pytest.importorskip("gguf")
 
-from neobert.export import gguf_file  # noqa: E402  (it needs gguf)
+from neobert.export import gguf_file
 
 
 ROOT = Path(neobert.__file__).parent

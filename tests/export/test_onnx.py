@@ -23,7 +23,8 @@ from neobert import (
 )
 from neobert.common.errors import UserError
 from neobert.configuration_neobert import AUTO_MAP
-from neobert.export import command, onnx_quantise
+from neobert.export import command
+from neobert.export import onnx_quantize as onnx_quantise
 from neobert.export import onnx as target
 
 

@@ -105,7 +105,7 @@ def run_tests(checkout, tests):
 
 
 def load_results_helpers():
-    """common/results.py under another package's name: this process must not import the package,
+    """neobert/common/results.py under another package's name: this process must not import the package,
     whose broken copies its forks import."""
     for name, folder in (("helpers", ROOT), ("helpers.common", ROOT / "common")):
         package = types.ModuleType(name)

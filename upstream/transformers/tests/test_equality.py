@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import native
 import neobert
-from neobert.convert_checkpoint import main as convert
+from neobert.conversion.command import main as convert
 
 
 NATIVE = native.load()

@@ -1,0 +1,141 @@
+"""Columns that `neobert encode` copies from its input, with the types that they have there.
+
+Parquet files have types, and the types of JSON and CSV columns are inferred before the first text is
+encoded. They are the same for all parts and shards of an output, and `_vectors.json` stores them.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+
+import pyarrow
+
+from ..common import data
+from ..common.errors import UserError, listed, one_line, shortened
+from ..encoding.options import EncodeArguments
+
+
+PLACES = ("file", "row", "start", "end")  # columns of windows: which text, characters in it
+_INFERENCE_ROWS = 100_000
+# Integers as Python writes them: "007", "+7" and "1e3" stay text.
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+# The types that are inferred, in this order, and the kinds of values that they represent exactly.
+_KINDS = {
+    pyarrow.bool_(): {"boolean"},
+    pyarrow.int64(): {"integer", "large integer"},
+    pyarrow.float64(): {"float", "integer"},
+}
+
+
+def copied_columns(arguments: EncodeArguments, files: Sequence[data.File]) -> pyarrow.Schema:
+    """Return the Arrow schema of the columns to copy.
+
+    Raises:
+        UserError: If there are no rows, or if an option names a column that cannot be used.
+    """
+    first = next((file for file in files if not data.is_empty(file)), None)
+    if first is None:
+        raise UserError(f"{arguments.source} must contain at least one text, got no rows.")
+
+    schema = data.schema(first)
+    if arguments.text_column not in schema.names:
+        raise UserError(
+            f"{first.url} has no column {arguments.text_column!r}, only {listed(schema.names)}; "
+            "name it with --text-column"
+        )
+    names = ["id"] if "id" in schema.names else []
+    if arguments.keep is not None:
+        names = [name.strip() for text in arguments.keep for name in text.split(",")]
+    own = ("embedding", *(PLACES if arguments.long_texts == "windows" else ()))
+    if taken := [name for name in names if name in own]:
+        raise UserError(
+            f"the output's own columns are {listed(own)}; leave {listed(taken)} out of --keep"
+        )
+
+    types = {}
+    for name in filter(None, names):
+        is_text = name.endswith(":text") and name not in schema.names
+        types[name.removesuffix(":text") if is_text else name] = (
+            pyarrow.string() if is_text or name == arguments.text_column else None
+        )
+    if first.format == ".parquet":
+        known = dict(zip(schema.names, schema.types))
+    else:
+        known = _inferred_types(files, [name for name, kind in types.items() if kind is None])
+    return pyarrow.schema(
+        [(name, kind or known.get(name, pyarrow.string())) for name, kind in types.items()]
+    )
+
+
+def column_array(values: list, field: pyarrow.Field, file: data.File) -> pyarrow.Array:
+    """Return the values of a copied column as an Arrow array of the type of `field`.
+
+    In a column of strings, values that are not strings are written as JSON.
+
+    Raises:
+        UserError: If a value cannot be represented exactly.
+    """
+    try:
+        if field.type == pyarrow.string():
+            values = [
+                value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+                for value in values
+            ]
+        elif file.format != ".parquet":
+            values = [_parsed(value, file) for value in values]
+            allowed = _KINDS.get(field.type)
+            for value in values:
+                if allowed and value is not None and _kind(value) not in allowed:
+                    raise ValueError(f"got {shortened(json.dumps(value, default=str), 60)}")
+        return pyarrow.array(values, field.type)
+    except (ValueError, OverflowError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{file.url}: all values of {field.name!r} must have the type {field.type} "
+            f"({one_line(error)}). Use --keep {field.name}:text and another output to copy the "
+            "column as text."
+        ) from error
+
+
+def _inferred_types(files: Sequence[data.File], names: list[str]) -> dict:
+    """Return the Arrow types of columns of JSON, CSV or TSV files, strings where no other type fits.
+
+    Complete files are read, in the order of their names, until there are `_INFERENCE_ROWS` rows. So
+    all shards infer the same types, and a file that is added later does not change them.
+    """
+    kinds = {name: set() for name in names}
+    count = 0
+    for file in files if names else ():
+        for _, row in data.numbered_rows(file, names):
+            count += 1
+            for name, value in row.items():
+                kinds[name].add(_kind(_parsed(value, file)))
+        if count >= _INFERENCE_ROWS:
+            break
+
+    types = {}
+    for name, seen in kinds.items():
+        seen.discard(None)
+        fitting = [kind for kind, allowed in _KINDS.items() if seen and seen <= allowed]
+        types[name] = fitting[0] if fitting else pyarrow.string()
+    return types
+
+
+def _parsed(value: object, file: data.File) -> object:
+    """Return a JSON value unchanged, and a table's cell as an integer or None if it is one."""
+    if file.format not in (".csv", ".tsv") or not isinstance(value, str):
+        return value
+    return int(value) if _INTEGER.fullmatch(value) else value or None
+
+
+def _kind(value: object) -> str | None:
+    """Return the kind of a value, as in `_KINDS`, "other", or None for a missing value."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "float"
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        # A float64 represents integers up to 2**53 exactly.
+        return "integer" if abs(value) <= 2**53 else "large integer"
+    return "other"

@@ -1,0 +1,128 @@
+"""Results of `neobert glue`: the runs that a folder holds, and their table in the layout of the
+paper's Table 3."""
+
+import json
+from pathlib import Path
+
+import pandas
+
+from ..common.files import read_json
+from ..common.results import GLUE, GLUE_NOTE, environment, markdown_table, write_result
+from .baselines import MAX_TRAIN_ROWS
+from .tasks import TASKS
+
+
+NOTE = (
+    f"{GLUE_NOTE}\n\nRows marked 'measured' are dev scores x 100, mean ± standard deviation over "
+    "seeds. The checkpoint was chosen on training rows that were held out, unless the row says "
+    "'selected on dev'. The average is given when all eight tasks are there. A row with 'data: "
+    "NAME' was measured on other data in GLUE's schema: it is not a GLUE score, and not to be "
+    "compared with the published rows. Each run's result.json has its settings, rows, command and "
+    "commit."
+)
+BASELINE_NOTE = (
+    "Baselines on the same rows: the majority class (regression: the mean label), and logistic "
+    "(regression: ridge) regression on TF-IDF features of words and characters, fitted on at most "
+    f"{MAX_TRAIN_ROWS:,} training rows. ± is the standard error over dev rows."
+)
+
+
+def finished_runs(output):
+    """[(folder, result)] of all finished runs under `output`."""
+    results = [
+        (path.parent, read_json(path)) for path in sorted(Path(output).glob("*/*/*/result.json"))
+    ]
+    return [(folder, result) for folder, result in results if result.get("neobert") == "glue"]
+
+
+def collect(output):
+    """The measured cells, one of a row and task: a DataFrame with name, task, score, deviation
+    (NaN for one seed), seeds (how many), selected, last, best_of_all_evaluations.
+
+    A cell is the group of runs that differ in the seed alone: of all groups with the most seeds,
+    the one with the best mean selection score.
+    """
+    runs = []
+    for _, result in finished_runs(output):
+        settings = {name: value for name, value in result["settings"].items() if name != "seed"}
+        runs.append(
+            {
+                "name": result["row"],
+                "task": result["task"],
+                "settings": json.dumps(settings, sort_keys=True),
+                "score": result["score"],
+                "selected": result["selected"]["score"],
+                "last": result["last"]["score"],
+                "best_of_all_evaluations": result["best_of_all_evaluations"],
+            }
+        )
+    groups = pandas.DataFrame(runs).groupby(["name", "task", "settings"], as_index=False)
+    groups = groups.agg(
+        score=("score", "mean"),
+        deviation=("score", "std"),
+        seeds=("score", "size"),
+        selected=("selected", "mean"),
+        last=("last", "mean"),
+        best_of_all_evaluations=("best_of_all_evaluations", "max"),
+    )
+    return groups.sort_values(["seeds", "selected"]).groupby(["name", "task"]).tail(1)
+
+
+def baseline_table(output: str | Path) -> str:
+    """Return a table of the runs' scores beside their baselines on the same dev rows.
+
+    Scores are percentages with their standard error over dev rows. Runs of earlier versions, which
+    have no baselines, are left out.
+    """
+    rows = []
+    for _, result in finished_runs(output):
+        if "baselines" not in result:
+            continue
+        scores = [(result["score"], result["standard_error"])]
+        scores += [(entry["value"], entry["standard_error"]) for entry in result["baselines"]]
+        texts = [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in scores]
+        # Without a second label or any characters there is no TF-IDF baseline.
+        texts += [None] * (3 - len(texts))
+        seed = result["settings"]["seed"]
+        rate = f"{result['settings']['learning_rate']:g}"
+        rows.append([result["row"], TASKS[result["task"]].title, seed, rate, *texts])
+    if not rows:
+        return ""
+
+    header = ["model", "task", "seed", "learning rate", "score", "majority or mean", "TF-IDF"]
+    return f"\n{markdown_table(header, rows)}\n{BASELINE_NOTE}\n"
+
+
+def write_tables(output):
+    """Write `output`/table.md and table.json, and return the page.
+
+    The page has the layout of Table 3, published rows, then measured rows, and a second table with
+    the baselines of every run.
+    """
+    cells = collect(output)
+    percent = (100 * cells["score"]).map("{:.1f}".format)
+    spread = (100 * cells["deviation"]).map(" ± {:.1f}".format).where(cells["seeds"] > 1, "")
+    table = cells.assign(text=percent + spread).pivot(index="name", columns="task")
+    texts = table["text"].reindex(columns=TASKS)
+    averages = (100 * table["score"].reindex(columns=TASKS)).mean(axis=1, skipna=False)
+    texts["average"] = averages.map("{:.1f}".format).where(averages.notna())
+    rows = [[name, "published", *published] for name, published in GLUE.items()]
+    for name, row in texts.iterrows():
+        seeds = sorted({int(count) for count in table["seeds"].loc[name].dropna()})
+        counts = " to ".join(map(str, seeds[:1] + seeds[1:][-1:]))
+        source = f"measured, {counts} seed{'' if counts == '1' else 's'}"
+        rows.append([name, source, *(text if isinstance(text, str) else None for text in row)])
+    header = ["model", "source", *(task.title for task in TASKS.values()), "avg"]
+    data = {
+        "header": header,
+        "rows": rows,
+        "measured": json.loads(cells.to_json(orient="records")),
+        "note": NOTE,
+    }
+    return write_result(
+        Path(output) / "table",
+        "GLUE, dev sets",
+        environment(),
+        data,
+        f"{markdown_table(header, rows)}\n{NOTE}\n{baseline_table(output)}",
+    )

@@ -1,0 +1,15 @@
+"""Pins the text for distillation: what is read of each kind of file, sentences and phrases of a
+paragraph, nothing that the local tasks hold out."""
+
+from benchmarks import make_distill_text as text
+
+
+def test_held_out_definitions_are_left_out_wherever_they_come_from():
+    forbidden = {text.normal("a bag-shaped fishnet on a long handle")}
+    rows = [
+        "Landing net: a bag-shaped fishnet on a long handle",
+        "A bag-shaped fishnet, on a long handle.",
+        "A long handle.",
+        "a LONG handle",
+    ]
+    assert list(text.kept(rows, forbidden, set())) == ["A long handle."]

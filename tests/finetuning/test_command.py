@@ -1,0 +1,213 @@
+"""Pins the protocol of `neobert glue`: metrics by hand-worked numbers, the paper's hyper-parameters
+and evaluation interval, early stopping on the mean, no decay on norms."""
+
+import math
+
+import numpy as np
+import pytest
+from helpers.glue_runs import make_world, run  # noqa: F401
+from transformers import DistilBertConfig
+
+from neobert.common import loading
+from neobert.finetuning import model as glue_model
+from neobert.finetuning import data as glue_rows
+from neobert.finetuning import trainer as glue_run
+from neobert.finetuning import tasks as glue_tasks
+from neobert.finetuning.tasks import TASKS
+from neobert.finetuning.options import OPTIONS
+
+
+# ------------------------------------------------------------------------------------------------
+# metrics
+
+
+def test_metrics_by_hand():
+
+    def scores(name, logits, labels):
+        predictions = glue_tasks.predicted_labels(TASKS[name], logits)
+        return glue_tasks.scores(TASKS[name], predictions, labels)
+
+    labels = np.array([1, 1, 1, 0, 0, 1])
+    # 3 true positives, 1 false positive, 1 false negative, 1 true negative
+    logits = np.eye(2)[[1, 0, 1, 0, 1, 1]]
+    values = scores("mrpc", logits, labels)
+    assert values["accuracy"] == pytest.approx(4 / 6) and values["f1"] == pytest.approx(
+        2 * 3 / (2 * 3 + 1 + 1)
+    )
+    # The score of a task with two metrics is their mean.
+    assert values["score"] == pytest.approx((4 / 6 + 0.75) / 2)
+    matthews = (3 * 1 - 1 * 1) / math.sqrt((3 + 1) * (3 + 1) * (1 + 1) * (1 + 1))
+    assert scores("cola", logits, labels) == pytest.approx(
+        {"matthews": matthews, "score": matthews}
+    )
+    predictions, truth = np.array([[1.0], [2.0], [4.0], [3.0]]), np.array([0.0, 1.0, 2.0, 5.0])
+    x, y = predictions[:, 0] - 2.5, truth - 2.0
+    pearson = (x * y).sum() / math.sqrt((x**2).sum() * (y**2).sum())
+    values = scores("stsb", predictions, truth)
+    # Ranks 1 2 4 3 against 1 2 3 4: 1 - 6 * (1 + 1) / (4 * 15).
+    assert values["pearson"] == pytest.approx(pearson) and values["spearman"] == pytest.approx(0.8)
+    # A constant correlates with nothing: 0, not nan.
+    assert scores("stsb", np.ones((4, 1)), truth)["score"] == 0.0
+
+
+def test_mnli_is_the_mean_of_matched_and_mismatched():
+    labels = np.array([0, 1, 2, 0, 1, 2])
+    logits = np.eye(3)[[0, 1, 0, 0, 0, 0]]
+    slices = {"heldout": slice(0, 1), "validation_matched": slice(1, 3)}
+    slices["validation_mismatched"] = slice(3, 6)
+    values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    assert values["validation_matched_accuracy"] == pytest.approx(1 / 2)
+    assert values["validation_mismatched_accuracy"] == pytest.approx(1 / 3)
+    # MNLI scores the mean of the two, not the pooled accuracy (2 / 5).
+    assert values["dev_score"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert values["score"] == 1.0, "Held-out rows select, not the dev set."
+    del slices["heldout"]
+    values = glue_rows.evaluation_metrics(TASKS["mnli"], logits, labels, slices)
+    assert values["score"] == values["dev_score"]
+
+
+# ------------------------------------------------------------------------------------------------
+# protocol
+
+
+def test_hyper_parameters_are_the_papers():
+    """Best of the grid for NeoBERT-4096 and NeoBERT-1024: batch, learning rate, weight decay."""
+    paper = {
+        "cola": ((8, 8e-6, 1e-5), (4, 6e-6, 1e-5)),
+        "mnli": ((16, 5e-6, 1e-5), (16, 6e-6, 1e-2)),
+        "mrpc": ((2, 1e-5, 1e-5), (8, 2e-5, 1e-5)),
+        "qnli": ((8, 5e-6, 1e-5), (8, 5e-6, 1e-5)),
+        "qqp": ((32, 8e-6, 1e-5), (32, 1e-5, 1e-2)),
+        "rte": ((32, 5e-6, 1e-5), (8, 6e-6, 1e-5)),
+        "sst2": ((32, 8e-6, 1e-2), (16, 1e-5, 1e-5)),
+        "stsb": ((32, 2e-5, 1e-5), (8, 1e-5, 1e-2)),
+    }
+    given = ["--task", "all", "--model", "m"]
+
+    def combinations(task, *more):
+        return OPTIONS["glue"].read([*given, *more])[0].combinations(TASKS[task])
+
+    for task, rows in paper.items():
+        for preset, row in zip(("neobert-4096", "neobert-1024"), rows):
+            (found,) = combinations(task, "--preset", preset)
+            assert tuple(found.values()) == row, f"{preset}, {task}"
+    assert len(combinations("rte", "--grid")) == 5 * 6 * 2
+    pinned = combinations("rte", "--grid", "--weight-decay", "0")
+    assert len(pinned) == 30 and {found["weight_decay"] for found in pinned} == {0}
+    arguments, trainer = OPTIONS["glue"].read(given)
+    assert (arguments.patience, arguments.warmup_ratio, arguments.head_dropout) == (15, 0.06, 0.1)
+    assert (trainer["num_train_epochs"], trainer["lr_scheduler_type"]) == (10, "linear")
+    assert (arguments.max_eval_interval, arguments.seeds) == (500, [1, 2, 3])
+    assert combinations("rte", "--lora")[0]["learning_rate"] == 3e-4, "LoRA has its own"
+
+
+def test_the_learning_rate_depends_on_the_hidden_size():
+    """Presets are for a hidden size of 768. Smaller encoders get 2e-5 * (768 / hidden size)^5."""
+
+    def rate(hidden_size, *more):
+        arguments, _ = OPTIONS["glue"].read(["--task", "sst2", "--model", "m", *more])
+        (hyper,) = arguments.combinations(TASKS["sst2"], hidden_size)
+        assert (hyper["batch_size"], hyper["weight_decay"]) in ((32, 1e-2), (16, 1e-5))
+        return hyper["learning_rate"]
+
+    assert rate(384) == pytest.approx(6.4e-4)
+    assert rate(192) == 1e-3
+    assert rate(767) == pytest.approx(2e-5, rel=0.01)
+    assert rate(768) == rate(1024) == rate(None) == 8e-6
+    assert rate(384, "--preset", "neobert-4096") == 8e-6
+    assert rate(384, "--preset", "neobert-1024") == 1e-5
+    assert rate(384, "--learning-rate", "1e-5") == 1e-5
+    assert rate(384, "--lora") == 3e-4
+
+
+def test_the_hidden_size_is_that_of_the_configuration(world, tmp_path):
+    assert glue_model.encoder_hidden_size(str(world / "model")) == 32
+    assert glue_model.encoder_hidden_size(str(world / "bert")) == 32
+    # DistilBERT calls its hidden size `dim`.
+    DistilBertConfig(dim=96, n_heads=4).save_pretrained(tmp_path)
+    assert glue_model.encoder_hidden_size(str(tmp_path)) == 96
+
+
+def test_head_dropout_and_new_head(world):
+    def load(name, **more):
+        return glue_model.load_classifier(str(world / name), TASKS["mnli"], **more)
+
+    model, new = load("model", head_dropout=0.25, pooling="cls")
+    assert model.dropout.p == 0.25 and model.config.classifier_pooling == "cls"
+    assert model.config.num_labels == 3 and model.config.id2label[2] == "contradiction"
+    # A masked-LM checkpoint brings no head.
+    assert new == ["classifier.bias", "classifier.weight", "dense.bias", "dense.weight"]
+    model, new = load("bert", head_dropout=0.25)
+    assert model.dropout.p == 0.25, "The baseline has another head dropout."
+    # A head of two labels cannot serve three.
+    assert new == ["classifier.bias", "classifier.weight"]
+
+
+def test_early_stopping_counts_evaluations_without_progress(world, tmp_path):
+    runs = run(world, tmp_path, learning_rate=1e-12, num_train_epochs=3, patience=4)
+    result = runs["sst2", 1][1]
+    assert result["stopped_early"] and len(result["evaluations"]) == 5, "one sets the mark"
+    assert result["selected"]["step"] == result["evaluations"][0]["step"], "the first of equals"
+
+
+def test_the_held_out_score_selects(world, tmp_path, monkeypatch):
+    held_out = iter([0.2, 0.95, 0.3, 0.4, 0.5])
+    dev = iter([0.9, 0.1, 0.8, 0.7, 0.6])
+    metrics = lambda *_: {"score": next(held_out), "dev_score": next(dev)}  # noqa: E731
+    monkeypatch.setattr(glue_run, "evaluation_metrics", metrics)
+    result = run(world, tmp_path, patience=3)["sst2", 1][1]
+    assert result["selected"]["step"] == 2 and result["score"] == 0.1, "the dev set chose"
+    assert result["last"] == {"step": 5, "score": 0.6}, "three evaluations after the best one"
+    assert result["best_of_all_evaluations"] == 0.9, "what the published protocol would report"
+
+
+def settings_of(*more):
+    arguments, trainer = OPTIONS["glue"].read(
+        ["--task", "sst2", "--model", "m", "--num-train-epochs", "4", *more]
+    )
+    hyper = {"batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.0}
+    return arguments.settings(trainer, TASKS["sst2"], hyper, 1), trainer
+
+
+def test_held_out_rows_are_not_trained_on(world):
+    splits = glue_tasks.load_task(TASKS["sst2"], str(world / "data"))
+    tokenizer = loading.load_tokenizer(str(world / "model"))
+    settings, _ = settings_of()
+    train, evaluation, slices = glue_rows.prepare(TASKS["sst2"], splits, tokenizer, settings, 64)
+    # 160 rows: 144 and a tenth, then 40 of dev.
+    assert (len(train), slices) == (144, {"heldout": slice(0, 16), "validation": slice(16, 56)})
+    kept, held_out = glue_rows.split_heldout(160, 0.1, 2000)
+    assert sorted(kept + held_out) == list(range(160)), "the parts overlap or lose rows"
+    assert len(glue_rows.split_heldout(100_000, 0.1, 2000)[1]) == 2000
+    texts = [splits["train"]["sentence"][i] for i in held_out]
+    ids = evaluation["input_ids"][:16]
+    assert [tokenizer.decode(row, skip_special_tokens=True) for row in ids] == texts
+    assert train["labels"][:] == [splits["train"]["label"][i] for i in kept]
+
+
+def test_held_out_rows_are_a_sample():
+    """Training files may be sorted. Of 1,000 rows about 50 of each half are held out."""
+    _, held_out = glue_rows.split_heldout(1000, 0.1, 2000)
+    first_half = sum(row < 500 for row in held_out)
+    assert len(held_out) == 100 and 30 < first_half < 70
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps"), [(5, 1), (10, 1), (59, 5), (4999, 499), (5000, 500), (24544, 500)]
+)
+def test_evaluation_interval(tmp_path, batches, steps):
+    def interval(*more):
+        settings, trainer = settings_of(*more)
+        rows = batches * settings["batch_size"]
+        return glue_run.trainer_arguments(settings, trainer, tmp_path, rows)[0].eval_steps
+
+    assert interval() == steps
+    assert interval("--evaluations-per-epoch", "2") == min(500, batches // 2)
+
+
+def test_the_warm_up_is_a_share_of_all_steps(tmp_path):
+    """1,000 rows in batches of 32 are 32 batches, 4 epochs of them 128 steps, of which 6 % are
+    7.68."""
+    settings, trainer = settings_of()
+    training, steps = glue_run.trainer_arguments(settings, trainer, tmp_path, 1000)
+    assert (steps, training.get_warmup_steps(steps), training.eval_steps) == (128, 8, 3)

@@ -1,0 +1,113 @@
+"""Pins that two processes fine-tune as one: `neobert glue` gives the single process's evaluations
+and weights at the same batch size, `neobert contrastive` its losses and weights where the steps are
+accumulated. They run on the CPU under torchrun (gloo)."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.glue_runs import make_world  # noqa: F401
+from helpers.jsonl import write_jsonl
+
+
+pytest.importorskip("sentence_transformers")
+
+from safetensors.torch import load_file
+
+from neobert import cli
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "river stone music paper table winter cold water hard rock sweet sound".split()
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    """The world with pairs, and the package for the processes. Of 160 rows a tenth is held out: 9
+    whole batches of 16, so that no process repeats rows to fill the last one."""
+    (world / "path").mkdir()
+    (world / "path" / "neobert").symlink_to(ROOT)
+    # Three rows share a positive: a batch of 8, of one process or of two, must not hold two of
+    # them.
+    rows = [
+        {"anchor": f"{word} number {i}", "positive": f"{i % 24} {word}"}
+        for i, word in enumerate(WORDS * 6)
+    ]
+    write_jsonl(world / "pairs.jsonl", rows)
+    return world
+
+
+def both_ways(folder, name, arguments, single, double):
+    """Runs `neobert <arguments>` in this process and in two; returns the two output folders."""
+    outputs = [folder / f"{name}-one", folder / f"{name}-two"]
+    assert cli.main([*arguments, *single, str(outputs[0])]) == 0
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(folder / "path")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    run = subprocess.run(
+        [*launcher, "--master_port", port, "-m", "neobert", *arguments, *double, str(outputs[1])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, f"neobert {name} failed in two processes:\n{run.stderr[-3000:]}"
+    return outputs
+
+
+def assert_same_weights(one, two, start):
+    """`start`: the weights before training, whatever prefix their names have."""
+    one, two = load_file(one), load_file(two)
+    assert one.keys() == two.keys()
+    embedding = next(name for name in one if name.endswith("encoder.weight"))
+    moved = (one[embedding] - load_file(start)["model.encoder.weight"]).abs().max().item()
+    assert moved > 1e-3, "training changed nothing, so this test would be vacuous"
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], atol=1e-2 * moved), name
+
+
+def test_glue_in_two_processes(folder):
+    arguments = [
+        *("glue", "--task", "sst2", "--model", str(folder / "model")),
+        *("--data", str(folder / "data"), "--seeds", "1", "--num-train-epochs", "2"),
+        *("--batch_size", "16", "--learning_rate", "3e-3", "--head-dropout", "0", "--output"),
+    ]
+    one, two = both_ways(folder, "glue", arguments, [], [])
+    (first,), (second,) = (list(output.glob("*/sst2/*")) for output in (one, two))
+    # The number of processes is not a setting: a run is continued on more or fewer of them.
+    assert first.name == second.name
+    results = [json.loads((run / "result.json").read_text()) for run in (first, second)]
+    assert [result["environment"]["processes"] for result in results] == [1, 2]
+    one, two = (result["evaluations"] for result in results)
+    assert one[-1]["score"] > one[0]["score"], "vacuous: nothing was learnt"
+    assert one == two
+    assert_same_weights(
+        *(run / "best" / "model.safetensors" for run in (first, second)),
+        folder / "model" / "model.safetensors",
+    )
+
+
+def test_contrastive_in_two_processes(folder):
+    arguments = [
+        *("contrastive", "--model", str(folder / "model"), "--pairs", str(folder / "pairs.jsonl")),
+        *("--max_steps", "6", "--use_cpu", "true", "--max_length", "32", "--logging_steps", "1"),
+        *("--learning_rate", "1e-3", "--per_device_train_batch_size", "4"),
+    ]
+    single = ["--gradient_accumulation_steps", "2", "--output"]
+    one, two = both_ways(folder, "contrastive", arguments, single, ["--output"])
+    results = [json.loads((output / "result.json").read_text()) for output in (one, two)]
+    assert [result["environment"]["processes"] for result in results] == [1, 2]
+    losses = [[loss for _, loss in result["training"]["losses"]] for result in results]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_same_weights(
+        one / "model.safetensors", two / "model.safetensors", folder / "model" / "model.safetensors"
+    )

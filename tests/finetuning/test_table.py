@@ -1,0 +1,161 @@
+"""Pins the GLUE table: its layout, the published averages, the best of a grid with all seeds, the
+runs whose weights stay."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.glue_runs import make_world, run  # noqa: F401
+from helpers.jsonl import write_jsonl
+
+from neobert.common.errors import UserError
+from neobert.common.files import write_json
+from neobert.common.results import GLUE
+from neobert.finetuning import command as glue
+from neobert.finetuning import trainer as glue_run
+from neobert.finetuning import table as glue_table
+from neobert.finetuning.tasks import TASKS
+from neobert.finetuning.options import OPTIONS
+
+
+# ------------------------------------------------------------------------------------------------
+# table
+
+
+def fake_result(folder, task, seed, score, name="mine", selected=None, row=None, **settings):
+    values = {"seed": seed, "learning_rate": 1e-5, **settings}
+    result = {"neobert": "glue", "task": task, "name": name, "row": row or name}
+    result |= {"settings": values, "score": score}
+    result |= {"last": {"score": score - 0.01}, "best_of_all_evaluations": score + 0.01}
+    result["selected"] = {"score": score if selected is None else selected}
+    path = folder / name / task / f"{seed}-{values['learning_rate']}" / "result.json"
+    write_json(path, result)
+    return path.parent
+
+
+def test_table_layout(tmp_path):
+    for task in TASKS:
+        for seed, score in ((1, 0.80), (2, 0.84)):
+            fake_result(tmp_path, task, seed, score)
+    # A single seed does not win over two, however good; of two groups of one size the better
+    # selection score counts, not the dev score.
+    fake_result(tmp_path, "rte", 3, 0.99, learning_rate=1e-4)
+    fake_result(tmp_path, "sst2", 1, 0.90, name="other", selected=0.7)
+    fake_result(tmp_path, "sst2", 1, 0.85, name="other", selected=0.8, learning_rate=1e-4)
+    glue_table.write_tables(tmp_path)
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in (tmp_path / "table.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    tasks = ["MNLI", "QNLI", "QQP", "RTE", "SST", "MRPC", "CoLA", "STS"]
+    assert lines[0] == ["model", "source", *tasks, "avg"]
+    published = [line for line in lines if len(line) > 1 and line[1] == "published"]
+    assert len(published) == len(GLUE) == 12 and ["NeoBERT-4096", "published", "89.0", "93.7"] in [
+        line[:4] for line in published
+    ]
+    mine = next(line for line in lines if line[0] == "mine")
+    # Standard deviation of 80 and 84 with n - 1: 2.83.
+    assert mine == ["mine", "measured, 2 seeds", *["82.0 ± 2.8"] * 8, "82.0"]
+    table = json.loads((tmp_path / "table.json").read_text())
+    expected = ["other", "measured, 1 seed", *[None] * 4, "85.0", *[None] * 4]
+    assert table["rows"][-1] == expected, "an average needs all eight tasks"
+    (cell,) = [cell for cell in table["measured"] if cell["name"] == "other"]
+    assert (cell["score"], cell["deviation"], cell["seeds"]) == (0.85, None, 1)
+
+
+@pytest.mark.parametrize(
+    "options, row",
+    [
+        (["--data", "folder/mine"], "m (data: mine)"),
+        (["--lora", "--lora-rank", "4"], "m (LoRA r=4)"),
+        (["--selection", "dev"], "m (selected on dev)"),
+        (["--learning-rate", "1e-4"], "m"),
+    ],
+)
+def test_runs_that_do_not_compare_are_rows_of_their_own(options, row):
+    arguments, _ = OPTIONS["glue"].read(["--task", "rte", "--model", "m", *options])
+    assert arguments.row == row
+
+
+def test_published_averages():
+    """Every published row's average is that of its tasks, to the rounding of the paper (its
+    NomicBERT and BERT rows are rounded further)."""
+    for name, values in GLUE.items():
+        assert abs(np.mean(values[:-1]) - values[-1]) < 1.6, f"{name}: a figure was copied wrongly."
+
+
+def test_grid_runs_the_best_with_all_seeds(tmp_path, monkeypatch):
+    done = []
+
+    def fine_tune(output, settings, *others):
+        rate = settings["learning_rate"]
+        done.append((rate, settings["batch_size"], settings["seed"]))
+        # Selection prefers 2e-5, the dev score prefers 1e-5.
+        selected, score = (0.9, 0.5) if rate == 2e-5 else (0.4, 0.8)
+        return {"score": score, "selected": {"score": selected}, "last": {"score": score}}
+
+    monkeypatch.setattr(glue, "fine_tune", fine_tune)
+    arguments, trainer = OPTIONS["glue"].read(
+        [
+            *("--task", "sst2", "--model", "mine", "--output", str(tmp_path), "--grid"),
+            *("--batch-size", "8", "--weight-decay", "0.1", "--seeds", "5", "6"),
+        ]
+    )
+    results = glue.run_task(arguments, trainer, TASKS["sst2"], {}, None, "ours")
+    assert len(done) == 8, "six learning rates with the first seed, then both seeds of the best"
+    assert done[-2:] == [(2e-5, 8, 5), (2e-5, 8, 6)] and len(results) == 2
+
+
+def test_the_mnli_run_to_start_from_is_the_best_selected_one(tmp_path):
+    given = ["--task", "rte", "--model", "m", "--name", "mine", "--output", str(tmp_path)]
+    arguments, _ = OPTIONS["glue"].read(given)
+    for seed, score, selected in ((1, 0.9, 0.5), (2, 0.6, 0.8), (3, 0.7, 0.7)):
+        folder = fake_result(tmp_path, "mnli", seed, score, selected=selected)
+        if seed == 1:
+            # A run whose weights are gone is no start.
+            assert glue.choose_start(arguments, TASKS["rte"]) == (None, "m")
+        (folder / "best").mkdir()
+    fake_result(tmp_path, "mnli", 4, 0.95, selected=0.99, name="others")
+    best = tmp_path / "mine" / "mnli" / "2-1e-05"
+    assert glue.choose_start(arguments, TASKS["rte"]) == (best.name, str(best / "best"))
+
+
+@pytest.mark.parametrize("keep, kept", [("best", {1, 2}), ("all", {1, 2, 3})])
+def test_weights_are_kept_of_runs_that_are_better_than_those_before(
+    world, tmp_path, monkeypatch, keep, kept
+):
+    """What is there is never removed."""
+    scores = iter([0.5, 0.5, 0.7, 0.7, 0.6, 0.6])
+    monkeypatch.setattr(
+        glue_run, "evaluation_metrics", lambda *_: {"score": next(scores), "dev_score": 0.5}
+    )
+    settings = {"num_train_epochs": 0.2, "max_eval_interval": 1}
+    run(world, tmp_path, seeds="1,2,3", keep_models=keep, **settings)
+    best = [path.parent for path in tmp_path.rglob("best/model.safetensors")]
+    assert {int(path.parent.name.split("seed")[1][0]) for path in best} == kept
+    assert len(glue_table.finished_runs(tmp_path)) == 3
+
+
+def test_a_row_of_the_table_holds_one_model_and_one_set_of_rows(world, tmp_path):
+    output, quick = tmp_path / "out", {"num_train_epochs": 0.2, "name": "mine"}
+    run(world, output, **quick)
+    assert "| mine (data: data) |" in (output / "table.md").read_text()
+    words = "is a run of other weights or rows under the name 'mine'; give another --name"
+    with pytest.raises(UserError, match=words):
+        run(world, output, **{**quick, "model": world / "bert"})
+    for path in (world / "data" / "sst2").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        write_jsonl(tmp_path / "data" / "sst2" / path.name, rows[1:])
+    with pytest.raises(UserError, match=words):
+        run(world, output, **{**quick, "data": tmp_path / "data"})
+    assert len(glue_table.finished_runs(output)) == 1
+
+
+def test_tables_of_others_are_not_replaced(world, tmp_path):
+    for name in ("table.md", "table.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(UserError, match="was not made by neobert glue"):
+            run(world, tmp_path)
+        assert (tmp_path / name).read_text() == "{}"
+        (tmp_path / name).unlink()

@@ -1,0 +1,64 @@
+"""Runs of `neobert contrastive` on tiny pairs, for its tests."""
+
+import pytest
+import torch
+from helpers.jsonl import write_jsonl
+
+
+pytest.importorskip("sentence_transformers")
+
+from transformers import AutoTokenizer
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+
+
+COLOURS = "red green blue black white brown grey pink".split()
+ANIMALS = "cat dog bird fish horse mouse lion wolf".split()
+
+
+@pytest.fixture(scope="module", name="model_folder")
+def make_model_folder(tmp_path_factory, tokenizer_dir):
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("encoder")
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+    }
+    NeoBERTForMaskedLM(NeoBERTConfig(**config)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="triplets")
+def make_triplets(tmp_path):
+    rows = [
+        {
+            "anchor": f"an animal, a {animal}, that is {colour} and number {i}",
+            "positive": f"{i} {colour} {animal}",
+            "negative": f"{animal} {i}",
+        }
+        for i, (colour, animal) in enumerate(
+            (colour, animal) for colour in COLOURS for animal in ANIMALS
+        )
+    ]
+    return str(write_jsonl(tmp_path / "triplets.jsonl", rows))
+
+
+@pytest.fixture(name="pairs")
+def make_pairs(tmp_path):
+    rows = [
+        {"anchor": f"{colour} thing {i}", "positive": f"{i} {colour}"}
+        for i, colour in enumerate(COLOURS * 2)
+    ]
+    return str(write_jsonl(tmp_path / "pairs.jsonl", rows))
+
+
+def arguments_for(model_folder, output, *more):
+    return [
+        *("--model", str(model_folder), "--output", str(output), "--max_length", "32"),
+        *("--per_device_train_batch_size", "8", "--use_cpu", "true", "--logging_steps", "1"),
+        *("--save_steps", "4", "--max_steps", "8", *more),
+    ]

@@ -1,0 +1,635 @@
+"""Pins the model in the hands of libraries that look inside of it or save a part of it: PEFT's
+defaults keep the head; whoever has hooks on inner modules (Opacus, NEFTune, Captum, PEFT's mixed
+batches) sees the batch axis; pipelines, SPLADE and bert-score read what was saved.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+    NeoBERTModel,
+)
+from neobert import modeling_neobert as modeling
+
+from helpers.reference import (
+    FIELDS,
+    assert_same,
+    count_rows,
+    make_model,
+    packed_batch,
+    random_batch,
+    texts_of,
+)
+
+
+TARGETS = ["qkv", "wo", "w12", "w3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A pre-trained masked LM, as a user fine-tunes it: a folder without a head for sequences."""
+    folder = tmp_path_factory.mktemp("base")
+    make_model(NeoBERTForMaskedLM).save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------
+# PEFT
+
+
+# {name: PEFT's configuration, its options beside the layers and the task}.
+BLOCKS = {"target_modules": TARGETS, "r": 4}
+METHODS = {
+    "LoRA": ("Lora", BLOCKS),
+    "LoRA on all linear layers": ("Lora", {"target_modules": "all-linear", "r": 4}),
+    "LoRA without a task": ("Lora", {**BLOCKS, "modules_to_save": ["classifier"]}),
+    "DoRA": ("Lora", {**BLOCKS, "use_dora": True}),
+    "rsLoRA": ("Lora", {**BLOCKS, "use_rslora": True}),
+    "AdaLoRA": (
+        "AdaLora",
+        {"target_modules": TARGETS, "init_r": 4, "target_r": 2, "total_step": 10},
+    ),
+    "VeRA": ("Vera", BLOCKS),
+    "LoHa": ("LoHa", BLOCKS),
+    "LoKr": ("LoKr", BLOCKS),
+    "OFT": ("OFT", {"target_modules": TARGETS, "r": 0, "oft_block_size": 16}),
+    "BOFT": ("BOFT", {"target_modules": TARGETS, "boft_block_size": 4}),
+    "IA3": ("IA3", {"target_modules": ["qkv", "w3"], "feedforward_modules": ["w3"]}),
+    "prompt tuning": ("PromptTuning", {"num_virtual_tokens": 3}),
+    "p-tuning": ("PromptEncoder", {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_peft_defaults_keep_the_head(base, tmp_path, method):
+    """Three steps of the parameters that PEFT trains, so that nothing is what it was drawn as;
+    reloaded on the base model, drawn by another seed as in another process, they give the logits
+    that were trained."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    ids, mask = random_batch([9, 4, 7])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+    name, options = METHODS[method]
+    task = {} if "modules_to_save" in options else {"task_type": "SEQ_CLS"}
+
+    def fresh(seed):
+        torch.manual_seed(seed)
+        classifier = AutoModelForSequenceClassification
+        return classifier.from_pretrained(base, dtype=torch.float32, num_labels=3)
+
+    model = peft.get_peft_model(fresh(1), getattr(peft, f"{name}Config")(**task, **options))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.eval()(**batch).logits
+        # with which PEFT's AdaLoRA computes a loss that an adapter which is not trainable lacks
+        del batch["labels"]
+        actual = peft.PeftModel.from_pretrained(fresh(2), tmp_path).eval()(**batch).logits
+        untrained = fresh(2).eval()(**batch).logits
+    assert_same(actual, expected, what="logits of a reloaded adapter")
+    assert (untrained - expected).abs().max() > 1e-2, "training changed nothing"
+
+
+def test_the_embedding_as_a_module_to_save(base):
+    """PEFT compares the ends of names: `encoder`, the token embedding, is the end of
+    `transformer_encoder` too; `model.encoder` is not."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+    def adapted(name):
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+        options = {"target_modules": ["wo"], "modules_to_save": [name], "task_type": "SEQ_CLS"}
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+    with pytest.raises(TypeError, match="ModuleList"):
+        adapted("encoder")
+    copied = {
+        name.rpartition(".")[2]
+        for name, module in adapted("model.encoder").named_modules()
+        if type(module).__name__ == "ModulesToSaveWrapper"
+    }
+    assert copied == {"encoder", "classifier"}
+
+
+def test_the_draw_of_dense():
+    """normal(0, classifier_init_range) like the classifier; the same in every process, while seeds
+    draw the classifier."""
+    config = NeoBERTConfig(**{**FIELDS, "hidden_size": 256}, classifier_init_range=0.05)
+    torch.manual_seed(1)
+    first = NeoBERTForSequenceClassification(config)
+    torch.manual_seed(2)
+    second = NeoBERTForSequenceClassification(config)
+    weight = first.dense.weight
+    assert torch.equal(weight, second.dense.weight)
+    assert not torch.equal(first.classifier.weight, second.classifier.weight)
+    assert abs(weight.std() / 0.05 - 1) < 0.02 and abs(weight.mean()) < 0.001
+    assert (first.dense.bias == 0).all()
+    # Adapters that were saved without `dense` rely on these very numbers.
+    expected = torch.tensor([-1.12583983, -1.15236020, -0.25057858, -0.43387881]) * 0.05
+    assert torch.allclose(weight[0, :4], expected, atol=1e-7)
+
+
+def test_a_trained_dense_is_loaded(tmp_path):
+    """The draw never overwrites what a checkpoint has."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(again.dense.weight, model.dense.weight)
+    # before, a layer of which a part is missing is drawn anew as a whole
+    if not transformers.__version__.startswith("4."):
+        del weights["dense.bias"]
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        again = NeoBERTForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+        assert torch.equal(again.dense.weight, model.dense.weight) and (again.dense.bias == 0).all()
+
+
+def test_adapters_of_a_mixed_batch():
+    """`adapter_names`: each row through its own adapter, also where the batch is padded and
+    long."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    config = peft.LoraConfig(target_modules=TARGETS, r=4, init_lora_weights=False)
+    model = peft.get_peft_model(make_model(NeoBERTModel), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    ids, mask = random_batch([9, 4, 7, 9])
+    names = ["a", "b", "a", "__base__"]
+    with torch.no_grad():
+        mixed = model(input_ids=ids, attention_mask=mask, adapter_names=names)[0]
+        for row, text in enumerate(texts_of(ids, mask)[:3]):
+            model.set_adapter(names[row])
+            alone = model(input_ids=text[None])[0][0]
+            assert_same(mixed[row, : len(text)], alone, what=f"row {row}")
+        with model.disable_adapter():
+            assert_same(mixed[3], model(input_ids=ids[3:])[0][0], what="row of the base model")
+
+
+# ------------------------------------------------------------------------------------------------
+# who looks inside
+
+
+def _on_all_blocks(model, seen):
+    def note(module, args, output):
+        if isinstance(module, modeling.NeoBERTBlock):
+            seen.append(output.shape)
+
+    return nn.modules.module.register_module_forward_hook(note)
+
+
+def _patch(block, seen):
+    forward = block.forward
+
+    def patched(hidden, *args, **kwargs):
+        seen.append(hidden.shape)
+        return forward(hidden, *args, **kwargs)
+
+    block.forward = patched
+    return SimpleNamespace(remove=lambda: delattr(block, "forward"))
+
+
+class Steered(nn.Module):
+    """What steering libraries put in a block's place."""
+
+    def __init__(self, block, seen):
+        super().__init__()
+        self.block, self.seen = block, seen
+
+    def forward(self, hidden, *args, **kwargs):
+        self.seen.append(hidden.shape)
+        return self.block(hidden, *args, **kwargs)
+
+
+def _replace(blocks, seen):
+    block = blocks[1]
+    blocks[1] = Steered(block, seen)
+    return SimpleNamespace(remove=lambda: blocks.__setitem__(1, block))
+
+
+def _note(seen):
+    """A hook that keeps the shape of the first tensor that it is shown."""
+
+    def note(module, *shown):
+        tensor = shown[-1]
+        seen.append((tensor[0] if isinstance(tensor, tuple) else tensor).shape)
+
+    return note
+
+
+HOOKS = {
+    "a patched block": lambda m, seen: _patch(m.transformer_encoder[1], seen),
+    "a replaced block": lambda m, seen: _replace(m.transformer_encoder, seen),
+    "all modules": _on_all_blocks,
+    "the embedding": lambda m, seen: m.encoder.register_forward_hook(_note(seen)),
+    "a block": lambda m, seen: m.transformer_encoder[1].register_forward_hook(_note(seen)),
+    "before a layer": lambda m, seen: m.transformer_encoder[0].wo.register_forward_pre_hook(
+        _note(seen)
+    ),
+    "gradients": lambda m, seen: m.transformer_encoder[2].ffn.register_full_backward_hook(
+        _note(seen)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOOKS)
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForTokenClassification))
+def test_hooks_see_the_batch_axis(what, model_class, warnings):
+    """The outputs stay those of packing; it is said once; without the hook the model packs
+    again."""
+    ids, mask = random_batch([9, 3, 7])
+    model = make_model(model_class)
+    backbone = getattr(model, "model", model)
+    expected, seen = model(ids, attention_mask=mask)[0], []
+    handle = HOOKS[what](backbone, seen)
+    for _ in range(2):
+        actual = model(ids, attention_mask=mask)[0]
+    actual.sum().backward()
+    assert seen and set(seen) == {torch.Size((3, 9, 64))}, f"{what} saw {set(seen)}"
+    assert_same(actual[mask.bool()], expected[mask.bool()], what=f"output beside {what}")
+    assert len(warnings("Padded batches are not packed while")) == 1
+    handle.remove()
+    rows = count_rows(backbone.layer_norm)
+    model(ids, attention_mask=mask)
+    assert rows == [19], "the model does not pack again after the hook was removed"
+
+
+@pytest.mark.parametrize("by", ("cu_seq_lens_q", "position_ids"))
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
+)
+def test_a_hook_keeps_the_packing_of_the_caller(model_class, by):
+    """A probe anywhere in a head: the model packs nothing itself, but texts that the caller packed
+    stay apart."""
+    packed = packed_batch(texts_of(*random_batch([9, 3, 7])))
+    packed["position_ids"] = torch.cat([torch.arange(n) for n in (9, 3, 7)])[None]
+    packed = {name: packed[name] for name in ("input_ids", by)}
+    model = make_model(model_class, num_labels=5)
+    expected = model(**packed).logits
+    for module in (model.classifier, model.model.encoder, model.model.transformer_encoder[1].wo):
+        handle = module.register_forward_hook(lambda module, args, output: None)
+        assert_same(model(**packed).logits, expected, what="logits under a hook")
+        handle.remove()
+
+
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
+def test_hidden_states_of_a_padded_batch_are_on_the_graph(model_class):
+    """As BERT's: gradients with respect to them are those of the batch with its padding left in.
+    Without gradients the model packs."""
+    ids, mask = random_batch([9, 3, 7])
+    found = []
+    for unpad_inputs in (True, False):
+        model = make_model(model_class, unpad_inputs=unpad_inputs)
+        outputs = model(ids, attention_mask=mask, output_hidden_states=True)
+        output = outputs[0][mask.bool()] if model_class is NeoBERTModel else outputs[0]
+        gradients = torch.autograd.grad(output.sum(), outputs.hidden_states[:2], retain_graph=True)
+        outputs.hidden_states[1].retain_grad()
+        output.sum().backward()
+        assert torch.equal(outputs.hidden_states[1].grad, gradients[1])
+        found.append(gradients)
+    for ours, expected in zip(*found):
+        assert expected.abs().max() > 0
+        assert_same(ours, expected, what="gradient of a hidden state")
+    model = make_model(model_class)
+    rows = count_rows(getattr(model, "model", model).layer_norm)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, output_hidden_states=True)
+    assert rows == [19]
+
+
+def test_the_encoder_is_the_stack_of_blocks():
+    """Libraries ask `get_encoder` for it; `model.encoder` is the token embedding, as published."""
+    for model in (make_model(NeoBERTModel), make_model(NeoBERTForMaskedLM)):
+        assert model.get_encoder() is getattr(model, "model", model).transformer_encoder
+
+
+@torch.no_grad()
+def test_packing_on_request():
+    """`unpad_inputs` of the call: whoever has a hook that does not mind packed rows says so, and
+    the other way round."""
+    ids, mask = random_batch([9, 3, 7])
+    for model_class in (NeoBERTModel, NeoBERTForTokenClassification):
+        for hooked, asked, tokens in ((True, True, 19), (True, None, 27), (False, False, 27)):
+            model = make_model(model_class)
+            rows = count_rows(getattr(model, "model", model).layer_norm)
+            if hooked:
+                model.register_forward_hook(lambda module, args, output: None)
+            model(ids, attention_mask=mask, unpad_inputs=asked)
+            assert rows == [tokens], (model_class, hooked, asked)
+
+
+MACHINERY = {
+    "gradients for the inputs": lambda m: m.enable_input_require_grads(),
+    "accelerate": lambda m: add_hook_to_module(m.transformer_encoder[0], ModelHook()),
+    "weight norm of torch": lambda m: nn.utils.spectral_norm(
+        m.transformer_encoder[0].wo, n_power_iterations=1
+    ),
+    "compiled blocks": lambda m: m.transformer_encoder[0].compile(backend="eager"),
+}
+
+
+@pytest.mark.parametrize("what", MACHINERY)
+@torch.no_grad()
+def test_the_machinery_of_training_does_not_switch_packing_off(what, warnings):
+    model = make_model(NeoBERTModel)
+    MACHINERY[what](model)
+    rows = count_rows(model.layer_norm)
+    ids, mask = random_batch([9, 3, 7])
+    model(ids, attention_mask=mask)
+    assert rows == [19] and not warnings("not packed"), f"{what}: {rows}"
+
+
+@pytest.mark.parametrize("norm_type", ["layer", "rms"])
+def test_opacus_clips_gradients_of_each_text(norm_type):
+    """Per-sample gradients of all parameters are those of each text alone."""
+    grad_sample = pytest.importorskip("opacus.grad_sample", reason="Opacus is not installed")
+    ids, mask = random_batch([9, 4, 6])
+    labels = torch.tensor([0, 2, 1])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    fields = {"num_labels": 3, "classifier_dropout": 0.0, "norm_type": norm_type}
+
+    def model():
+        return make_model(NeoBERTForSequenceClassification, **fields).train()
+
+    private = grad_sample.GradSampleModule(model(), loss_reduction="sum")
+    private(**batch, num_items_in_batch=1).loss.backward()
+    for row in range(3):
+        alone = model()
+        part = {name: value[row : row + 1] for name, value in batch.items()}
+        alone(**part, num_items_in_batch=1).loss.backward()
+        for (name, p), q in zip(alone.named_parameters(), private._module.parameters()):
+            assert q.grad_sample.shape[0] == 3, name
+            if p.grad.abs().max() > 1e-6:
+                assert_same(q.grad_sample[row], p.grad, 1e-4, f"gradient of {name} for text {row}")
+
+
+def test_neftune_noise_is_that_of_the_padded_batch(base, tmp_path):
+    """alpha / sqrt(L * D) with L of the batch (Jain et al. 2023), not of the packed row: the
+    library's hook alone makes the model dense."""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    ids, mask = random_batch([11, 5, 9, 3])
+    rows = [{"input_ids": i, "attention_mask": m, "labels": 1} for i, m in zip(ids, mask)]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=1,
+        neftune_noise_alpha=5.0,
+        report_to=[],
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    # as torch's own hooks, which leave a model packed
+    seen = count_rows(model.get_input_embeddings(), model.model.layer_norm)
+    trainer.train()
+    assert seen == [44, 44]
+
+
+@pytest.mark.slow
+def test_captum():
+    """Integrated gradients of the embedding add up to the change of the logit, and layer tools read
+    the blocks."""
+    attr = pytest.importorskip("captum.attr", reason="Captum is not installed")
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    ids, mask = random_batch([9, 4])
+    baseline = torch.ones_like(ids)
+
+    def logit(ids, mask):
+        return model(input_ids=ids, attention_mask=mask).logits[:, 1]
+
+    tool = attr.LayerIntegratedGradients(logit, model.model.encoder)
+    given = {"additional_forward_args": (mask,), "n_steps": 200, "internal_batch_size": 2}
+    scores = tool.attribute(ids, baseline, **given)
+    assert scores.shape == (2, 9, 64)
+    change = (logit(ids, mask) - logit(baseline, mask)).detach()
+    assert_same(scores.sum(dim=(1, 2)), change, 0.05, "sum of the attributions")
+    for block in model.model.transformer_encoder:
+        seen = attr.LayerActivation(logit, block).attribute(ids, additional_forward_args=(mask,))
+        assert seen.shape == (2, 9, 64), "a block must return its hidden states alone"
+
+
+# ------------------------------------------------------------------------------------------------
+# what was saved
+
+
+SEVERAL = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    "labels, num_labels, problem",
+    [
+        (SEVERAL, 3, "multi_label_classification"),
+        (torch.tensor([2, 0]), 3, "single_label_classification"),
+        (torch.tensor([[2], [0]]), 3, "single_label_classification"),
+        (torch.tensor([0.5, 1.5]), 1, "regression"),
+    ],
+)
+def test_the_problem_that_labels_tell_is_saved(
+    labels, num_labels, problem, tmp_path, tokenizer_dir
+):
+    """So that the pipeline answers with the right function: a model trained on several labels with
+    sigmoids."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=num_labels, vocab_size=30522)
+    ids, mask = random_batch([9, 4])
+    assert model.config.problem_type is None
+    model(ids, attention_mask=mask, labels=labels)
+    assert model.config.problem_type == problem
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = again(**tokenizer("a fine film", return_tensors="pt")).logits[0]
+    functions = {"multi_label_classification": torch.sigmoid, "regression": torch.clone}
+    expected = functions.get(problem, lambda x: x.softmax(-1))(logits)
+    classify = pipeline("text-classification", model=again, tokenizer=tokenizer, top_k=None)
+    (answers,) = classify(["a fine film"])
+    scores = [answer["score"] for answer in sorted(answers, key=lambda answer: answer["label"])]
+    assert_same(torch.tensor(scores), expected, what="scores of the pipeline")
+
+
+@pytest.fixture
+def save(tmp_path, tokenizer_dir):
+    """Function of a class: the folder of a random model with its tokenizer, and the model."""
+
+    def save(model_class):
+        model = make_model(model_class, vocab_size=30522)
+        model.save_pretrained(tmp_path / "model")
+        AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model"), model
+
+    return save
+
+
+@pytest.fixture
+def sentence_transformers():
+    return pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
+
+
+def test_a_masked_lm_folder_is_splade(save, sentence_transformers, tokenizer_dir):
+    """sentence-transformers reads `architectures` for a name that ends in ForMaskedLM; the first
+    one is the published name."""
+    folder, model = save(NeoBERTForMaskedLM)
+    encoder = sentence_transformers.SparseEncoder(folder, device="cpu")
+    assert type(encoder[1]).__name__ == "SpladePooling"
+    text = "a bird of prey"
+    (vector,) = encoder.encode([text], convert_to_sparse_tensor=False)
+    with torch.no_grad():
+        logits = model(**AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")).logits[0]
+    assert_same(vector, torch.log1p(logits.relu()).max(dim=0).values, what="SPLADE vector")
+
+
+def test_bert_score(save):
+    """It keeps the blocks up to the one that it reads: their output, normed."""
+    bert_score = pytest.importorskip("bert_score", reason="bert-score is not installed")
+    folder, model = save(NeoBERTModel)
+    texts = ["a bird of prey", "the hawk is a kind of bird"]
+
+    def score(candidates):
+        given = {"model_type": folder, "num_layers": 2, "device": "cpu"}
+        return bert_score.score(candidates, texts, **given)
+
+    precision, recall, f1 = score(texts[::-1])
+    assert ((score(texts)[2] - 1).abs() < 1e-5).all() and (f1 < 0.999).all()
+    assert torch.equal(precision, recall.flip(0))
+    ids, _ = random_batch([6])
+    with torch.no_grad():
+        expected = model.layer_norm(model(ids, output_hidden_states=True).hidden_states[2])
+        model.n_layers = 2
+        assert_same(model(ids).last_hidden_state, expected, 1e-6)
+    assert model.config.num_hidden_layers == model.n_layers == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# sentence-transformers' losses
+
+
+TEXTS = [
+    "a bird of prey with long wings",
+    "the hawk is a kind of bird",
+    "stone",
+    "a hard mineral that is found in the ground",
+]
+
+
+def sentence_losses(model):
+    """Losses, the columns of texts that they take, and their labels."""
+    from sentence_transformers import losses
+
+    classes, scores = torch.tensor([0, 1, 0, 1]), torch.tensor([0.1, 0.9, 0.4, 0.6])
+    width = model.get_sentence_embedding_dimension()
+    ranking = losses.MultipleNegativesRankingLoss(model)
+    return (
+        (ranking, 2, None),
+        (losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2), 2, None),
+        (losses.MultipleNegativesSymmetricRankingLoss(model), 2, None),
+        (losses.MegaBatchMarginLoss(model, use_mini_batched_version=False), 2, None),
+        (losses.MatryoshkaLoss(model, ranking, [width, 16]), 2, None),
+        (losses.GISTEmbedLoss(model, model), 2, None),
+        (losses.CosineSimilarityLoss(model), 2, scores),
+        (losses.CoSENTLoss(model), 2, scores),
+        (losses.AnglELoss(model), 2, scores),
+        (losses.ContrastiveLoss(model), 2, classes),
+        (losses.OnlineContrastiveLoss(model), 2, classes),
+        (losses.SoftmaxLoss(model, width, 2), 2, classes),
+        (losses.TripletLoss(model), 3, None),
+        (losses.MarginMSELoss(model), 3, scores),
+        (losses.BatchAllTripletLoss(model), 1, classes),
+        (losses.BatchHardTripletLoss(model), 1, classes),
+        (losses.MSELoss(model), 1, torch.linspace(-1, 1, 4 * width).view(4, width)),
+    )
+
+
+def test_losses_of_sentence_transformers(save, sentence_transformers):
+    """With padding taken out in the model they are, with their gradients, what they are with it
+    left in."""
+    model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
+    backbone = model[0].auto_model
+    for loss, columns, labels in sentence_losses(model):
+        found = []
+        for backbone.config.unpad_inputs in (True, False):
+            model.zero_grad()
+            rotated = [TEXTS[i:] + TEXTS[:i] for i in range(columns)]
+            value = loss([model.preprocess(column) for column in rotated], labels)
+            value.backward()
+            gradient = backbone.transformer_encoder[0].wo.weight.grad
+            found.append((value.detach(), gradient.clone()))
+        name = type(loss).__name__
+        assert_same(found[0][0], found[1][0], 1e-5, f"{name}: the loss")
+        assert_same(found[0][1], found[1][1], 1e-4, f"{name}: the gradient")
+        assert found[0][1].abs().max() > 0, f"{name} has no gradient"
+
+
+# -------------------------------------------------------------------------------------------
+# what is built on sentence encoders
+
+
+def test_keybert(save, sentence_transformers):
+    """The scores of its key words are the cosines of their vectors and the text's."""
+    keybert = pytest.importorskip("keybert", reason="KeyBERT is not installed")
+    model = sentence_transformers.SentenceTransformer(save(NeoBERTModel)[0], device="cpu")
+    found = dict(keybert.KeyBERT(model).extract_keywords(TEXTS[0], stop_words=None, top_n=5))
+    vectors = model.encode([TEXTS[0], *found], normalize_embeddings=True, convert_to_tensor=True)
+    assert len(found) >= 4
+    assert_same(torch.tensor([*found.values()]), vectors[1:] @ vectors[0], 1e-3)
+
+
+def test_setfit(save, tmp_path, monkeypatch):
+    """Few-shot classification: trained, saved, and loaded with the same probabilities."""
+    setfit = pytest.importorskip("setfit", reason="SetFit is not installed")
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    model = setfit.SetFitModel.from_pretrained(save(NeoBERTModel)[0], device="cpu")
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 0, 1, 1]})
+    arguments = setfit.TrainingArguments(
+        str(tmp_path / "run"), batch_size=4, max_steps=4, report_to="none", body_learning_rate=1e-3
+    )
+    before = torch.tensor(model.model_body.encode(TEXTS))
+    setfit.Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert (torch.tensor(model.model_body.encode(TEXTS)) - before).abs().max() > 1e-3
+    model.save_pretrained(tmp_path / "saved")
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu")
+    actual, expected = (torch.as_tensor(m.predict_proba(TEXTS)) for m in (again, model))
+    assert_same(actual, expected, what="probabilities of a reloaded SetFit model")
+
+
+def test_gliner(save, tmp_path):
+    """Entities of any label: the scores do not depend on padding, and a saved model gives the
+    same."""
+    gliner = pytest.importorskip("gliner", reason="GLiNER is not installed")
+    sizes = {"hidden_size": 64, "max_width": 4, "max_len": 64}
+    config = gliner.GLiNERConfig(model_name=save(NeoBERTModel)[0], span_mode="markerV0", **sizes)
+    model = gliner.GLiNER.from_config(config, backbone_from_pretrained=True).eval()
+
+    def scores(model):
+        options = {"threshold": 0.0, "flat_ner": False, "multi_label": True}
+        found = model.inference(TEXTS, ["animal", "thing"], **options)
+        return torch.tensor(sorted(entity["score"] for entities in found for entity in entities))
+
+    (backbone,) = [module for module in model.modules() if isinstance(module, NeoBERTModel)]
+    expected = scores(model)
+    assert len(expected) > 20
+    backbone.config.unpad_inputs = False
+    assert_same(scores(model), expected, what="scores of a padded batch")
+    model.save_pretrained(tmp_path / "saved")
+    again = gliner.GLiNER.from_pretrained(str(tmp_path / "saved")).eval()
+    assert_same(scores(again), expected, what="scores of a reloaded model")

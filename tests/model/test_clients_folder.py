@@ -1,0 +1,123 @@
+"""Pins that the bundled encoder loads in other libraries with the lines that the pages print: every
+block of docs/compatibility.md for a library, and fastembed's of docs/serving.md. Each runs in a
+process without this package, in the environment of `make test-clients`.
+"""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from neobert.encoding import command as encode
+from neobert.export import command
+
+from conftest import mean_vectors
+
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = ROOT / ".cache" / "engines" / "clients"
+PYTHON = CLIENTS / "bin" / "python"
+FOLDER = ROOT / "examples" / "sentence-encoder"
+TEXTS = [
+    "rain",
+    "A bird of prey with a hooked beak.",
+    "The committee met again on Tuesday, and nothing was decided.",
+    "Dr. Alvarez's results (see Table 3) were confirmed by two laboratories in São Paulo. " * 3,
+]
+SECTION = re.search(
+    r"## The bundled encoder in other libraries\n(.*?)\n## ",
+    (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)[1]
+BLOCKS = dict(re.findall(r"^([A-Z]?[A-Za-z]+)[^\n]*:\n```python\n(.*?)```", SECTION, re.M | re.S))
+FASTEMBED = next(
+    block
+    for block in re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), re.S
+    )
+    if "fastembed" in block
+)
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    if not (CLIENTS / ".ready").exists():
+        pytest.skip("the libraries are not installed: make test-clients")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return mean_vectors(FOLDER, TEXTS)
+
+
+def run(*arguments, cwd=ROOT, given=None, code=0):
+    """What a process of that environment says, without this package on its path."""
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "ANONYMIZED_TELEMETRY": "False"}
+    done = subprocess.run(
+        [PYTHON, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout if code == 0 else done.stderr
+
+
+def vectors_of(block, cwd=ROOT):
+    """`vectors` of a block of a page, for `texts`."""
+    start = f"import json, sys\ntexts = json.loads({json.dumps(json.dumps(TEXTS))})\n"
+    end = "\nprint('@' + json.dumps([[float(x) for x in v] for v in vectors]))\n"
+    said = run("-c", start + block + end, cwd=cwd)
+    return np.array(json.loads(said[said.index("@") + 1 :].splitlines()[0]))
+
+
+def check(vectors, expected):
+    cosines = (vectors * expected).sum(1) / np.linalg.norm(vectors, axis=1)
+    assert vectors.shape == expected.shape and cosines.min() > 1 - 1e-5, cosines
+
+
+def test_the_page_has_the_libraries():
+    wanted = "LangChain LlamaIndex Haystack txtai BERTopic Chroma LanceDB Chonkie".split()
+    assert list(BLOCKS) == [*wanted, "Qdrant", "DSPy", "scikit", "DuckDB"]
+
+
+@pytest.mark.parametrize("library", list(BLOCKS)[:-1])
+def test_the_block_of_the_page(library, expected):
+    check(vectors_of(BLOCKS[library]), expected)
+
+
+def test_duckdb(tmp_path, expected):
+    """On the parquet files of `neobert encode`."""
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "texts.jsonl").write_text(rows)
+    paths = str(tmp_path / "texts.jsonl"), str(tmp_path / "vectors")
+    encode.main([*paths, "--model", str(FOLDER), "--dtype", "float32"])
+    check(vectors_of(BLOCKS["DuckDB"], cwd=tmp_path), expected)
+
+
+def test_fastembed(tmp_path, expected):
+    """From an export, with the lines of docs/serving.md."""
+    command.main(["onnx", str(FOLDER), str(tmp_path / "OUTPUT")])
+    assert '["a text"]' in FASTEMBED
+    check(vectors_of(FASTEMBED.replace('["a text"]', "texts"), cwd=tmp_path), expected)
+
+
+def test_versions_are_those_of_the_page():
+    """The versions that the page prints are those of the constraints, and are installed."""
+    lines = (ROOT / "constraints" / "clients.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and line[0] != "#")
+    code = "import importlib.metadata as m, sys\nprint(*(m.version(n) for n in sys.argv[1:]))"
+    installed = dict(zip(pinned, run("-c", code, *pinned).split()))
+    assert {name: found.partition("+")[0] for name, found in installed.items()} == pinned
+    loaded = re.sub(r"```.*?```", "", SECTION.partition("what does not work")[0], flags=re.S)
+    for version in re.findall(r"\d+\.\d+\.\d+", loaded):
+        assert version in pinned.values(), f"{version} is not in constraints/clients.txt"

@@ -1,0 +1,168 @@
+"""Pins torch.compile (one graph) and torch.export with dynamic batch and length, and both
+kinds of gradient checkpointing."""
+
+import pytest
+import torch
+
+from neobert import NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import modeling_neobert
+
+from helpers.reference import LEARNED, assert_same, make_model, packing_arguments, random_batch
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_agree(actual, expected, mask, *batch, **given):
+    """Two forms of a model answer alike at real tokens of a batch."""
+    with torch.no_grad():
+        outputs = [model(*batch, **given)[0][mask.bool()] for model in (actual, expected)]
+    assert_same(*outputs)
+
+
+# ------------------------------------------------------------------------------------------------
+# compile
+
+
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
+FORMS = (("sdpa", {}), ("eager", {}), ("sdpa", LEARNED), ("sdpa", YARN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation,fields", FORMS)
+def test_compile_is_one_graph(implementation, fields):
+    fields = {"attn_implementation": implementation, "num_hidden_layers": 2, **fields}
+    model = make_model(NeoBERTForMaskedLM, **fields)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for lengths in ([12, 7], [12, 12], [20, 3, 9]):
+        ids, mask = random_batch(lengths)
+        assert_agree(compiled, model, mask, ids, attention_mask=mask)
+        assert_agree(compiled, model, torch.ones_like(mask), ids)
+
+
+def test_compiled_training_step():
+    model = make_model(NeoBERTForMaskedLM)
+    ids, mask = random_batch([12, 7])
+    labels = torch.where(mask == 1, ids, -100)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    model(**batch).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch).loss
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert_same(p.grad, expected[name], 2e-5, f"compiled gradient of {name}")
+
+
+def test_compiled_packed_batch():
+    model, ids = make_model(NeoBERTModel), random_batch([12])[0]
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_agree(compiled, model, torch.ones_like(ids), ids, **packing_arguments([5, 7]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", (NeoBERTModel, NeoBERTForSequenceClassification))
+@pytest.mark.parametrize("implementation", ("sdpa", "eager", "flex_attention"))
+@torch.no_grad()
+def test_compiled_batch_packed_by_positions(implementation, model_class):
+    """Texts whose positions start again see themselves alone; positions that do not, such as 3 to
+    14, are one text."""
+    model = make_model(model_class, attn_implementation=implementation, classifier_pooling="mean")
+    compiled = torch.compile(model, backend="eager")
+    for positions in (
+        [*range(5), *range(7)],
+        [*range(12)],
+        [0, *range(4), *range(6), 0],
+        [*range(3, 15)],
+        [0, 1, 2, 0, 1, 5, 6, 7, 0, 1, 2, 3],
+    ):
+        ids, positions = random_batch([12])[0], torch.tensor(positions)
+        actual, expected = (m(ids, position_ids=positions)[0] for m in (compiled, model))
+        assert_same(actual, expected, what=f"output of positions {positions.tolist()}")
+        if model_class is NeoBERTModel and positions.tolist() == [*range(5), *range(7)]:
+            assert_same(actual[:, :5], model(ids[:, :5])[0], what="the first text alone")
+    if model_class is NeoBERTModel and implementation == "sdpa":
+        given = {"input_ids": ids, "position_ids": positions[None]}
+        exported = torch.export.export(model, (), given).module()
+        given["position_ids"] = torch.tensor([[*range(8), *range(4)]])
+        assert_same(exported(**given)[0], model(**given)[0], what="exported")
+
+
+def test_compiled_dynamic_rope_depends_on_the_text():
+    """Not on its padding, as without compilation."""
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    model = make_model(NeoBERTModel, max_position_embeddings=16, rope_scaling=rope)
+    ids, mask = random_batch([20, 9], length=40)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_agree(compiled, model, mask, ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTForSequenceClassification, NeoBERTForTokenClassification)
+)
+def test_compiled_heads(model_class):
+    model = make_model(model_class, num_labels=3, classifier_pooling="mean")
+    ids, mask = random_batch([12, 7])
+    batch = {"attention_mask": mask, "labels": torch.where(mask == 1, ids % 3, -100)}
+    if model_class is NeoBERTForSequenceClassification:
+        batch["labels"] = torch.tensor([0, 2])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert_same(compiled(ids, **batch).loss, model(ids, **batch).loss)
+
+
+# ------------------------------------------------------------------------------------------------
+# export
+
+
+BATCH, LENGTH = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=128)
+DYNAMIC = {"input_ids": {0: BATCH, 1: LENGTH}, "attention_mask": {0: BATCH, 1: LENGTH}}
+
+
+@pytest.mark.parametrize(
+    "model_class", (NeoBERTModel, NeoBERTForMaskedLM, NeoBERTForSequenceClassification)
+)
+def test_export_with_dynamic_batch_and_length(model_class, monkeypatch):
+    # A program must not depend on the size of its example: 24 tokens here, the last batch is larger
+    # than a slice of the CPU.
+    monkeypatch.setattr(modeling_neobert, "_CPU_TOKENS", 50)
+    model = make_model(model_class)
+    ids, mask = random_batch([12, 7])
+    given = {"input_ids": ids, "attention_mask": mask}
+    program = torch.export.export(model, (), given, dynamic_shapes=DYNAMIC).module()
+    for lengths in ([12, 7], [5], [31, 2, 17, 30]):
+        ids, mask = random_batch(lengths)
+        rows = mask.any(dim=1) if model_class is NeoBERTForSequenceClassification else mask
+        assert_agree(program, model, rows, input_ids=ids, attention_mask=mask)
+
+
+# ------------------------------------------------------------------------------------------------
+# checkpointing
+
+
+@pytest.mark.parametrize("packed", (True, False))
+@pytest.mark.parametrize("use_reentrant", (True, False))
+def test_gradient_checkpointing(use_reentrant, packed):
+    """Every block's forward runs once more in the backward pass, and the gradients are the same."""
+    ids, mask = random_batch([12, 7])
+    labels = torch.where(mask == 1, ids, -100)
+    gradients, runs = [], []
+    for checkpointing in (False, True):
+        model, calls = make_model(NeoBERTForMaskedLM, unpad_inputs=packed).train(), []
+        if checkpointing:
+            # transformers 5.24 deprecates the older name.
+            old = model.gradient_checkpointing_enable
+            enable = getattr(model, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": use_reentrant})
+        for block in model.model.transformer_encoder:
+            block.ffn.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        runs.append(len(calls))
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert runs == [3, 6]
+    for name, gradient in gradients[1].items():
+        assert_same(gradient, gradients[0][name], 1e-6, f"checkpointed gradient of {name}")

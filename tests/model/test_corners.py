@@ -1,0 +1,350 @@
+"""Pins corners of the model that one wrong word would break while every usual batch stays right:
+inputs of other strides and dtypes, masks of four dimensions, rows of padding, learned positions,
+and what a head does when it is asked for less usual things."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, vmap
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForQuestionAnswering, NeoBERTForSequenceClassification, NeoBERTModel
+from neobert import attention_neobert
+from neobert import modeling_neobert as modeling
+
+from helpers.reference import FIELDS, LEARNED, assert_same, last_states, make_model, random_batch
+
+
+# ------------------------------------------------------------------------------------------------
+# numbers
+
+
+@torch.no_grad()
+def test_embeddings_of_other_strides():
+    model, embeds = make_model(NeoBERTModel), torch.randn(9, 2, 64).transpose(0, 1)
+    expected = model(inputs_embeds=embeds.contiguous())[0]
+    assert_same(model(inputs_embeds=embeds)[0], expected, 1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, LEARNED], ids=["rms", "layer"])
+def test_the_epsilon_of_the_norms(fields):
+    model, ids = make_model(NeoBERTModel, norm_eps=0.5, **fields), random_batch([9])[0]
+    assert_same(model(ids)[0][0], last_states(model, ids[0]))
+
+
+def test_eager_takes_its_softmax_in_float32():
+    query, key, value = (torch.randn(1, 2, 300, 16).to(torch.bfloat16) for _ in range(3))
+    weights = modeling.eager_attention_forward(nn.Module().eval(), query, key, value, None)[1]
+    scores = query @ key.transpose(-1, -2) * 0.25
+    assert torch.equal(weights, scores.float().softmax(-1).to(torch.bfloat16))
+
+
+@torch.no_grad()
+def test_positions_of_zeros_are_not_texts_of_one_token():
+    model, ids = make_model(NeoBERTModel), random_batch([9])[0]
+    alone = model(ids, position_ids=torch.zeros(1, 9, dtype=torch.long))[0]
+    twice = model(ids.repeat(2, 1), position_ids=torch.zeros(2, 9, dtype=torch.long))[0]
+    assert_same(alone[0], twice[0])
+
+
+def test_the_longest_of_positions_that_restart():
+    positions = torch.cat((torch.arange(4), torch.arange(6)))[None]
+    packing = modeling.Packing.from_caller(torch.Size((1, 10)), None, positions, {})
+    assert packing.max_length == 6 and packing.lengths == [4, 6]
+
+
+# ------------------------------------------------------------------------------------------------
+# rows of padding
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_row_of_padding_is_pooled_to_zero(pooling):
+    ids, mask = random_batch([9, 5, 7])
+    mask[1] = 0
+    fields = {"num_labels": 3, "classifier_pooling": pooling}
+    model = make_model(NeoBERTForSequenceClassification, **fields)
+    outputs = model.model(ids, mask, keep_packed=True)
+    assert (model.pool(outputs.last_hidden_state, outputs.packing)[1] == 0).all()
+    dense = make_model(NeoBERTForSequenceClassification, unpad_inputs=False, **fields)
+    assert (dense.pool(dense.model(ids, mask)[0], attention_mask=mask)[1] == 0).all()
+
+
+def test_the_padding_position_has_no_gradient():
+    model = make_model(NeoBERTModel, unpad_inputs=False, **LEARNED)
+    ids, mask = random_batch([9, 5])
+    model(ids, attention_mask=mask)[0].square().sum().backward()
+    rows = model.positional_embedding.weight.grad.abs().sum(dim=1)
+    assert rows[0] == 0 and (rows[1:10] > 0).all()
+
+
+@torch.no_grad()
+def test_a_layer_that_records_its_output_keeps_it():
+    """RoPE turns queries and keys in place on the CPU, and the feed-forward runs in pieces, only
+    where nobody looks."""
+    model, ids, seen = make_model(NeoBERTModel), random_batch([1100])[0], []
+    for block in model.transformer_encoder:
+        for layer in (block.qkv, block.ffn.w12):
+
+            def note(x, forward=layer.forward):
+                seen.append((output := forward(x), output.clone()))
+                return output
+
+            layer.forward = note
+    model(ids)
+    assert len(seen) == 6, "a layer ran in pieces"
+    assert all(torch.equal(output, kept) for output, kept in seen)
+
+
+# --------------------------------------------------------------------------------------------
+# learned positions, 4-D masks
+
+
+@torch.no_grad()
+def test_what_counts_as_padding_for_learned_positions():
+    """The 2-D mask where there is one, else the padding token, whatever the other texts of the
+    batch."""
+    model = make_model(NeoBERTModel, **LEARNED)
+    ids = torch.tensor([[5, 0, 7, 8], [5, 6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    together, alone = model(ids, attention_mask=mask)[0], model(ids[:1], attention_mask=mask[:1])[0]
+    assert_same(alone[0], together[0], what="[PAD] in a text")
+    left, mask = torch.tensor([[0, 0, 5, 6]]), torch.tensor([[0, 0, 1, 1]])
+    dense = model(left, attention_mask=mask[:, None, None].bool())[0]
+    assert_same(dense[0, 2:], model(left, attention_mask=mask)[0][0, 2:])
+
+
+@torch.no_grad()
+def test_inputs_of_learned_positions():
+    model, (ids, _) = make_model(NeoBERTModel, **LEARNED), random_batch([9, 9])
+    expected = model(ids)[0]
+    assert_same(model(inputs_embeds=model.encoder(ids))[0], expected, 1e-6)
+    assert_same(model(ids, attention_mask=torch.ones(2, 1, 9, 9))[0], expected)
+    model = make_model(NeoBERTModel, pad_token_id=None, **LEARNED)
+    assert_same(model(ids)[0][0], last_states(model, ids[0]), what="no padding token")
+
+
+@torch.no_grad()
+def test_heads_under_a_mask_of_four_dimensions():
+    ids, mask = random_batch([9, 9])[0], torch.ones(2, 1, 9, 9)
+    for pooling in ("cls", "mean"):
+        model = make_model(NeoBERTForSequenceClassification, classifier_pooling=pooling)
+        assert_same(model(ids, attention_mask=mask).logits, model(ids).logits, what=pooling)
+    answers, words = make_model(NeoBERTForQuestionAnswering), make_model(NeoBERTForMaskedLM)
+    assert_same(answers(ids, attention_mask=mask).start_logits, answers(ids).start_logits)
+    assert_same(words(ids, attention_mask=mask, labels=ids).loss, words(ids, labels=ids).loss)
+
+
+@torch.no_grad()
+def test_one_mask_of_four_dimensions_for_all_rows():
+    model, steps = make_model(NeoBERTModel), torch.arange(9)
+    ids, near = random_batch([9, 9])[0], ((steps[:, None] - steps).abs() <= 2)[None, None]
+    expected = model(ids, attention_mask=near.expand(2, 1, 9, 9))[0]
+    assert_same(model(ids, attention_mask=near)[0], expected, 1e-6)
+
+
+@torch.no_grad()
+def test_one_row_of_a_mask_for_all_rows():
+    ids, row = random_batch([9, 9])[0], torch.tensor([[1] * 6 + [0] * 3])
+    for head in (NeoBERTModel, NeoBERTForSequenceClassification, NeoBERTForQuestionAnswering):
+        for unpad in (True, False):
+            model = make_model(head, unpad_inputs=unpad)
+            expected = model(ids, attention_mask=row.expand(2, 9))[0]
+            assert_same(model(ids, attention_mask=row)[0], expected, 1e-6, head.__name__)
+
+
+@torch.no_grad()
+def test_an_additive_mask_for_a_function_of_additive_masks():
+    AttentionInterface.register("additive_here", modeling.eager_attention_forward)
+    AttentionMaskInterface.register("additive_here", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model, ids = make_model(NeoBERTModel), random_batch([8])[0]
+    mask = torch.zeros(1, 1, 8, 8).masked_fill(torch.ones(8, 8).triu(3).bool(), -1e9)
+    expected = model(ids, attention_mask=mask)[0]
+    model.config._attn_implementation = "additive_here"
+    assert_same(model(ids, attention_mask=mask)[0], expected, what="handed on as it is")
+
+
+def test_a_mask_function_may_not_leave_its_mask_out():
+    seen, config, hidden = {}, NeoBERTConfig(**FIELDS), torch.zeros(2, 9, 64)
+    attention_neobert._own_mask(lambda **given: seen.update(given), None, None, config, hidden)
+    assert seen["allow_is_causal_skip"] is seen["allow_is_bidirectional_skip"] is False
+
+
+# ------------------------------------------------------------------------------------------------
+# labels and outputs
+
+
+@torch.no_grad()
+def test_labels_of_int32():
+    ids, place = random_batch([9])[0], torch.tensor([3])
+    answers, words = make_model(NeoBERTForQuestionAnswering), make_model(NeoBERTForMaskedLM)
+    short, long = ({"start_positions": p, "end_positions": p} for p in (place.int(), place))
+    assert torch.equal(answers(ids, **short).loss, answers(ids, **long).loss)
+    assert torch.equal(words(ids, labels=ids.int()).loss, words(ids, labels=ids).loss)
+
+
+def test_labels_of_the_wrong_kind():
+    ids = random_batch([9])[0]
+    with pytest.raises(ValueError, match="whole numbers.*bool"):
+        make_model(NeoBERTForMaskedLM)(ids, labels=ids > 0)
+    several = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    with pytest.raises(ValueError, match="between 0 and 1, but others"):
+        make_model(NeoBERTForSequenceClassification, **several)(
+            ids, labels=torch.tensor([[0.0, 1.0, -1.0]])
+        )
+
+
+@torch.no_grad()
+def test_a_configuration_that_asks_for_tuples():
+    outputs = make_model(NeoBERTForMaskedLM, return_dict=False)(random_batch([9])[0])
+    assert isinstance(outputs, tuple) and outputs[0].shape == (1, 9, 200)
+
+
+@torch.no_grad()
+def test_compiled_sparse_prediction_has_logits_of_one_shape():
+    torch.compiler.reset()
+    model, ids = make_model(NeoBERTForMaskedLM, sparse_prediction=True), random_batch([9])[0]
+    labels = ids.masked_fill(ids % 2 == 0, -100)
+    outputs = torch.compile(model, backend="eager", fullgraph=True)(ids, labels=labels)
+    assert_same(outputs.loss, model(ids, labels=labels).loss)
+    assert outputs.logits.shape == (1, 9, 200)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unpad", [True, False])
+def test_scores_of_answers_stay_finite(dtype, unpad):
+    """Their sums, a smoothed loss, and a distillation at a low temperature; and padding has no
+    chance."""
+    model = make_model(NeoBERTForQuestionAnswering, unpad_inputs=unpad).to(dtype)
+    ids, mask = random_batch([9, 5])
+    logits = model(ids, attention_mask=mask).start_logits
+    assert (logits + logits).half().isfinite().all()
+    logits, labels = logits.float(), torch.tensor([1, 1])
+    assert nn.functional.cross_entropy(logits, labels, label_smoothing=0.1).isfinite()
+    cold = (logits / 0.5).log_softmax(-1)
+    assert nn.functional.kl_div(cold, cold.exp(), reduction="batchmean").isfinite()
+    assert (logits.softmax(-1)[mask == 0] == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------
+# checks
+
+
+@torch.no_grad()
+def test_ids_of_a_larger_embedding():
+    model = make_model(NeoBERTModel)
+    model.set_input_embeddings(nn.Embedding(300, 64))
+    assert model(torch.full((1, 4), 299))[0].isfinite().all()
+
+
+def test_dynamic_rope_on_the_meta_device():
+    rope = {"rope_type": "dynamic", "factor": 2.0}
+    with torch.device("meta"):
+        model = NeoBERTModel(NeoBERTConfig(**FIELDS, rope_scaling=rope))
+    ids = torch.ones(2, 6, dtype=torch.long, device="meta")
+    assert model(ids, attention_mask=torch.ones(2, 6, device="meta"))[0].shape == (2, 6, 64)
+
+
+def test_a_hook_without_a_module_of_its_own():
+    def hook(*args):
+        pass
+
+    hook.__module__ = None
+    assert not modeling._is_machinery(hook)
+
+
+def test_blocks_are_not_split_between_devices():
+    assert "NeoBERTBlock" in make_model(NeoBERTModel)._no_split_modules
+
+
+def test_a_head_dim_of_256_runs_torchs_kernel(monkeypatch):
+    monkeypatch.setattr(attention_neobert, "varlen_attn", object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = NeoBERTConfig(**{**FIELDS, "hidden_size": 512, "num_attention_heads": 2})
+    device = torch.device("cuda")
+    assert attention_neobert._varlen_obstacle(config, device, torch.bfloat16, False) is None
+
+
+class _OwnModules(modeling.NeoBERTPreTrainedModel):
+    """What a user builds on the backbone."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = NeoBERTModel(config)
+        self.convolution = nn.Conv1d(64, 8, 3)
+        self.lstm = nn.LSTM(64, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.post_init()
+
+
+def test_modules_of_a_subclass_are_initialised(tmp_path):
+    """transformers 5 loads on the meta device: what nobody initialises is whatever the memory
+    held."""
+    make_model(NeoBERTModel).save_pretrained(tmp_path)
+    filled = [torch.full((1536,), 7.0) for _ in range(50)]
+    del filled
+    model = _OwnModules.from_pretrained(tmp_path)
+    assert 0.005 < model.convolution.weight.std() < 0.2 and model.convolution.weight.abs().max() < 1
+    # Before 5.1 recurrent layers and running statistics are left to their modules.
+    if not transformers.__version__.startswith(("4.", "5.0")):
+        assert model.lstm.weight_hh_l0.abs().max() < 1
+        assert (model.norm.running_mean == 0).all() and (model.norm.running_var == 1).all()
+
+
+@torch.no_grad()
+def test_fake_tensors():
+    model = make_model(NeoBERTForSequenceClassification, num_labels=2)
+    ids, mask = random_batch([9, 5])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1])}
+        outputs = model(**{name: mode.from_tensor(x) for name, x in fake.items()})
+        positions = mode.from_tensor(torch.arange(9)[None])
+        packed = model(mode.from_tensor(ids[:1]), position_ids=positions)
+    assert outputs.logits.shape == (2, 2) and packed.logits.shape == (1, 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "transformer_encoder.0.ffn_norm", "transformer_encoder.1.qkv"]
+)
+def test_an_ensemble_over_one_weight(name):
+    model, ids = make_model(NeoBERTModel), random_batch([9])[0]
+    weight = model.get_parameter(f"{name}.weight")
+
+    def run(weight):
+        return functional_call(model, {f"{name}.weight": weight}, kwargs={"input_ids": ids})[0]
+
+    both = torch.stack([weight, 2 * weight])
+    assert_same(vmap(run)(both), torch.stack([run(weight) for weight in both]), what=name)
+
+
+def test_configurations_compare_and_copy():
+    config = NeoBERTConfig(**FIELDS)
+    assert config == NeoBERTConfig(**FIELDS) != NeoBERTConfig(**FIELDS, rope_theta=5.0)
+    assert config != "neobert" and config != None  # noqa: E711
+    config.to_dict()["auto_map"].clear()
+    assert config.to_dict()["auto_map"]
+
+
+def test_berts_names_of_settings(tmp_path):
+    names = {
+        "hidden_dropout_prob": "hidden_dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
+        "layer_norm_eps": "norm_eps",
+        "initializer_range": "classifier_init_range",
+    }
+    given = dict(zip(names, (0.2, 0.3, 1e-3, 0.05)))
+    config = NeoBERTConfig(**FIELDS, **given)
+    for name, value in given.items():
+        assert getattr(config, name) == getattr(config, names[name]) == value
+    assert not set(given) & set(config.to_dict()), "one name for one setting in config.json"
+    NeoBERTConfig(**FIELDS).save_pretrained(tmp_path)
+    assert NeoBERTConfig.from_pretrained(tmp_path, **given) == config
+    assert config.bos_token_id is config.eos_token_id is None
+    with pytest.raises(ValueError, match="hidden_dropout must be a probability"):
+        NeoBERTConfig(hidden_dropout_prob=1.5)

@@ -1,0 +1,192 @@
+"""Pins `make gpu`, which nobody can try before there is a GPU: its commands have the options that
+they are given, a failure ends one step alone, finished steps stay, and the targets are told from
+what was measured. `make test-gpu` runs the commands on the CPU, with the packages of a bare
+machine."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks import memory
+from benchmarks import training
+from benchmarks.gpu import targets
+from neobert.common.arguments import Options
+from neobert.throughput.options import OPTIONS
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# What is not installed on a bare GPU machine.
+ABSENT = "datasets mteb deepspeed flash_attn onnx onnxruntime tensorboard pandas pyarrow polars"
+STEPS = "test_attention test_packing long variable lengths compiled memory training_short"
+STEPS = [*STEPS.split(), "training_1024_4096"]
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """The environment of a process that has none of `ABSENT`."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\n\nsys.modules.update(dict.fromkeys({ABSENT.split()!r}))\n"
+    )
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def row(name, model, implementation, speed, **more):
+    run = {"set": name, "model": model, "implementation": implementation, "real_tokens": 100}
+    return {**run, "tokens_per_second": speed, "seconds": [100 / speed] * 2, **more}
+
+
+# ------------------------------------------------------------------------------------------------
+# the script
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Function of (words of a command that fails, options of gpu.sh) -> (exit code, commands, what
+    was printed): gpu.sh from another folder, with a Python that only writes down its commands."""
+    python, calls = tmp_path / "python", tmp_path / "calls"
+
+    def run(broken, *options):
+        python.write_text(
+            f'#!/bin/sh\necho "$@" >> {calls}\ncase "$*" in *{broken}*) exit 3;; esac\n'
+        )
+        python.chmod(0o755)
+        calls.unlink(missing_ok=True)
+        command = ["bash", ROOT / "benchmarks" / "gpu.sh", *options]
+        out = tmp_path / "out" / "".join(options)
+        env = {**os.environ, "PYTHON": str(python), "OUT": str(out)}
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, calls.read_text().splitlines(), done.stdout + done.stderr
+
+    return run
+
+
+def test_a_step_that_fails_ends_alone_and_is_done_in_the_next_call(script):
+    code, calls, said = script("benchmarks.memory", "--rehearse")
+    assert code == 1 and len(calls) == len(STEPS) + 1
+    assert re.findall(r"^(\w+): exit code 0", said, re.M) == [s for s in STEPS if s != "memory"]
+    assert "memory: exit code 3" in said
+    code, calls, said = script("nothing", "--rehearse")
+    assert code == 0 and [call.split()[1] for call in calls] == [
+        "benchmarks.memory",
+        "benchmarks.gpu",
+    ]
+    assert len(re.findall("done before", said)) == len(STEPS) - 1
+
+
+def test_commands_have_the_options_that_they_are_given(script):
+    options = {
+        "neobert": OPTIONS["throughput"],
+        "benchmarks.memory": Options("", "", (memory.MemoryArguments,)),
+        "benchmarks.training": Options("", "", (training.TrainingArguments,)),
+    }
+    for rehearse in (["--rehearse"], []):
+        _, calls, _ = script("nothing", *rehearse)
+        read = []
+        for _, module, *words in map(shlex.split, calls):
+            if module in options:
+                read += options[module].read(words[words[:1] == ["throughput"] :])
+        assert len(read) == 7
+        devices = {
+            given.device for given in read if "throughput" not in type(given).__name__.lower()
+        }
+        assert devices == ({"cpu"} if rehearse else {"cuda"})
+
+
+def test_without_a_gpu_it_says_so(script):
+    code, _, said = script("is_available")
+    assert code == 2 and "torch sees no GPU here; --rehearse" in said
+
+
+def test_the_files_with_gpu_tests_are_all_named(script):
+    marked = {
+        f"tests/{path.name}"
+        for path in (ROOT / "tests").glob("test_*.py")
+        if re.search(r"^@?.*pytest\.mark\.gpu\b", path.read_text(), re.M)
+    }
+    _, calls, _ = script("nothing", "--rehearse")
+    named = set(re.findall(r"^-m pytest .* (tests/\w+\.py)$", "\n".join(calls), re.M))
+    assert marked - {"tests/model/test_gpu.py"} == named, "a file with gpu tests would not run on a GPU"
+
+
+def test_a_bare_machine_has_what_the_commands_import(bare):
+    names = "benchmarks.gpu benchmarks.memory benchmarks.training throughput.command"
+    code = "\n".join(f"import neobert.{name}" for name in names.split())
+    run = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+def test_a_bare_machine_can_collect_the_gpu_tests(bare):
+    files = [f"tests/test_{name}.py" for name in ("attention", "packing")]
+    options = "-m pytest -q -m gpu --collect-only -p no:cacheprovider".split()
+    command = [sys.executable, *options, *files]
+    run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and re.search(r"^\d+/\d+ tests collected", run.stdout, re.M), (
+        run.stdout[-1000:] + run.stderr[-1000:]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# targets and the page
+
+
+def test_targets_are_told_from_the_best_of_each_model():
+    share = {"share_of_gemm": 0.4}
+    rows = [
+        row("4096", "neobert", "sdpa", 150.0, **share),
+        row("4096", "modernbert-base", "sdpa", 90.0, **share),
+        row("8192", "neobert", "sdpa", 100.0, **share),
+        {"set": "8192", "model": "modernbert-base", "error": "x"},
+        row("4096", "neobert", "compiled", 160.0, share_of_gemm=0.52),
+        row("4096", "modernbert-base", "compiled", 100.0, **share),
+        row("short", "neobert", "sdpa", 30.0, **share),
+        row("short", "neobert", "padded", 10.0, **share),
+    ]
+    peaks = [{"length": 4096, "neobert": 19, "modernbert-base": 10}, {"length": 4096, "neobert": 5}]
+    table = targets(rows, peaks)
+    assert "| fixed 4,096 over ModernBERT base, both at their best | 1.47 | 1.60 | yes |" in table
+    assert "| fixed 8,192 over ModernBERT base, both at their best | 1.91 |  |  |" in table, (
+        "what was not measured is empty"
+    )
+    assert "| share of the bf16 matrix-product rate at 4,096 | 0.5 | 0.52 | yes |" in table
+    assert "| short: packed over padded | 1.4 | 3.00 | yes |" in table
+    assert (
+        "| peak memory above the weights over ModernBERT base, 4,096 | at most 1.8 | 1.90 | no |"
+        in table
+    )
+    assert targets([], []).count("|  |  |") == 9
+
+
+def test_the_page_is_made_of_what_is_there(tmp_path, capsys):
+    assert gpu.main([str(tmp_path)]) == 0, "nothing yet"
+    (tmp_path / "variable").mkdir()
+    rows = [row("short", "neobert", kind, speed, share_of_gemm=0.4) for kind, speed in SPEEDS]
+    result = {"environment": {"hardware": "an H100"}, "rows": rows}
+    (tmp_path / "variable" / "throughput.json").write_text(json.dumps(result))
+    (tmp_path / "memory.json").write_text(
+        json.dumps({"rows": [{"length": 8192, "neobert": 3, "modernbert-base": 2}]})
+    )
+    (tmp_path / "memory.md").write_text("# Memory")
+    assert gpu.main([str(tmp_path)]) == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert "an H100" in page and "| short: packed over padded | 1.4 | 2.00 | yes |" in page
+    assert "8,192 | at most 1.8 | 1.50 | yes |" in page and "- [memory.md](memory.md)" in page
+    rows[0]["error"] = "out of memory"
+    (tmp_path / "variable" / "throughput.json").write_text(json.dumps(result))
+    assert gpu.main([str(tmp_path)]) == 1
+
+
+SPEEDS = (("sdpa", 20.0), ("padded", 10.0))
+
+
+def test_the_page_of_what_is_open_has_the_targets():
+    text = (ROOT / "results" / "gpu_PENDING.md").read_text()
+    assert targets([], []) in text and "make gpu" in text

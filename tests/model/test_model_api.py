@@ -1,0 +1,326 @@
+"""Pins what a BERT user may pass to the model and what comes back: masks, positions, hidden states,
+attentions, return_dict, bad input."""
+
+import pytest
+import torch
+
+from neobert import (
+    NeoBERTConfig,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTModel,
+)
+
+from helpers.reference import (
+    FIELDS,
+    LEARNED,
+    assert_same,
+    last_states,
+    make_model,
+    random_batch,
+    reference_states,
+    texts_of,
+)
+
+
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(NeoBERTModel)
+
+
+# ------------------------------------------------------------------------------------------------
+# arithmetic
+
+
+VARIANTS = {"neobert": {}, "learned": LEARNED, "mixed": {"norm_type": "layer", "rope_theta": 500.0}}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@every_implementation
+@torch.no_grad()
+def test_hidden_states_are_the_formulas(implementation, fields):
+    """n + 1 of them, the embedding first and the normed output last, at real tokens."""
+    model = make_model(NeoBERTModel, attn_implementation=implementation, **fields)
+    ids, mask = random_batch([17, 9, 1])
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+    assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    for row, text in enumerate(texts_of(ids, mask)):
+        expected, _ = reference_states(model, text)
+        for i, state in enumerate(out.hidden_states):
+            assert state.shape == (3, 17, 64)
+            assert_same(state[row, : len(text)], expected[i], what=f"state {i} of text {row}")
+
+
+@every_implementation
+@torch.no_grad()
+def test_attentions(implementation, warnings):
+    """Weights of the formula under every implementation, also with padding; one warning where the
+    implementation has none."""
+    model = make_model(NeoBERTModel, attn_implementation=implementation)
+    ids, mask = random_batch([11, 6])
+    for _ in range(2):
+        out = model(ids, attention_mask=mask, output_attentions=True)
+    assert len(warnings("eager function is used instead")) == (implementation != "eager")
+    assert len(out.attentions) == 3
+    for row, text in enumerate(texts_of(ids, mask)):
+        states, attentions = reference_states(model, text)
+        n = len(text)
+        assert_same(out.last_hidden_state[row, :n], states[-1])
+        for actual, expected in zip(out.attentions, attentions):
+            assert actual.shape == (2, 4, 11, 11)
+            assert_same(actual[row, :, :n, :n], expected, what="attention weights")
+            assert actual[row, :, :n, n:].abs().sum() == 0, "A real token attends to padding."
+    assert model(ids, attention_mask=mask).attentions is None
+
+
+# ------------------------------------------------------------------------------------------------
+# masks
+
+
+DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", ("left", "right"))
+@every_implementation
+@torch.no_grad()
+def test_mask_dtypes_and_sides(implementation, side, dtype):
+    """On the left, the positions start later: the same up to rounding, as only relative positions
+    matter."""
+    ids, mask = random_batch([10, 4, 7], side=side)
+    for unpad in (True, False):
+        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
+        out = model(ids, attention_mask=mask.to(dtype)).last_hidden_state
+        assert_same(out[mask.bool()], last_states(model, *texts_of(ids, mask)), 2e-5)
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+@torch.no_grad()
+def test_learned_positions_count_real_tokens(side):
+    """From 1 over real tokens, wherever the padding is; tokens equal to pad_token_id are padding
+    when no mask is given."""
+    ids, mask = random_batch([10, 4], side=side)
+    for given, row in ((mask, 1), (None, 0)):
+        for unpad in (True, False):
+            model = make_model(NeoBERTModel, unpad_inputs=unpad, **LEARNED)
+            out = model(ids, attention_mask=given).last_hidden_state
+            real = mask[row].bool()
+            assert_same(out[row][real], last_states(model, ids[row][real]))
+    positions = torch.arange(10) + 5
+    explicit = model(ids[:1], position_ids=positions[None]).last_hidden_state
+    assert_same(explicit[0], reference_states(model, ids[0], positions)[0][-1])
+
+
+@every_implementation
+@torch.no_grad()
+def test_scattered_masks_keep_positions(implementation):
+    """Holes in the middle: the others see each other at their own positions."""
+    ids, mask = random_batch([12, 12])
+    mask[0, [0, 3, 4, 9]] = 0
+    mask[1, 1:11] = 0
+    for unpad in (True, False):
+        model = make_model(NeoBERTModel, attn_implementation=implementation, unpad_inputs=unpad)
+        out = model(ids, attention_mask=mask).last_hidden_state
+        for row, real in enumerate(mask.bool()):
+            expected = reference_states(model, ids[row][real], torch.arange(12)[real])[0][-1]
+            assert_same(out[row][real], expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_rows_of_padding_alone_are_finite(implementation, unpad_inputs):
+    model = make_model(
+        NeoBERTForMaskedLM, attn_implementation=implementation, unpad_inputs=unpad_inputs
+    )
+    ids, mask = random_batch([9, 0, 5])
+    # torch has no backward of flex_attention on the CPU.
+    trains = implementation != "flex_attention"
+    for given in (torch.zeros_like(mask), mask):
+        model.zero_grad()
+        labels = torch.where(given == 1, ids, -100)
+        with torch.set_grad_enabled(trains):
+            out = model(ids, attention_mask=given, labels=labels, output_hidden_states=True)
+        assert all(torch.isfinite(x).all() for x in (out.loss, out.logits, *out.hidden_states))
+        if trains:
+            out.loss.backward()
+            assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    for row, n in ((0, 9), (2, 5)):
+        with torch.no_grad():
+            alone = model(ids[row : row + 1, :n]).logits[0]
+        assert_same(out.logits[row, :n], alone, what="row beside an empty row")
+
+
+@torch.no_grad()
+def test_padding_is_zero_where_the_model_packed_and_content_of_padding_is_irrelevant(model):
+    ids, mask = random_batch([9, 5])
+    out = model(ids, attention_mask=mask).last_hidden_state
+    assert out[1, 5:].abs().sum() == 0
+    ids[1, 5:] = 77
+    assert torch.equal(model(ids, attention_mask=mask).last_hidden_state, out)
+
+
+# ------------------------------------------------------------------------------------------------
+# other inputs
+
+
+@torch.no_grad()
+def test_other_ways_to_say_the_same(model):
+    """Embeddings for ids, BERT's third argument, which is ignored, int32 and (L,) positions."""
+    ids, mask = random_batch([9, 5])
+    out, types = model(ids, attention_mask=mask)[0], torch.ones_like(ids)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask)[0], out)
+    assert torch.equal(model(inputs_embeds=embeds)[0], model(ids)[0])
+    assert torch.equal(model(ids, attention_mask=mask, token_type_ids=types)[0], out)
+    assert torch.equal(model(ids, mask, types)[0], out)
+    assert torch.equal(model(ids.int(), position_ids=torch.arange(9))[0], model(ids)[0])
+
+
+@torch.no_grad()
+def test_return_dict(model):
+    ids, _ = random_batch([9])
+    (hidden,) = model(ids, return_dict=False)
+    assert torch.equal(hidden, model(ids).last_hidden_state)
+    everything = model(ids, return_dict=False, output_hidden_states=True, output_attentions=True)
+    assert len(everything) == 3 and len(everything[1]) == 4 and len(everything[2]) == 3
+    loss, logits = make_model(NeoBERTForMaskedLM)(ids, labels=ids, return_dict=False)
+    assert loss.dim() == 0 and logits.shape == (1, 9, 200)
+
+
+@pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+@pytest.mark.parametrize("field", ("hidden_dropout", "attention_dropout"))
+@torch.no_grad()
+def test_dropout_acts_in_training_only(field, implementation):
+    model = make_model(NeoBERTModel, attn_implementation=implementation, **{field: 0.3})
+    ids, mask = random_batch([30, 20])
+
+    def run():
+        return model(ids, attention_mask=mask).last_hidden_state
+
+    assert_same(run()[0], last_states(model, ids[0]), what="output in eval")
+    model.train()
+    assert not torch.allclose(run(), run()), f"{field} does nothing in training"
+
+
+@torch.no_grad()
+def test_one_warning_past_the_trained_length(model, warnings):
+    """At max_position_embeddings, or where scaling ends."""
+    (ids,), _ = random_batch([140])
+    for _ in range(2):
+        out = model(ids[None]).last_hidden_state
+    (message,) = warnings("longer than the 128 of max_position_embeddings")
+    assert "yarn" in message, "it says what to do"
+    assert_same(out[0], last_states(model, ids))
+    scaled = make_model(NeoBERTModel, rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert scaled.config.context_length == 256 and scaled.config.max_position_embeddings == 128
+    scaled(random_batch([256])[0])
+    assert not warnings("longer than the 256")
+    scaled(random_batch([257])[0])
+    assert len(warnings("longer than the 256 of max_position_embeddings and RoPE scaling")) == 1
+
+
+def test_float64_stays_float64():
+    """As gradient checks by finite differences need it."""
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3).double()
+    ids, mask = random_batch([9, 4])
+    out = model(ids, attention_mask=mask, labels=torch.tensor([0, 2]))
+    assert out.loss.dtype == out.logits.dtype == torch.float64
+    single = make_model(NeoBERTForSequenceClassification, num_labels=3)
+    with torch.no_grad():
+        assert_same(model(ids, attention_mask=mask).logits, out.logits, 1e-12, "without gradients")
+        assert_same(single(ids, attention_mask=mask).logits.double(), out.logits, 1e-4, "float32")
+
+
+def test_rms_norm_keeps_float32_inside():
+    """The squares' mean is taken in float32: in bfloat16 256 + 1 is 256 and 8 bits of every norm
+    would be lost."""
+    norm = make_model(NeoBERTModel).layer_norm.to(torch.bfloat16)
+    x = (torch.randn(64, 64) * 3 + 0.5).to(torch.bfloat16)
+    scale = (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    exact = x.double() * scale * norm.weight.double()
+    # One rounding at the end, half a unit in 8 bits; a norm in bfloat16 rounds four times.
+    relative = ((norm(x).double() - exact).abs() / exact.abs().clamp(min=1e-6)).max().item()
+    assert relative <= 1.05 * 2**-8, f"RMSNorm's relative error in bfloat16 is {relative:.2e}."
+
+
+# ------------------------------------------------------------------------------------------------
+# bad input
+
+
+IDS = torch.ones(2, 6, dtype=torch.long)
+BAD_INPUTS = (
+    ({}, "neither was given"),
+    ({"input_ids": IDS.tolist()}, "input_ids must be a tensor, but a list .*return_tensors"),
+    ({"input_ids": IDS, "inputs_embeds": torch.zeros(2, 6, 64)}, "both were given"),
+    ({"input_ids": IDS[0]}, r"\(batch, length\).*\(6,\)"),
+    ({"input_ids": IDS[:, :0]}, r"at least one token.*\(2, 0\)"),
+    ({"input_ids": IDS * 200}, "between 0 and 199, but 200"),
+    ({"input_ids": -IDS}, "between 0 and 199, but -1"),
+    ({"inputs_embeds": torch.zeros(6, 64)}, r"\(batch, length, 64\).*\(6, 64\)"),
+    ({"input_ids": IDS, "attention_mask": torch.ones(2, 5)}, r"\(2, 6\).*\(2, 5\)"),
+    ({"input_ids": IDS, "attention_mask": torch.ones(3, 6)}, r"\(2, 6\).*\(3, 6\)"),
+    ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 6, 5)}, r"\(2, 6\).*\(2, 1, 6, 5\)"),
+    ({"input_ids": IDS, "attention_mask": torch.full((2, 6), -1e4)}, "1 for real tokens and 0"),
+    ({"input_ids": IDS, "attention_mask": IDS * 2}, "1 for real tokens and 0"),
+    ({"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 6])}, r"packed batch.*\(2, 6\)"),
+)
+
+
+@pytest.mark.parametrize("inputs, sentence", BAD_INPUTS)
+def test_bad_inputs(model, inputs, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        model(**inputs)
+    assert "\n" not in str(error.value), "The message should be one sentence."
+
+
+def test_flex_attention_says_that_it_has_no_dropout():
+    model = make_model(
+        NeoBERTModel, attn_implementation="flex_attention", attention_dropout=0.1
+    ).train()
+    with pytest.raises(ValueError, match="dropout"):
+        model(IDS)
+
+
+def rope(kind="yarn", factor=2.0, **others):
+    return {"rope_scaling": {"rope_type": kind, "factor": factor, **others}}
+
+
+BAD_CONFIGS = (
+    ({"hidden_size": 66}, "multiple of num_attention_heads.*66 and 4"),
+    ({"hidden_size": 36}, "even head_dim.*36 / 4 = 9"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers.*positive.*0"),
+    ({"intermediate_size": 1}, "intermediate_size must be at least 2.*1 was"),
+    ({"vocab_size": "many"}, "vocab_size.*'many'"),
+    ({"hidden_act": "relu"}, "hidden_act must be one of swiglu, gelu, but 'relu'"),
+    ({"position_embedding_type": "alibi"}, "position_embedding_type.*rope, learned.*alibi"),
+    ({"sparse_prediction": "some"}, "sparse_prediction must be True or False, but 'some'"),
+    ({"attention_dropout": 1.0}, "attention_dropout.*1.0"),
+    ({"classifier_dropout": 1.5}, "classifier_dropout.*1.5"),
+    ({"norm_eps": -1e-5}, "norm_eps"),
+    ({"pad_token_id": 200}, "pad_token_id.*199, but 200"),
+    ({"pad_token_id": True}, "pad_token_id.*True"),
+    ({"unpad_inputs": "yes"}, "unpad_inputs.*'yes'"),
+    ({"ngpt": True}, "ngpt"),
+    ({"rope_theta": 0}, "rope_theta.*0"),
+    ({"rope_theta": float("nan")}, "rope_theta.*nan"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor.*None"),
+    ({"rope_scaling": 2.0}, "dictionary.*2.0"),
+    (rope("longrope"), "rope_type.*linear.*longrope"),
+    (rope("linear", float("inf")), "factor.*inf"),
+    ({"hidden_size": 8, **rope("dynamic")}, "head_dim of at least 4.*2 was"),
+    (rope(original_max_position_embeddings=0), "positive whole number.*0"),
+    (rope(beta_fast=4, beta_slow=4), "beta_fast above beta_slow"),
+    (rope(beta_slow=0), "beta_slow above 0"),
+)
+
+
+@pytest.mark.parametrize("fields, sentence", BAD_CONFIGS)
+def test_impossible_configurations(fields, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        NeoBERTConfig(**{**FIELDS, **fields})
+    assert "\n" not in str(error.value), "The message should be one sentence."

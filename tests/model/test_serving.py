@@ -1,0 +1,417 @@
+"""Pins the contracts of whoever drives the model from outside: vLLM's call eager and compiled,
+functions and masks that users register, masks of their own, arguments that nobody reads, no
+recompilation for other lengths, and how often a forward waits for a GPU.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM, NeoBERTForSequenceClassification, NeoBERTForTokenClassification, NeoBERTModel
+from neobert import attention_neobert
+from neobert import modeling_neobert as modeling
+
+from helpers.reference import (
+    FIELDS,
+    FlashReference,
+    assert_same,
+    last_states,
+    make_model,
+    packed_batch,
+    packing_arguments,
+    random_batch,
+    texts_of,
+)
+
+
+by_torch = pytest.mark.parametrize("implementation", ("eager", "sdpa"))
+
+
+def packed_ids(lengths):
+    """(1, T) ids and positions that start again with every text, as serving engines give them."""
+    ids, mask = random_batch(lengths)
+    return ids[mask.bool()][None], torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+# ------------------------------------------------------------------------------------------------
+# vLLM
+
+
+# What the engine's scheduler knows of the batch that is running.
+RUNNING = {"lengths": []}
+
+
+@torch.library.custom_op("neobert_tests::engine", mutates_args=())
+def engine_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """(T, H * K) each -> (T, H * K); one opaque operation, as vLLM's."""
+    heads = [x.view(-1, 4, 16).split(RUNNING["lengths"]) for x in (query, key, value)]
+    return torch.cat([FlashReference.attend(*part, 0.25) for part in zip(*heads)]).flatten(1)
+
+
+@engine_attention.register_fake
+def _(query, key, value):
+    return torch.empty_like(query)
+
+
+class Instance:
+    """Stands for vLLM's attention layer: it knows from elsewhere where sequences end."""
+
+    def forward(self, query, key, value):
+        return engine_attention(query, key, value)
+
+
+INSTANCES = {layer: Instance() for layer in range(3)}
+
+
+def vllm_attention(
+    module, query, key, value, attention_mask, scaling=None, attention_instances=None, **kwargs
+):
+    """The shape of vLLM's function: q, k, v of (1, H, T, K) in, (T, H * K) out, no mask read."""
+    assert attention_mask is None, "a mask was built that the engine does not read"
+    query, key, value = (x.transpose(1, 2).reshape(-1, 64) for x in (query, key, value))
+    return attention_instances[module.layer_idx].forward(query, key, value), None
+
+
+@pytest.fixture
+def vllm():
+    AttentionInterface.register("vllm", vllm_attention)
+    yield
+    ALL_ATTENTION_FUNCTIONS._global_mapping.pop("vllm", None)
+
+
+def call_of_vllm(model, ids, positions, lengths):
+    RUNNING["lengths"] = lengths
+    return model(
+        input_ids=ids,
+        position_ids=positions,
+        attention_instances=INSTANCES,
+        use_cache=False,
+        return_dict=False,
+    )[0]
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+@torch.no_grad()
+def test_the_call_of_vllm(vllm, compiled):
+    """Equal to sdpa, with one graph for all numbers of tokens, and with the zeros of its profile
+    run."""
+    model, engine = make_model(NeoBERTModel), make_model(NeoBERTModel)
+    engine.config._attn_implementation = "vllm"
+    run = torch.compile(engine, backend="eager", dynamic=True) if compiled else engine
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters
+    graphs.clear()
+    for lengths in ([9, 3, 7], [5, 5], [30], [1, 2, 3, 4]):
+        ids, positions = packed_ids(lengths)
+        torch._dynamo.mark_dynamic(ids, 1), torch._dynamo.mark_dynamic(positions, 1)
+        actual = call_of_vllm(run, ids, positions, lengths)
+        expected = model(ids, position_ids=positions).last_hidden_state
+        assert actual.shape == expected.shape
+        assert_same(actual, expected, what=f"texts of {lengths}")
+    assert not compiled or graphs["stats"]["unique_graphs"] == 1
+    ids, _ = packed_ids([12])
+    assert torch.isfinite(call_of_vllm(engine, ids, torch.zeros_like(ids), [12])).all()
+    torch._dynamo.reset()
+
+
+def test_the_source_that_vllm_reads():
+    """It parses the block's `forward`: one call through a local name that was read from
+    ALL_ATTENTION_FUNCTIONS, with its scaling."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(modeling.NeoBERTBlock.forward)))
+    names, calls = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            if re.match(r"ALL_ATTENTION_FUNCTIONS[.\[]", ast.unparse(node.value)):
+                names |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.Call):
+            calls.append(node)
+    (call,) = (node for node in calls if ast.unparse(node.func) in names)
+    scalings = [ast.unparse(word.value) for word in call.keywords if word.arg == "scaling"]
+    assert scalings == ["self.scaling"] and NeoBERTModel._supports_attention_backend
+
+
+# ------------------------------------------------------------------------------------------------
+# masks of the caller
+
+
+@by_torch
+@pytest.mark.parametrize("kind", ("boolean", "whole numbers", "additive", "additive per head"))
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_is_used_as_it_is(implementation, kind):
+    """A caller that packs by itself: sequences apart by a (1, 1, L, L) mask, positions of its
+    own."""
+    lengths = [6, 4]
+    ids, positions = packed_ids(lengths)
+    model = make_model(NeoBERTModel, attn_implementation=implementation)
+    mask = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()[None, None]
+    if kind.startswith("additive"):
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if kind == "additive per head":
+        mask = mask.expand(1, 4, 10, 10)
+    if kind == "whole numbers":
+        mask = mask.long()
+    hidden = model(ids, attention_mask=mask, position_ids=positions).last_hidden_state
+    assert_same(hidden[0], last_states(model, *ids[0].split(lengths)))
+
+
+@by_torch
+@torch.no_grad()
+def test_a_mask_of_one_row_for_all_tokens(implementation):
+    """(B, 1, 1, L), boolean or additive: what `get_extended_attention_mask` makes for BERT."""
+    ids, mask = random_batch([8, 5])
+    model = make_model(NeoBERTModel, attn_implementation=implementation)
+    for extended in (mask[:, None, None].bool(), (1 - mask[:, None, None].float()) * -1e4):
+        hidden = model(ids, attention_mask=extended).last_hidden_state
+        assert_same(hidden[mask.bool()], last_states(model, *texts_of(ids, mask)))
+    for shape in ((2, 1, 2, 8), (3, 1, 8, 8)):
+        with pytest.raises(ValueError, match=f"must have shape .* but {re.escape(str(shape))} was"):
+            model(ids, attention_mask=torch.ones(shape))
+
+
+def test_a_mask_of_four_dimensions_where_none_can_be_used():
+    model = make_model(NeoBERTModel, attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match="takes no 4-D attention_mask; choose 'sdpa' or 'eager'"):
+        model(random_batch([8])[0], attention_mask=torch.ones(1, 1, 8, 8))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@torch.no_grad()
+def test_a_registered_mask_function_is_called(dtype):
+    """`AttentionMaskInterface`: the function gets the library's arguments, and the attention
+    function what it returns."""
+    seen = []
+
+    def my_mask(batch_size, kv_length, mask_function, attention_mask=None, dtype=None, **kwargs):
+        seen.append((batch_size, kv_length, dtype, sorted(kwargs)))
+        steps = torch.arange(kv_length)
+        index = (torch.arange(batch_size)[:, None, None, None], torch.zeros(1, 1, 1, 1).long())
+        allowed = mask_function(*index, steps[None, None, :, None], steps[None, None, None, :])
+        mask = torch.zeros(batch_size, 1, kv_length, kv_length, dtype=dtype)
+        return mask.masked_fill(~allowed, torch.finfo(dtype).min)
+
+    def my_function(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        scores = query @ key.transpose(-1, -2) * scaling
+        assert attention_mask.dtype == dtype and attention_mask.shape[-2:] == scores.shape[-2:]
+        weights = (scores + attention_mask).softmax(-1, dtype=torch.float32).to(value.dtype)
+        return (weights @ value).transpose(1, 2), None
+
+    AttentionInterface.register("with_a_mask", my_function)
+    AttentionMaskInterface.register("with_a_mask", my_mask)
+    model, expected = (make_model(NeoBERTModel).to(dtype) for _ in range(2))
+    model.config._attn_implementation = "with_a_mask"
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    ids, mask = random_batch([9, 5])
+    both = (m(ids, attention_mask=mask)[0][mask.bool()] for m in (model, expected))
+    assert_same(*both, tolerance, "padded")
+    packed, positions = packed_ids([6, 4])
+    both = (m(packed, position_ids=positions)[0] for m in (model, expected))
+    assert_same(*both, tolerance, "packed")
+    assert [call[:3] for call in seen] == [(2, 9, dtype), (1, 10, dtype)], "once a forward"
+    assert {"cache_position", "config", "q_length", "kv_offset"} <= set(seen[0][3])
+
+
+# ------------------------------------------------------------------------------------------------
+# arguments and labels
+
+
+def test_arguments_that_nobody_reads_are_named_once(warnings):
+    model, ids = make_model(NeoBERTModel), random_batch([5])[0]
+    known = {"use_cache": False, "attention_instances": {}, "past_key_values": None}
+    model(ids, num_items_in_batch=3, output_router_logits=False, **known)
+    assert not warnings(""), "known arguments, and None, pass in silence"
+    for _ in range(2):
+        model(ids, head_mask=torch.ones(4), attentionmask=torch.ones(1, 5), past_key_values=())
+    (message,) = warnings("name right?")
+    assert "attentionmask, head_mask, past_key_values" in message
+
+
+@pytest.mark.parametrize("unpad_inputs", (True, False))
+def test_flat_labels_and_labels_of_one_column(unpad_inputs):
+    """As BERT takes them: (B * L,) for tokens, (B, 1) for classes; and labels at padding."""
+    ids, mask = random_batch([9, 5])
+
+    def loss(model, labels):
+        return model(ids, attention_mask=mask, labels=labels).loss
+
+    for model_class, classes in ((NeoBERTForMaskedLM, 200), (NeoBERTForTokenClassification, 3)):
+        model = make_model(model_class, num_labels=3, unpad_inputs=unpad_inputs)
+        labels = torch.where(mask == 1, ids % classes, -100)
+        assert_same(loss(model, labels.flatten()), loss(model, labels), 1e-6, "flat")
+        assert_same(loss(model, ids % classes), loss(model, labels), 1e-6, "labels at padding")
+    model, labels = make_model(NeoBERTForSequenceClassification, num_labels=3), torch.tensor([2, 0])
+    assert_same(loss(model, labels[:, None]), loss(model, labels), 1e-6, "one column")
+
+
+# ------------------------------------------------------------------------------------------------
+# compilation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ("eager", "inductor"))
+@torch.no_grad()
+def test_one_graph_for_packed_rows_of_all_lengths(backend):
+    """`F.pad` with a symbolic fill made the length a constant, and eight recompilations later torch
+    gave up."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    model = make_model(NeoBERTModel, num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for lengths in ([5, 7], [9, 3, 7], [12], [4, 4, 4, 4], [20, 11]):
+        ids, positions = packed_ids(lengths)
+        actual, expected = (m(ids, position_ids=positions)[0] for m in (compiled, model))
+        assert_same(actual, expected, what=f"texts of {lengths}")
+    graphs = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("pooling", ("cls", "mean"))
+@torch.no_grad()
+def test_a_sequence_head_compiles_completely_with_positions(pooling):
+    """One row with position_ids may be one text or several."""
+    torch._dynamo.reset()
+    model = make_model(NeoBERTForSequenceClassification, num_labels=3, classifier_pooling=pooling)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for lengths in ([12], [5, 7]):
+        ids, positions = packed_ids(lengths)
+        actual, expected = (m(ids, position_ids=positions).logits for m in (compiled, model))
+        assert actual.shape == (len(lengths), 3)
+        assert_same(actual, expected, what=f"texts of {lengths}")
+    torch._dynamo.reset()
+
+
+# ----------------------------------------------------------------------------------------
+# with stand-ins for the device
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Decisions as on a GPU of capability 9.0, with a plain function in the place of the kernel."""
+    device = torch.device("cuda")
+    kernel, calls = modeling.attention_kernel, []
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs):
+        calls.append((cu_q, max_q, kwargs))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(attention_neobert, "varlen_attn", varlen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (modeling, attention_neobert):
+        monkeypatch.setattr(
+            module,
+            "attention_kernel",
+            lambda config, name, _, dtype, training: kernel(config, name, device, dtype, training),
+        )
+        monkeypatch.setattr(module, "values_are_free", lambda x: False)
+    monkeypatch.setattr(modeling, "_on_cpu_without_gradients", lambda x: False)
+    return calls
+
+
+READS = "item tolist __bool__ __int__ __float__ __index__ nonzero numpy cpu".split()
+
+
+def count_waits(monkeypatch):
+    """Every read of a tensor's values by the host, which waits for a GPU."""
+    waits = []
+
+    def noted(function):
+        def read(*args, **kwargs):
+            waits.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return read
+
+    for owner, name in (*((torch.Tensor, name) for name in READS), (torch, "equal")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    return waits
+
+
+HEADS = (
+    NeoBERTModel,
+    NeoBERTForMaskedLM,
+    NeoBERTForSequenceClassification,
+    NeoBERTForTokenClassification,
+)
+
+
+@pytest.mark.parametrize("model_class", HEADS)
+def test_waits_for_a_gpu(model_class, cuda, monkeypatch):
+    """A padded batch: one, for the lengths of its rows. Packed with numbers as longest lengths:
+    none. None a layer, and none for labels."""
+    ids, mask = random_batch([9, 3, 7])
+    padded, packed = {"input_ids": ids, "attention_mask": mask}, packed_batch(texts_of(ids, mask))
+    if model_class is NeoBERTForSequenceClassification:
+        packed["labels"] = padded["labels"] = torch.tensor([0, 2, 1])
+    elif model_class is not NeoBERTModel:
+        padded["labels"] = torch.where(mask == 1, ids % 3, -100)
+        packed["labels"] = padded["labels"][mask.bool()][None]
+    fields = {"num_labels": 3, "problem_type": "single_label_classification"}
+    for batch, allowed in ((padded, 1), (packed, 0), ({**padded, "attention_mask": None}, 0)):
+        for layers in (1, 4):
+            model = make_model(model_class, num_hidden_layers=layers, **fields)
+            model = model.to(torch.bfloat16).train()
+            with monkeypatch.context() as patch:
+                waits = count_waits(patch)
+                model(**batch)
+            assert len(waits) == allowed, f"{layers} layers wait for {waits}"
+    assert cuda and all(call[1] == 9 and isinstance(call[1], int) for call in cuda)
+
+
+def test_attention_dropout_on_cuda(cuda):
+    """Training in bfloat16: torch's kernel has no dropout, so the re-padded one runs, and drops; in
+    eval the kernel runs."""
+    ids, mask = random_batch([9, 3, 7])
+    model = make_model(NeoBERTModel, attention_dropout=0.5).to(torch.bfloat16).train()
+    with torch.no_grad():
+        first, second = (model(ids, attention_mask=mask).last_hidden_state for _ in range(2))
+    assert not cuda and not torch.equal(first, second), "attention dropout does nothing"
+    model.eval()(ids, attention_mask=mask)
+    assert len(cuda) == 3
+
+
+@pytest.mark.parametrize("longest", (6, torch.tensor(6)))
+def test_a_longest_length_that_is_a_tensor_while_tracing(cuda, longest, monkeypatch):
+    """No tensor can be the number of columns of a traced batch: sequences are then kept apart by a
+    mask."""
+    monkeypatch.setattr(attention_neobert, "is_tracing", lambda: True)
+    packing = modeling.Packing(torch.tensor([0, 4, 10], dtype=torch.int32), longest)
+    attention = modeling.AttentionDispatch(
+        NeoBERTConfig(**FIELDS), "sdpa", torch.zeros(1, 10, 64), None, packing, False
+    )
+    assert attention.kernel == ("masked" if torch.is_tensor(longest) else "repadded")
+
+
+@torch.no_grad()
+def test_compiled_packed_batches_on_cuda_make_no_square_mask(cuda, monkeypatch):
+    """Complete compilation: the variable-length kernel takes part; of 600 tokens no tensor has 600
+    x 600 elements."""
+    from .test_packing import varlen_operation
+
+    monkeypatch.setattr(
+        attention_neobert, "varlen_attn", lambda *tensors: varlen_operation(*tensors, 0.25)
+    )
+    fields = {"num_hidden_layers": 1, "max_position_embeddings": 600}
+    model, expected = (make_model(NeoBERTModel, **fields).to(torch.bfloat16) for _ in range(2))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    ids, _ = random_batch([600])
+    packed = packing_arguments([250, 350])
+    actual, wanted = (m(ids, **packed)[0].float() for m in (compiled, expected))
+    torch._dynamo.reset()
+    assert_same(actual, wanted, 0.1, "compiled")
+    values = (node.meta.get("example_value") for node in graphs[0].graph.nodes)
+    sizes = [int(value.numel()) for value in values if torch.is_tensor(value)]
+    assert 0 < max(sizes) < 600 * 600, "a mask of all pairs of tokens was made"

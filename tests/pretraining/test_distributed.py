@@ -1,0 +1,303 @@
+"""Pins that two processes train as one: DDP, FSDP2 and DeepSpeed ZeRO-2/3 give the single process's
+losses on the same global batch, and continue after a kill as if there had been none.
+
+They run on the CPU with the shipped accelerate configurations; the ZeRO-2 checkpoint goes through
+the converter and predicts the same. accelerate turns FSDP on for GPUs alone (with two CPU processes
+1.15 starts plain DDP, whatever fsdp2.yaml says), so FSDP2 is torch's own `fully_shard` here, block
+by block as fsdp2.yaml asks for.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from neobert.conversion.command import main as convert
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.options import VocabularyOptions
+from neobert.pretraining.tokenizer import make_tokenizer
+
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "accelerate"
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+SINGLE = (
+    *("accelerate.commands.launch", "--config_file", str(CONFIGS / "single.yaml")),
+    *("--mixed_precision", "no", "--cpu"),
+)
+WAYS = {"ddp": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+
+
+def _free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    (folder / "path").mkdir()
+    (folder / "path" / "neobert").symlink_to(ROOT)
+    draw = random.Random(0)
+    words = "river stone music paper table winter cold water hard rock sweet sound".split()
+    texts = [" ".join(draw.choices(words, k=draw.randint(2, 20))) for _ in range(300)]
+    (folder / "texts.txt").write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def _process(folder, words):
+    """`python -m` with these words, in the folder, on the CPU."""
+    own = {"PYTHONPATH": str(folder / "path"), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, **own, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def _launch(folder, name, launcher, **more):
+    values = {
+        "dataset": "texts.txt",
+        "prepared": "prepared",
+        "output": name,
+        "model_config": json.dumps(MODEL),
+        "max_length": 32,
+        "tokens_per_batch": 256,
+        "tokens_per_step": 512,
+        "max_steps": 6,
+        "warmup_steps": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": "true",
+        "use_cpu": "true",
+        "peak_tflops": 0.01,
+        **more,
+    }
+    given = {key: value for key, value in values.items() if value is not None}
+    arguments = [
+        piece
+        for key, value in given.items()
+        for piece in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    return _process(folder, [*launcher, "-m", "neobert", "pretrain", *arguments])
+
+
+def _train(folder, name, launcher, **more):
+    """Runs six steps of two micro-batches, however many processes there are, and returns the log of
+    each."""
+    run = _launch(folder, name, launcher, **more)
+    assert run.returncode == 0, f"{name} failed:\n{run.stderr[-3000:]}"
+    records = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    return _train(folder, "single", SINGLE)
+
+
+def _torchrun(processes):
+    ports = f"--nproc_per_node {processes} --master_port {_free_port()}"
+    return ["torch.distributed.run", *ports.split()]
+
+
+def _launcher(way):
+    if way == "ddp":
+        return _torchrun(2)
+    options = f"--num_processes 2 --mixed_precision no --main_process_port {_free_port()}"
+    config = ["--config_file", str(CONFIGS / f"{way}.yaml")]
+    return ["accelerate.commands.launch", *config, *options.split()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_give_the_losses_of_one(folder, single, way):
+    if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    both = _train(folder, way, _launcher(way), use_cpu=None if way == "ddp" else "true")
+    result = json.loads((folder / way / "result.json").read_text())
+    assert (result["processes"], result["distributed"]) == (2, WAYS[way])
+    assert len(both) == len(single) == 6
+    assert single[0]["loss"] - single[-1]["loss"] > 0.2, "vacuous: the losses do not move"
+    for one, two in zip(single, both):
+        assert abs(one["loss"] - two["loss"]) < 1e-4
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert two["tokens_seen"] == one["tokens_seen"]
+        assert two["masked_accuracy"] == pytest.approx(one["masked_accuracy"])
+    # As if it had been killed while step 6 was being saved: the same command goes on from step 3.
+    (folder / way / "checkpoint-6" / "trainer_state.json").unlink()
+    (folder / way / "result.json").rename(folder / way / "run.json")
+    again = _train(folder, way, _launcher(way))
+    numbers = ("step", "loss", "grad_norm", "masked_accuracy", "learning_rate", "tokens_seen")
+    for one, two in zip(again, both, strict=True):
+        assert [one[name] for name in numbers] == [two[name] for name in numbers]
+    if way == "zero2":
+        _check_conversion(folder)
+
+
+def test_zero_2_takes_another_vocabulary(folder, single):
+    """Rows that are put together in each process give the losses of one process."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    texts, own = str(folder / "texts.txt"), str(folder / "own")
+    make_tokenizer(VocabularyOptions(texts=[texts], vocab_size=192, output=own))
+    given = {
+        **{"init_from": "single", "tokenizer": "own", "init_embeddings": "transplant"},
+        **{"model_config": None, "prepared": "prepared-own"},
+    }
+    one = _train(folder, "one", SINGLE, **given)
+    both = _train(folder, "both", _launcher("zero2"), **given)
+    for name in ("one", "both"):
+        result = json.loads((folder / name / "result.json").read_text())
+        assert result["init_rows"]["copied"] > 20
+    assert result["distributed"] == "DEEPSPEED"
+    assert [record["loss"] for record in both] == pytest.approx(
+        [record["loss"] for record in one], abs=1e-4
+    )
+    final = NeoBERTForMaskedLM.from_pretrained(folder / "both", dtype=torch.float32)
+    assert final.config.vocab_size == 192 == len(final.decoder.bias)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero2"])
+def test_two_processes_measure_and_weigh_as_one(folder, single, way):
+    """Weighted sources, and held-out sets before and after."""
+    if way == "zero2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    lines = (folder / "texts.txt").read_text().splitlines()
+    for name, texts in {"other.txt": lines[:40], "a.txt": lines[40:80], "b.txt": lines[:9]}.items():
+        changed = [" ".join(reversed(text.split())) for text in texts]
+        (folder / name).write_text("\n".join(changed) + "\n")
+    sources = [{"name": "texts.txt", "weight": 0.8}, {"name": "other.txt", "weight": 0.2}]
+    given = {
+        "dataset": json.dumps(sources),
+        "heldout": json.dumps({"domain": "a.txt", "general": "b.txt"}),
+        "prepared": "weighted",
+        "init_from": "single",
+        "model_config": None,
+    }
+    one = _train(folder, f"weighted-{way}-one", SINGLE, **given)
+    given["use_cpu"] = None if way == "ddp" else "true"
+    two = _train(folder, f"weighted-{way}-two", _launcher(way), **given)
+    for first, second in zip(one, two, strict=True):
+        assert abs(first["loss"] - second["loss"]) < 1e-4
+        assert first["epoch"] == pytest.approx(second["epoch"]) and first["epoch"] > 0
+    first, second = (_measured(folder / f"weighted-{way}-{name}") for name in ("one", "two"))
+    assert first == pytest.approx(second, rel=1e-4) and len(first) == 4
+
+
+def _measured(folder):
+    """Bits a character of each held-out set at the start and at the end."""
+    rows = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    rows = [row for row in rows if "eval_domain_loss" in row]
+    names = [f"eval_{name}_bits_per_character" for name in ("domain", "general")]
+    return [row[name] for row in (rows[0], rows[-1]) for name in names]
+
+
+def test_zero_3_without_gathered_weights_is_refused(folder):
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    config = (
+        (CONFIGS / "zero3.yaml")
+        .read_text()
+        .replace("zero3_save_16bit_model: true", "zero3_save_16bit_model: false")
+    )
+    (folder / "ungathered.yaml").write_text(config)
+    launcher = _launcher("zero3")
+    launcher[launcher.index(str(CONFIGS / "zero3.yaml"))] = str(folder / "ungathered.yaml")
+    run = _launch(folder, "refused", launcher)
+    assert run.returncode and "ZeRO-3 would leave no final model" in run.stderr, run.stderr[-2000:]
+    assert not (folder / "refused").exists(), "nothing may be written"
+
+
+def _check_conversion(folder):
+    """ZeRO-2's shards through convert_checkpoint.py, against the model that the run saved."""
+    checkpoint, converted = folder / "zero2" / "checkpoint-6", folder / "converted"
+    assert list(checkpoint.rglob("*optim_states.pt")), "no shards of an optimizer"
+    assert convert([str(checkpoint), str(converted)]) == 0
+    ids = torch.randint(1996, 20_000, (2, 20), generator=torch.Generator().manual_seed(0))
+    trained, again = (
+        NeoBERTForMaskedLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits
+        for path in (folder / "zero2", converted)
+    )
+    assert torch.equal(trained, again), "the converted model must predict what the trained one does"
+
+
+# Trains as one process or as two with sharded parameters; both see the same global batches and
+# divide by the same number of masked tokens.
+_FULLY_SHARD = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.training.optimization import decay_parameter_names
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = NeoBERTForMaskedLM(NeoBERTConfig(**json.loads(sys.argv[1]), vocab_size=500, sparse_prediction=True))
+mesh = init_device_mesh("cpu", (world,))
+for block in model.model.transformer_encoder:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+assert isinstance(model, FSDPModule) and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+decayed = decay_parameter_names(model)
+groups = [[parameter for name, parameter in model.named_parameters() if (name in decayed) == kept] for kept in (True, False)]
+groups = [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0))]
+optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+losses = []
+for step in range(6):
+    batches = []
+    for micro in range(2):
+        generator = torch.Generator().manual_seed(2 * step + micro)
+        ids = torch.randint(10, 60, (4, 12 + micro), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, ids, -100)
+        batches.append((torch.where(labels != -100, 4, ids), labels))
+    masked = sum((labels != -100).sum() for _, labels in batches)
+    total = 0.0
+    for ids, labels in batches[rank::world]:
+        # Gradients are averaged over processes, so each loss counts `world` times.
+        loss = model(ids, labels=labels, num_items_in_batch=masked).loss * world
+        loss.backward()
+        total += loss.detach() / world
+    dist.all_reduce(total)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(total.item())
+if rank == 0:
+    print(json.dumps(losses), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+# What the interpreter takes down after the model is not tested here: a thread of gloo that is still there aborts it now and then.
+os._exit(0)
+"""  # noqa: E501
+
+
+def test_fully_sharded_processes_give_the_losses_of_one(folder):
+    (folder / "fully_shard.py").write_text(_FULLY_SHARD)
+    losses = []
+    for processes in (1, 2):
+        command = [*_torchrun(processes), "fully_shard.py", json.dumps(MODEL)]
+        run = _process(folder, command)
+        assert run.returncode == 0, run.stderr[-3000:]
+        losses.append(json.loads(run.stdout.strip().splitlines()[-1]))
+    assert losses[0][0] - losses[0][-1] > 0.1, "vacuous: the losses do not move"
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)

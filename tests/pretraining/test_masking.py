@@ -1,0 +1,173 @@
+"""Pins masking (rates, kinds, special tokens, seeds), schedules and optimizer groups against their
+formulas."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoTokenizer, TrainingArguments
+
+from neobert.common.errors import UserError
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.schedule import paper_schedule
+from neobert.pretraining.trainer import PretrainingTrainer
+from neobert.training.optimization import make_schedule
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+def _text(tokenizer, count=100_000):
+    """Ordinary tokens with every special token in between."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1996, 20_000, (count,), generator=generator)
+    ids[::10] = tokenizer.cls_token_id
+    ids[1::10] = tokenizer.pad_token_id
+    ids[2::10] = tokenizer.unk_token_id
+    return ids.view(100, -1)
+
+
+def test_20_percent_always_by_the_mask_token(tokenizer):
+    ids = _text(tokenizer)
+    hidden, labels = TokenMasking(tokenizer)(ids, torch.Generator().manual_seed(0))
+    chosen = labels != -100
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    assert not (chosen & special).any(), "special tokens must never be predicted"
+    # 70,000 real tokens: the standard deviation of the share is 0.0015.
+    assert abs(chosen[~special].float().mean() - 0.2) < 0.006
+    assert (hidden[chosen] == tokenizer.mask_token_id).all()
+    assert torch.equal(hidden[~chosen], ids[~chosen]), "all other tokens must stay as they are"
+    assert torch.equal(labels[chosen], ids[chosen]), "the label must be the token that was there"
+
+
+def test_bert_masking_15_percent_80_10_10(tokenizer):
+    ids = _text(tokenizer)
+    hidden, labels = TokenMasking(tokenizer, 0.15, 0.8, 0.1)(ids, torch.Generator().manual_seed(0))
+    chosen = labels != -100
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    assert abs(chosen[~special].float().mean() - 0.15) < 0.006
+    masked = (hidden == tokenizer.mask_token_id)[chosen].float().mean()
+    kept = (hidden == ids)[chosen].float().mean()
+    assert abs(masked - 0.8) < 0.02 and abs(kept - 0.1) < 0.015
+    replaced = hidden[chosen & (hidden != ids) & (hidden != tokenizer.mask_token_id)]
+    assert len(replaced) > 800, "about 10 % must be replaced by other tokens"
+    assert not torch.isin(replaced, torch.tensor(tokenizer.all_special_ids)).any()
+
+
+def test_masks_follow_the_generator_and_are_never_empty(tokenizer):
+    masking, ids = TokenMasking(tokenizer), _text(tokenizer, 1000)
+    first, again, other = (
+        masking(ids, torch.Generator().manual_seed(seed))[1] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again), "one seed must give one mask"
+    assert not torch.equal(first, other), "another seed must give another mask"
+    text = torch.tensor([[tokenizer.cls_token_id, 2000, tokenizer.sep_token_id]])
+    for seed in range(20):
+        labels = masking(text, torch.Generator().manual_seed(seed))[1]
+        assert labels.tolist() == [[-100, 2000, -100]]
+
+
+def test_the_mask_schedule_falls_on_a_straight_line(tokenizer):
+    masking, ids = TokenMasking(tokenizer, schedule=[0.3, 0.15]), _text(tokenizer)
+    ordinary = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    for progress, expected in ((0.0, 0.3), (0.5, 0.225), (1.0, 0.15)):
+        labels = masking(ids, torch.Generator().manual_seed(0), progress)[1]
+        assert abs((labels != -100)[ordinary].float().mean() - expected) < 0.006
+    with pytest.raises(UserError, match="mask_schedule must be two shares"):
+        TokenMasking(tokenizer, schedule=[0.3, 0.2, 0.1])
+
+
+def _rates(kind, warmup, steps, kwargs=None, peak=1.0):
+    """Learning rate of each step of a run, as the optimizer has it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = make_schedule(kind, optimizer, warmup, steps, kwargs)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def _papers(step, warmup, steps):
+    """Section 4: linear warm-up, cosine to 10 % of the peak over 90 % of the steps, then
+    constant."""
+    if step < warmup:
+        return step / warmup
+    t = min(1.0, (step - warmup) / (0.9 * steps - warmup))
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * t)) / 2
+
+
+@pytest.mark.parametrize("warmup, steps", [(20, 1000), (0, 100), (1, 10), (100, 2800)])
+def test_the_librarys_schedule_is_the_papers(warmup, steps):
+    given = paper_schedule(steps, warmup)
+    rates = _rates(
+        given["lr_scheduler_type"], warmup, steps, given["lr_scheduler_kwargs"], peak=6e-4
+    )
+    expected = [6e-4 * _papers(step, warmup, steps) for step in range(steps)]
+    assert rates == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_the_papers_schedule_at_its_turning_points():
+    given = paper_schedule(1_000_000, 2000)
+    assert given["lr_scheduler_kwargs"]["num_decay_steps"] == 898_000
+    scheduler = make_schedule(
+        given["lr_scheduler_type"],
+        torch.optim.SGD([torch.zeros(1)], 1.0),
+        2000,
+        1_000_000,
+        given["lr_scheduler_kwargs"],
+    )
+    (factor,) = scheduler.lr_lambdas
+    assert factor(0) == 0 and factor(1000) == 0.5 and factor(2000) == 1.0
+    # Half-way down the cosine the rate is the mean of 1 and 0.1.
+    assert math.isclose(factor(451_000), 0.55)
+    assert math.isclose(factor(226_500), 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+    assert math.isclose(factor(900_000), 0.1) and math.isclose(factor(999_999), 0.1)
+
+
+def test_warm_up_stable_decay():
+    rates = _rates(
+        "warmup_stable_decay",
+        10,
+        100,
+        {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.0},
+    )
+    expected = [i / 10 for i in range(10)] + [1.0] * 70 + [1 - math.sqrt(i / 20) for i in range(20)]
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"norm_type": "layer", "position_embedding_type": "learned", "hidden_act": "gelu"}],
+)
+def test_norms_and_biases_do_not_decay(tiny_config, tmp_path, extra):
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**tiny_config, **extra))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        weight_decay=0.1,
+        learning_rate=6e-4,
+        report_to="none",
+        use_cpu=True,
+    )
+    optimizer = PretrainingTrainer(model=model, args=arguments).create_optimizer()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, free = (
+        {names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups
+    )
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert decayed | free == set(names.values()) and not decayed & free
+    assert all("norm" in name or name.endswith("bias") for name in free)
+    assert not any("norm" in name or name.endswith("bias") for name in decayed)
+    # With zero gradients decoupled decay alone moves a weight: w (1 - lr * decay).
+    before = model.decoder.weight.detach().clone()
+    norm = model.model.layer_norm.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(model.decoder.weight.detach(), before * (1 - 6e-4 * 0.1))
+    assert torch.equal(model.model.layer_norm.weight.detach(), norm)

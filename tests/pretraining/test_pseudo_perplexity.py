@@ -1,0 +1,307 @@
+"""Pins `neobert pseudo-perplexity`: the definition against a plain loop, sampled against exact
+positions (mean and standard error), length buckets, several models in one table, continuing after
+an interruption, YaRN, and one sentence for bad input."""
+
+import csv
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+)
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert.common.errors import UserError
+from neobert.pretraining import pseudo_perplexity as module
+
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["neobert", "bert"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random NeoBERT whose predictions are far from uniform, a random BERT, texts of 20 to 70
+    words."""
+    root = tmp_path_factory.mktemp("pseudo_perplexity")
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).resolve().parents[2] / "tokenizer")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 48,
+    }
+    models = {
+        "neobert": NeoBERTForMaskedLM(
+            NeoBERTConfig(**sizes, decoder_init_range=0.3, embedding_init_range=0.5)
+        ),
+        "bert": BertForMaskedLM(BertConfig(vocab_size=30522, **sizes)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    generator = random.Random(0)
+    words = "the film is a story of two friends and their house by a cold green sea".split()
+    texts = [" ".join(generator.choices(words, k=k)) for k in (20, 30, 40, 50, 60, 70)]
+    (root / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return root
+
+
+def arguments(folder, output, **more):
+    given = {
+        "model": folder / "neobert",
+        "text": folder / "texts.jsonl",
+        "output": output,
+        "lengths": "16,32,64",
+        "positions": "exact",
+        **more,
+    }
+    lists = ("model", "lengths", "yarn")
+    given = {key: value for key, value in given.items() if value is not None}
+    named = [
+        (key.replace("_", "-"), str(value).split(",") if key in lists else [str(value)])
+        for key, value in given.items()
+    ]
+    return [part for key, values in named for part in (f"--{key}", *values)]
+
+
+def run(folder, output, **more):
+    module.main(arguments(folder, output, **more))
+    with open(output / "pseudo_perplexity.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def test_exact_value_is_the_definition(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_TOKENS", 100)
+    rows = run(folder, tmp_path, lengths="16,32", texts=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
+    model = NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).eval()
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
+    buckets = json.loads((tmp_path / "result.json").read_text())["buckets"]
+    for length, bucket in zip((16, 32), buckets):
+        expected = []
+        for text in texts[1:3]:  # the first that reach the largest length
+            ids = [*tokenizer(text)["input_ids"][: length - 1], tokenizer.sep_token_id]
+            losses = []
+            for position in range(1, length - 1):
+                masked = [*ids[:position], tokenizer.mask_token_id, *ids[position + 1 :]]
+                with torch.no_grad():
+                    logits = model(torch.tensor([masked])).logits[0, position].double()
+                losses.append(float(logits.logsumexp(-1) - logits[ids[position]]))
+            expected.append(math.exp(sum(losses) / len(losses)))
+        own = [row for row in rows if row["length"] == str(length)]
+        found = sorted(math.exp(float(row["mean_cross_entropy"])) for row in own)
+        assert found == pytest.approx(sorted(expected), rel=1e-4)
+        assert {(row["tokens"], row["positions"], row["standard_error"]) for row in own} == {
+            (str(length), str(length - 2), "0.0")
+        }
+        assert bucket["pseudo_perplexity"] == pytest.approx(
+            math.sqrt(math.prod(expected)), rel=1e-4
+        ), "A bucket is exp of the texts' mean."
+    assert (tmp_path / "pseudo_perplexity.png").stat().st_size > 5000, "No plot was drawn."
+
+
+def test_every_subset_together_is_unbiased():
+    """Over all subsets of a population: mean of the means = the mean; mean of the squared errors =
+    variance of the means."""
+    population = np.array([0.3, 1.0, 4.0, 0.1, 2.5, 7.0, 0.9])
+    subsets = [
+        module.mean_and_error(population[list(chosen)], len(population))
+        for chosen in itertools.combinations(range(7), 3)
+    ]
+    means, errors = np.array(subsets).T
+    assert means.mean() == pytest.approx(population.mean(), rel=1e-12)
+    assert (errors**2).mean() == pytest.approx(means.var(), rel=1e-12)
+    assert module.mean_and_error(population, 7) == (pytest.approx(population.mean()), 0.0)
+
+
+def test_positions_are_drawn_evenly_without_replacement():
+    counts = np.zeros(12)
+    for seed in range(3000):
+        positions = module.sample_positions(12, 5, seed, "text")
+        assert len(set(positions.tolist())) == 5, "A position was drawn twice."
+        counts[positions] += 1
+    # Binomial: 3000 draws with probability 5/12, standard deviation 27.
+    assert np.abs(counts - 1250).max() < 110, f"Positions are not drawn evenly: {counts}."
+    assert module.sample_positions(4, None, 0, "x").tolist() == [0, 1, 2, 3]
+    assert (
+        module.sample_positions(12, 5, 1, "a").tolist()
+        != module.sample_positions(12, 5, 1, "b").tolist()
+    ), "Texts share their positions."
+
+
+def test_buckets(folder, tmp_path):
+    cut = run(folder, tmp_path / "cut", positions=2)
+    assert [row["length"] for row in cut].count("64") == 1
+    assert [row["length"] for row in cut].count("32") == 5 and [row["length"] for row in cut].count(
+        "16"
+    ) == 6
+    assert all(row["tokens"] == row["length"] for row in cut), "A cut text fills its bucket."
+    own = run(folder, tmp_path / "own", positions=2, bucketing="own")
+    assert [int(row["tokens"]) for row in own] == [22, 32, 42, 52, 62, 64]
+    assert [row["length"] for row in own] == ["32", "32", "64", "64", "64", "64"]
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        '{"text": " "}\n{"text": "too short"}\n' + (folder / "texts.jsonl").read_text()
+    )
+    again = run(folder, tmp_path / "again", text=texts, positions=2)
+    assert again == cut, "rows without text, and texts that reach no bucket, are passed over"
+
+
+def test_several_models_share_a_table(folder, tmp_path, capsys):
+    """Each has the figures of a run alone; BERT's 48 learned positions end its buckets there."""
+    models = f"{folder / 'neobert'},{folder / 'bert'}"
+    both = run(folder, tmp_path / "both", model=models, positions=2)
+    alone = [run(folder, tmp_path / name, model=folder / name, positions=2) for name in NAMES]
+    assert both == [*alone[0], *alone[1]]
+    assert {row["length"] for row in alone[1]} == {"16", "32"}
+    page = (tmp_path / "both" / "pseudo_perplexity.md").read_text()
+    assert [page.count(f"| {name} | off |") for name in NAMES] == [3, 2]
+    capsys.readouterr()
+    assert run(folder, tmp_path / "both", model=models, positions=2) == both
+    assert capsys.readouterr().out.strip() == page.strip(), "a finished run shows its page"
+    with pytest.raises(UserError, match="other settings .positions '2', now '3'"):
+        run(folder, tmp_path / "both", model=models, positions=3)
+    # Two folders of one name are two models.
+    for number, name in enumerate(NAMES):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "best").symlink_to(folder / name)
+    models = f"{tmp_path / '0' / 'best'},{tmp_path / '1' / 'best'}"
+    assert len(run(folder, tmp_path / "best", model=models, positions=2)) == len(both)
+
+
+def test_errors_of_a_bucket_by_hand():
+    """Means 1 and 2 with errors 0.3 and 0.4: the mean's own error is 0.5 / 2, the spread of the
+    texts gives 0.7071 / sqrt(2)."""
+    rows = pandas.DataFrame({"mean_cross_entropy": [1.0, 2.0], "standard_error": [0.3, 0.4]})
+    rows = rows.assign(name="m", yarn="off", length=16, positions=4)
+    (bucket,) = module.summarise(rows)
+    assert (bucket["texts"], bucket["positions"]) == (2, 8)
+    errors = [bucket["error_positions"], bucket["error_texts"]]
+    assert errors == pytest.approx([0.25, 0.5])
+    expected = [math.exp(value) for value in (1.5 - 1.96 * 0.5, 1.5, 1.5 + 1.96 * 0.5)]
+    assert [bucket[name] for name in ("low", "pseudo_perplexity", "high")] == pytest.approx(
+        expected
+    )
+    (bucket,) = module.summarise(rows[:1])
+    assert bucket["error_texts"] is None, "one text has no spread"
+    assert bucket["high"] == pytest.approx(math.exp(1 + 1.96 * 0.3))
+
+
+def test_the_published_table_follows_from_its_rows():
+    committed = ROOT / "results" / "pseudo_perplexity" / "pseudo_perplexity.csv"
+    rows = pandas.read_csv(committed, dtype={"yarn": str})
+    published = json.loads(committed.with_suffix(".json").read_text())["buckets"]
+    for found, bucket in zip(module.summarise(rows), published, strict=True):
+        assert {k: found[k] for k in ("name", "yarn", "length", "texts", "positions")} == {
+            k: bucket[k] for k in ("name", "yarn", "length", "texts", "positions")
+        }
+        for name in ("pseudo_perplexity", "low", "high", "error_positions", "error_texts"):
+            assert found[name] == pytest.approx(bucket[name], rel=1e-12)
+
+
+def test_interrupted_run_continues(folder, tmp_path, monkeypatch):
+    whole = run(folder, tmp_path / "whole", positions=4)
+    real, calls = module.masked_cross_entropy, []
+
+    def interrupted(*inputs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return real(*inputs)
+
+    monkeypatch.setattr(module, "masked_cross_entropy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, tmp_path / "parts", positions=4)
+    path = tmp_path / "parts" / "pseudo_perplexity.csv"
+    assert len(path.read_text().splitlines()) == 6
+    path.write_text(path.read_text() + "neobert,half a li")
+    calls.clear()
+    monkeypatch.setattr(
+        module, "masked_cross_entropy", lambda *inputs: (calls.append(1), real(*inputs))[1]
+    )
+    parts = run(folder, tmp_path / "parts", positions=4)
+    assert len(calls) == len(whole) - 5
+    assert parts == whole, "The continued run differs from the uninterrupted one."
+
+
+def test_yarn(folder, tmp_path):
+    rows = run(folder, tmp_path, lengths=64, yarn="off,2", texts=1)
+    values = {row["yarn"]: float(row["mean_cross_entropy"]) for row in rows}
+    assert set(values) == {"off", "2"} and values["off"] != values["2"], "YaRN changed nothing."
+    tokenizer = AutoTokenizer.from_pretrained(folder / "neobert")
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 48}
+    model = NeoBERTForMaskedLM.from_pretrained(
+        folder / "neobert", dtype=torch.float32, rope_scaling=scaling
+    ).eval()
+    text = json.loads((folder / "texts.jsonl").read_text().splitlines()[-1])["text"]
+    ids = torch.tensor(tokenizer(text)["input_ids"][:63] + [tokenizer.sep_token_id])
+    positions = torch.arange(1, 63)
+    losses = module.masked_cross_entropy(model, ids, positions, tokenizer.mask_token_id)
+    assert values["2"] == pytest.approx(losses.mean(), rel=1e-6)
+
+
+def test_usual_lengths_end_at_the_context(folder, tmp_path):
+    """48 positions, with YaRN by 1.2 then 58."""
+    (tmp_path / "long.txt").write_text("the film is a story " * 80 + "\n")
+    for yarn, length in (("off", "48"), ("off,1.2", "58")):
+        rows = run(
+            folder,
+            tmp_path / yarn,
+            text=tmp_path / "long.txt",
+            lengths=None,
+            yarn=yarn,
+            positions=2,
+        )
+        assert {row["length"] for row in rows} == {length}
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"positions": "all"}, "positions must be a number or exact"),
+        ({"lengths": 512}, "no text of .* reaches one of the lengths .512."),
+        ({"text": "no_such_data"}, "dataset no_such_data cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder, tmp_path, more, sentence):
+    with pytest.raises(UserError, match=sentence):
+        run(folder, tmp_path / "out", **more)
+    assert not (tmp_path / "out").exists(), "Something was written although the input is bad."
+
+
+def test_models_that_cannot(folder, tmp_path):
+    with pytest.raises(UserError, match="YaRN is for NeoBERT, but .* is a bert model"):
+        run(folder, tmp_path / "out", model=folder / "bert", yarn=2)
+    from neobert import NeoBERTModel
+
+    backbone = tmp_path / "backbone"
+    NeoBERTModel.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(backbone)
+    AutoTokenizer.from_pretrained(folder / "neobert").save_pretrained(backbone)
+    with pytest.raises(UserError, match="no trained masked-LM head: decoder.bias, decoder.weight"):
+        run(folder, tmp_path / "out", model=backbone)
+    bare = tmp_path / "bare"
+    NeoBERTForMaskedLM.from_pretrained(folder / "neobert", dtype=torch.float32).save_pretrained(
+        bare
+    )
+    with pytest.raises(UserError, match=r"in .*/bare; it needs a tokenizer.json( \(|$)"):
+        run(folder, tmp_path / "out", model=bare)
+    assert not (tmp_path / "out").exists()
+    larger = AutoTokenizer.from_pretrained(folder / "neobert")
+    larger.add_tokens(["sea-green"])
+    larger.save_pretrained(bare)
+    with pytest.raises(UserError, match="the tokenizer has 30523 tokens, but the embedding of .*"):
+        run(folder, tmp_path / "out", model=bare)
+    assert not (tmp_path / "out").exists()

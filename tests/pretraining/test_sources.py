@@ -1,0 +1,156 @@
+"""Pins the sources of pre-training text: kinds of files, names of the Hub, prepared sets that
+belong to their source and tokenizer."""
+
+import json
+
+import pytest
+from helpers.data_runs import make_tokenizer, prepare, rows_of  # noqa: F401
+from datasets import Dataset, DatasetDict, Features, Value
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from neobert.common.errors import UserError
+from neobert.pretraining import sources
+from neobert.pretraining.prepared import load_prepared, source_digest, tokenizer_fingerprint
+from neobert.pretraining.sources import content_hash, parse_sources
+
+
+def test_a_prepared_set_holds_every_text_that_is_not_empty(tmp_path, tokenizer):
+    rows = [{"text": text} for text in ("a river", "", " ", "green stone")]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = prepare(str(tmp_path / "text.jsonl"), tmp_path / "out", tokenizer)
+    assert {name: summary[name] for name in ("rows", "kept", "tokens")} == {
+        "rows": 4,
+        "kept": 2,
+        "tokens": 8,
+    }
+    tokens = load_prepared(tmp_path / "out")
+    assert [tokenizer.decode(row) for row in tokens.rows["input_ids"]] == ["a river", "green stone"]
+    assert tokens.lengths.tolist() == [4, 4], "the stored length counts [CLS] and [SEP]"
+
+
+def test_text_parquet_saved_and_several_sources(tmp_path):
+    (tmp_path / "a.txt").write_text("a river\ngreen stone\n")
+    Dataset.from_dict({"body": ["winter"], "n": [1]}).to_parquet(str(tmp_path / "b.parquet"))
+    Dataset.from_dict({"body": ["north"]}).save_to_disk(str(tmp_path / "saved"))
+    large = Dataset.from_dict(
+        {"body": ["south"]}, features=Features({"body": Value("large_string")})
+    )
+    large.save_to_disk(str(tmp_path / "large"))
+    DatasetDict({"dev": large}).save_to_disk(str(tmp_path / "splits"))
+
+    assert rows_of(str(tmp_path / "a.txt")) == ["a river", "green stone"]
+    assert rows_of(f"file://{tmp_path}/a.txt") == ["a river", "green stone"]
+    names = ("a.txt", "b.parquet", "saved", "large")
+    together = [str(tmp_path / name) for name in names]
+    expected = ["a river", "green stone", "winter", "north", "south"]
+    assert rows_of(together, column="body") == expected
+    assert rows_of(str(tmp_path / "splits"), column="body", split="dev") == ["south"]
+
+
+def test_a_hub_name_may_carry_a_subset_and_a_revision(tmp_path, monkeypatch):
+    asked = []
+
+    def loaded(name, config, **more):
+        asked.append((name, config, more["revision"], more["split"]))
+        return Dataset.from_dict({"text": ["a river"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(sources, "load_dataset", loaded)
+    assert len(rows_of(["me/one:big@v2", "me/two@refs/convert/parquet", "me/three"])) == 3
+    assert asked == [
+        ("me/one", "big", "v2", "train"),
+        ("me/two", None, "refs/convert/parquet", "train"),
+        ("me/three", None, None, "train"),
+    ]
+    monkeypatch.setattr(sources, "load_dataset", lambda *a, **k: 1 / 0)
+    with pytest.raises(UserError, match="dataset me/one cannot be read .division by zero."):
+        rows_of("me/one")
+    (tmp_path / "a:b@c.txt").write_text("a river\n")
+    assert rows_of(str(tmp_path / "a:b@c.txt")) == ["a river"]
+
+
+def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts.txt", "more.jsonl.gz", "./texts", "/texts", "~/texts", "a/b/c", "a*"):
+        assert parse_sources(name)[0].kind == "files", name
+        with pytest.raises(UserError):
+            rows_of(name)
+    for name in ("wikitext", "me/data", "me/data-v1.5", "me/some.data"):
+        assert parse_sources(name)[0].kind == "hub", name
+
+
+BAD = {
+    "a.jsonl": "no column 'text'",
+    "d.txt": "it has no rows|none of its 0 rows",
+    "h.parquet": "'text' must be text, but is 1",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_sources_are_one_sentence(tmp_path, tokenizer, name):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    (tmp_path / "d.txt").write_text("\n\n")
+    Dataset.from_dict({"text": [1, 2]}).to_parquet(str(tmp_path / "h.parquet"))
+    with pytest.raises(UserError, match=BAD[name]) as error:
+        prepare(str(tmp_path / name), tmp_path / "out", tokenizer)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_a_prepared_set_belongs_to_its_source_and_tokenizer(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("a river\n")
+    (tmp_path / "b.txt").write_text("green stone\n")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+    with pytest.raises(UserError, match="prepared otherwise .dataset 'a.txt', now 'b.txt'"):
+        prepare(str(tmp_path / "b.txt"), tmp_path / "out", tokenizer)
+    summary = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    (tmp_path / "out" / "prepared.json").write_text(json.dumps({**summary, "tokenizer": "0"}))
+    with pytest.raises(UserError, match="prepared otherwise .tokenizer '0', now"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("")
+    with pytest.raises(UserError, match="is there already"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "other", tokenizer)
+
+
+def test_other_text_under_the_same_names_is_another_source(tmp_path, tokenizer):
+    """A file rewritten at the same size, a set saved to the same folder; a copy elsewhere is the
+    same source."""
+
+    def write(folder, word):
+        folder.mkdir()
+        (folder / "a.jsonl").write_text(f'{{"text": "{word}"}}\n' * 2)
+        Dataset.from_dict({"text": [word]}).save_to_disk(str(folder / "saved"))
+
+    for folder, word in (("A", "river"), ("B", "river"), ("C", "stone")):
+        write(tmp_path / folder, word)
+    for name in ("a.jsonl", "saved"):
+        one, copy, other = (
+            source_digest(parse_sources(str(tmp_path / folder / name)), tokenizer)
+            for folder in "ABC"
+        )
+        assert one == copy, f"a copy of {name} must be the same source"
+        assert one != other, f"{name} with other text must be another source"
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_a_change_in_any_of_the_16_blocks_is_other_content(tmp_path, block):
+    """Check a file of 61 blocks of 64 KiB, every fourth of which is read."""
+    path = tmp_path / "large.txt"
+    content = bytearray(61 << 16)
+    path.write_bytes(content)
+    before = content_hash([path])
+    content[(4 * block << 16) + 7] = 1
+    path.write_bytes(content)
+    assert content_hash([path]) != before
+
+
+def test_case_is_part_of_the_fingerprint_of_a_tokenizer(tokenizer):
+    """Check two tokenizers with one vocabulary, of which one keeps capital letters."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["normalizer"]["lowercase"] = False
+    roles = {role: getattr(tokenizer, role) for role in ("unk_token", "cls_token", "sep_token")}
+    cased = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), **roles
+    )
+    assert cased.get_vocab() == tokenizer.get_vocab()
+    assert tokenizer_fingerprint(cased) != tokenizer_fingerprint(tokenizer)

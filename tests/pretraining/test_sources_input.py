@@ -1,0 +1,105 @@
+"""Pins what `neobert pretrain` says to bad input: one sentence, exit code 2, before any work."""
+
+import pytest
+import torch
+from helpers.pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
+
+from neobert import cli
+from neobert.common.constants import TOKENIZER
+from neobert.common.errors import UserError
+from neobert.common.loading import load_tokenizer
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
+from neobert.pretraining import command as pretrain
+
+
+BAD = [
+    (
+        {"max_length": 128, "tokens_per_batch": 256},
+        "more than the 64 tokens of the model's context",
+    ),
+    ({"model_config": '{"vocab_size": 100}'}, "vocabulary of 100, but the tokenizer has 30522"),
+    ({"init_from": "{corpus}/nothing"}, "holds no checkpoint"),
+    ({"init_from": "{corpus}/torn"}, "no tokenizer was found in"),
+    ({"warmup_steps": 50}, "warmup_steps 50 must be at least 0 and below max_steps 8"),
+    (
+        {"tokens_per_step": 1000},
+        "tokens_per_step 1,000 is not a multiple of 256 tokens x 1 processes",
+    ),
+    ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+    ({"tokenizer": "{corpus}/nothing"}, "no tokenizer"),
+    ({"init_from": "{corpus}/torn", "tokenizer": TOKENIZER}, "its weights cannot be loaded"),
+    (
+        {"init_from": "{corpus}/backbone", "tokenizer": TOKENIZER},
+        "a masked-LM checkpoint of NeoBERT is needed",
+    ),
+    (
+        {"init_from": "{corpus}/width", "tokenizer": TOKENIZER},
+        "its config.json cannot be loaded (hidden_size must be a positive whole number",
+    ),
+    (
+        {"mixture": '{"0": 0.5, "5000": 0.5}'},
+        "texts of at least 5000 tokens, but the data has none",
+    ),
+    (
+        {"mask_replace_prob": 0.9, "random_replace_prob": 0.2},
+        "must be shares that sum to at most 1",
+    ),
+    ({"eval_strategy": "steps"}, "you didn't pass an `eval_dataset`"),
+    ({"output": "{corpus}/train.txt"}, "are in one another"),
+    ({"init_from": "{corpus}/raw"}, "holds no checkpoint: expected model.safetensors"),
+    ({"max_length": 2, "streaming": "true"}, "max_length must be at least 3"),
+    ({"heldout": "{corpus}/unknown.txt"}, "has no token to mask"),
+]
+
+
+@pytest.mark.parametrize(
+    "wrong, words", BAD, ids=[next(iter(wrong)) + str(i) for i, (wrong, _) in enumerate(BAD)]
+)
+def test_bad_input_is_one_sentence_before_any_work(corpus, tmp_path, capsys, wrong, words):
+    (corpus / "nothing").mkdir(exist_ok=True)
+    (corpus / "width").mkdir(exist_ok=True)
+    width = '{"model_type": "neobert", "hidden_size": "x"}'
+    (corpus / "width" / "config.json").write_text(width)
+    (corpus / "unknown.txt").write_text("\u16a0\u16a2 \u16a6\n" * 60)
+    (corpus / "raw" / "model_checkpoints").mkdir(parents=True, exist_ok=True)
+    for name, model in (("torn", NeoBERTForMaskedLM), ("backbone", NeoBERTModel)):
+        if not (corpus / name).exists():
+            model(NeoBERTConfig(**TINY)).save_pretrained(corpus / name)
+    (corpus / "torn" / "model.safetensors").write_bytes(
+        (corpus / "torn" / "model.safetensors").read_bytes()[:5000]
+    )
+    wrong = {name: str(value).replace("{corpus}", str(corpus)) for name, value in wrong.items()}
+    arguments = arguments_of(
+        corpus, tmp_path / "out", **{"prepared": tmp_path / "prepared", **wrong}
+    )
+    assert cli.main(["pretrain", *arguments]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("neobert pretrain: ") and words in error, error
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "token, words", [("mask_token", "has no mask token"), ("sep_token", "start and end")]
+)
+def test_a_tokenizer_must_have_what_the_batches_need(corpus, tmp_path, token, words):
+    tokenizer = load_tokenizer(TOKENIZER)
+    setattr(tokenizer, token, None)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=words):
+        places = {name: tmp_path / name for name in ("tokenizer", "prepared")}
+        run_of(arguments_of(corpus, tmp_path / "out", **places))
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_a_run_without_an_accelerator_says_so_to_the_trainer(tmp_path, monkeypatch):
+    """Else the processes of torchrun would not know of each other."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    given = ["--dataset", "a.txt", "--report-to", "none", "--output", str(tmp_path)]
+    assert pretrain.read_run(given).training.use_cpu
+    with pytest.raises(UserError, match="bf16 is on, but there is no GPU .* give --bf16 false"):
+        pretrain.read_run([*given, "--bf16"])
+    assert pretrain.read_run([*given, "--bf16", "--use-cpu"]).training.bf16
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not pretrain.read_run(given).training.use_cpu
+    assert pretrain.read_run([*given, "--use-cpu"]).training.use_cpu

@@ -1,0 +1,243 @@
+"""Pins the measuring of held-out text: bits a character against a hand-made loop, characters of
+pieces of three kinds of tokenizers, named sets before, while and after training, and measuring
+without training."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+
+pytest.importorskip("datasets")
+pytest.importorskip("accelerate")
+
+from helpers.data_runs import tokenise_texts
+from helpers.pretrain_runs import TINY, arguments_of, make_corpus, run_of  # noqa: F401
+
+from neobert.cli import main
+from neobert.common.errors import UserError
+from neobert.configuration_neobert import NeoBERTConfig
+from neobert.modeling_neobert import NeoBERTForMaskedLM
+from neobert.pretraining import command as pretrain
+from neobert.pretraining.batches import MicroBatches, Windows, text_ends
+from neobert.pretraining.validation import (
+    check_held_out,
+    evaluate_batches,
+    parse_heldout,
+    piece_characters,
+)
+from neobert.pretraining.masking import TokenMasking
+from neobert.pretraining.options import BatchArguments
+from neobert.pretraining.sources import parse_sources
+
+
+TEXT = "naïve café, “quoted” 雪国 ### C# # résumé — straße 🐢 unaffable\tend"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def _trained(kind):
+    """A small tokenizer learnt from `TEXT`, cased, of one of three kinds."""
+    if kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL)
+    elif kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=290,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="[UNK]")
+    tokenizer.train_from_iterator([TEXT] * 20 + TEXT.split() * 5, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL)),
+    )
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bytes", "metaspace"])
+def test_characters_of_pieces_are_those_of_the_text(kind):
+    tokenizer = _trained(kind)
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert tokenizer.unk_token_id not in ids, "the text must be covered, or this shows nothing"
+    characters = piece_characters(tokenizer)
+    assert int(characters[ids].sum()) == len("".join(TEXT.split()))
+    assert characters[tokenizer.all_special_ids].tolist() == [0] * len(SPECIAL)
+
+
+@pytest.fixture(name="bundled")
+def make_bundled(tokenizer_dir):
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+def test_bits_a_character_are_those_of_a_loop(bundled):
+    """Text by text without batches: the negative log-probability of every hidden token, by the
+    letters of its piece."""
+    torch.manual_seed(0)
+    model = NeoBERTForMaskedLM(NeoBERTConfig(**TINY, vocab_size=len(bundled), pad_token_id=0))
+    texts = ["the unaffable river has cold water"] * 30 + ["hard rock, sweet sound"] * 30
+    spec = BatchArguments(tokens_per_batch=64, max_length=32)
+    windows = Windows(tokenise_texts(texts, bundled), text_ends(bundled), spec)
+    batches = MicroBatches(windows, TokenMasking(bundled), spec, 3)
+    bits = characters = 0
+    model.eval()
+    for i in range(len(batches)):
+        batch = batches[i]
+        bounds = batch["cu_seq_lens_q"].tolist()
+        for start, stop in zip(bounds, bounds[1:]):
+            with torch.no_grad():
+                logits = model(batch["input_ids"][:, start:stop]).logits[0]
+            for place, label in enumerate(batch["labels"][0, start:stop].tolist()):
+                if label != -100:
+                    bits -= float(logits[place].log_softmax(-1)[label]) / math.log(2)
+                    characters += len(bundled.convert_ids_to_tokens(label).removeprefix("##"))
+    found = evaluate_batches(model, batches, piece_characters(bundled), Accelerator(cpu=True))
+    assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-5)
+    assert found["loss"] * found["masked_tokens"] / math.log(2) == pytest.approx(bits, rel=1e-5)
+
+
+def test_errors_are_those_of_ratios_over_batches():
+    """Against the textbook's formula: residuals a - r b over the batches, n / (n - 1)."""
+    rng = torch.Generator().manual_seed(0)
+    batches, rows = [], []
+    for count in (4, 7, 2, 5, 9):
+        labels = torch.randint(0, 6, (1, count), generator=rng)
+        batches.append({"labels": labels, "logits": torch.randn(1, count, 6, generator=rng)})
+
+    class Answers(torch.nn.Module):
+        def forward(self, labels, logits):
+            loss = torch.nn.functional.cross_entropy(logits[0], labels[0])
+            return type("Output", (), {"loss": loss, "logits": logits})
+
+    characters = torch.tensor([1, 2, 3, 1, 4, 2])
+    metrics = evaluate_batches(Answers(), batches, characters, Accelerator(cpu=True))
+    for batch in batches:
+        loss = torch.nn.functional.cross_entropy(
+            batch["logits"][0].double(), batch["labels"][0], reduction="sum"
+        )
+        right = (batch["logits"].argmax(-1) == batch["labels"]).sum()
+        lengths = characters[batch["labels"]].sum()
+        rows.append([float(loss) / 0.6931471805599453, right, batch["labels"].numel(), lengths])
+    values = torch.tensor(rows, dtype=torch.float64)
+    for name, a, b in (("bits_per_character", 0, 3), ("masked_accuracy", 1, 2)):
+        ratio = values[:, a].sum() / values[:, b].sum()
+        residuals = values[:, a] - ratio * values[:, b]
+        error = (residuals.square().sum() * 5 / 4).sqrt() / values[:, b].sum()
+        assert metrics[name] == pytest.approx(float(ratio), rel=1e-5)
+        assert metrics[f"{name}_error"] == pytest.approx(float(error), rel=1e-4)
+
+
+@pytest.fixture(name="sets")
+def make_sets(corpus):
+    """Two held-out sets: one like the training text, one that training says nothing about."""
+    (corpus / "other.txt").write_text("green apples fall down\nold men sing loud songs\n" * 30)
+    return {"domain": str(corpus / "heldout.txt"), "general": str(corpus / "other.txt")}
+
+
+def _records(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_named_sets_before_while_and_after(corpus, tmp_path, sets):
+    given = {"max_steps": 24, "save_steps": 24, "eval_strategy": "steps", "eval_steps": 12}
+    metrics = run_of(arguments_of(corpus, tmp_path / "a", heldout=json.dumps(sets), **given))
+    measured = [record for record in _records(tmp_path / "a") if "eval_domain_loss" in record]
+    assert [record["step"] for record in measured] == [0, 12, 24, 24]
+    assert (
+        measured[0]["eval_domain_bits_per_character"]
+        > 1.2 * metrics["eval_domain_bits_per_character"]
+    )
+    assert metrics["eval_domain_masked_accuracy"] > metrics["eval_general_masked_accuracy"] + 0.1
+    assert metrics["eval_domain_unigram_accuracy"] > 0
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert set(result["settings"]["heldout"]) == {"domain", "general"}
+    assert metrics.items() <= result.items()
+
+    # One set alone is measured alike, under its plain name.
+    alone = run_of(arguments_of(corpus, tmp_path / "b", heldout=sets["domain"], **given))
+    assert alone["eval_loss"] == metrics["eval_domain_loss"]
+    with pytest.raises(UserError, match="other settings .heldout"):
+        other = sets["general"]
+        run_of(
+            arguments_of(corpus, tmp_path / "b", heldout=other, prepared=tmp_path / "p", **given)
+        )
+
+    # Without training: the same figures, and nothing but the prepared text is written.
+    again = run_of(
+        [
+            *arguments_of(corpus, tmp_path / "c", heldout=json.dumps(sets), model_config=None),
+            *("--init-from", str(tmp_path / "a"), "--measure"),
+        ]
+    )
+    assert again == {name: metrics[name] for name in again} and "eval_general_loss" in again
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_measuring_before_the_first_step_changes_no_number(corpus, tmp_path, sets):
+    """Dropout draws from the random numbers that the measuring must leave alone."""
+    model = json.dumps({**TINY, "dropout": 0.1})
+    losses = []
+    for name, more in (("with", {"heldout": json.dumps(sets)}), ("without", {})):
+        run_of(arguments_of(corpus, tmp_path / name, model_config=model, max_steps=3, **more))
+        losses.append([row["loss"] for row in _records(tmp_path / name) if "loss" in row])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_validation_masks_follow_the_seed_of_the_data(corpus, tmp_path, bundled):
+    labels = []
+    for seed, data_seed in ((3, 5), (4, 5), (3, 6)):
+        seeds = {"seed": seed, "data_seed": data_seed, "heldout": corpus / "heldout.txt"}
+        run = pretrain.read_run(arguments_of(corpus, tmp_path, **seeds))
+        (batches,) = pretrain.heldout_batches(run, bundled).values()
+        labels.append([batches[i]["labels"].tolist() for i in range(len(batches))])
+    assert labels[0] == labels[1] != labels[2]
+
+
+BAD = [
+    ("{domain: DIR/empty.txt}", "DIR/empty.txt"),
+    ("{domain: DIR/train.txt}", "is trained on too"),
+    ("{domain: [DIR/other.txt, DIR/train.txt]}", "DIR/train.txt is trained on too"),
+    ("{domain: }", "name of dataset must be str"),
+]
+
+
+@pytest.mark.parametrize("given, words", BAD, ids=[words for _, words in BAD])
+def test_bad_sets_are_one_sentence(corpus, tmp_path, capsys, sets, given, words):
+    (corpus / "empty.txt").write_text("")
+    given, words = (text.replace("DIR", str(corpus)) for text in (given, words))
+    out = tmp_path / "out"
+    code = main(["pretrain", *arguments_of(corpus, out, heldout=given, prepared=None)])
+    error = capsys.readouterr().err
+    assert code == 2 and words in error and len(error.strip().split("\n")) == 1, error
+    assert not out.exists(), "nothing must be left behind"
+
+
+def test_held_out_text_may_not_be_a_link_to_what_is_trained_on(tmp_path):
+    (tmp_path / "train.txt").write_text("a text\n")
+    (tmp_path / "other.txt").symlink_to("train.txt")
+    sets = parse_heldout({"a": str(tmp_path / "other.txt")})
+    with pytest.raises(UserError, match="trained on too"):
+        check_held_out(sets, parse_sources(str(tmp_path / "train.txt")))
+
+
+def test_measuring_needs_text(corpus, tmp_path):
+    with pytest.raises(UserError, match="measure needs held-out text"):
+        pretrain.read_run([*arguments_of(corpus, tmp_path), "--measure"])
+
+
+def test_a_set_may_have_a_column_of_its_own():
+    found = parse_heldout({"a": {"name": "x.jsonl", "column": "body"}, "b": ["y.jsonl", "z.jsonl"]})
+    assert [source.column for source in found["a"]] == ["body"]
+    assert [source.name for source in found["b"]] == ["y.jsonl", "z.jsonl"]

@@ -1,0 +1,250 @@
+"""Pins the transplant of a vocabulary: which old rows each new piece is made of, by a table worked
+out by hand; that embedding, decoder and bias get the same means, tied or not; and that a run that
+starts so is continued exactly."""
+
+import json
+
+import pytest
+import torch
+from helpers.pretrain_runs import TINY, arguments_of, log_of, make_corpus, run_of  # noqa: F401
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from neobert import NeoBERTConfig, NeoBERTForMaskedLM
+from neobert import cli
+from neobert.common.loading import load_tokenizer, save_tokenizer
+from neobert.pretraining.vocabulary_transfer import (
+    COPIED,
+    MEAN,
+    REST,
+    Rows,
+    find_rows,
+    mean_rows,
+    replace_vocabulary,
+    wordpieces,
+)
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL))
+
+
+def wordpiece(pieces, special=SPECIAL, **normalizer):
+    """A WordPiece tokenizer with these pieces after the special ones; uncased by default."""
+    backend = Tokenizer(
+        models.WordPiece({p: i for i, p in enumerate([*special, *pieces])}, unk_token=special[1])
+    )
+    backend.normalizer = normalizers.BertNormalizer(**normalizer)
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.BertPreTokenizer(),
+        decoders.WordPiece(),
+    )
+    names = dict(zip(NAMES, special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+def named(rows, old, new):
+    """{new piece: old pieces} of `Rows`."""
+    return {
+        piece: old.convert_ids_to_tokens(rows.sources[number])
+        for piece, number in new.get_vocab().items()
+    }
+
+
+def test_a_word_is_cut_as_wordpiece_cuts_it():
+    pieces = {p: i for i, p in enumerate(["un", "##aff", "##able", "##a", "u", "##n", "able"])}
+    assert wordpieces("unaffable", True, pieces) == ([0, 1, 2], True)
+    # Within a word 'un' does not count, and 'u' has no piece there.
+    assert wordpieces("unaffable", False, pieces) == ([5, 1, 2], False)
+    assert wordpieces("ableun", True, pieces) == ([6, 5], False)
+    assert wordpieces("", True, pieces) == ([], False)
+
+
+def test_pieces_of_an_uncased_vocabulary_by_hand():
+    old = wordpiece(
+        ["haus", "##haus", "gross", "##e", "marz", "m", "##ar", "##z", "\u00df", "[unused3]", "gro"]
+    )
+    new = wordpiece(
+        [
+            *("haus", "Haus", "##haus", "M\u00e4rz", "Hause", "##Mar", "##\u00df", "[unused3]"),
+            *("[unused4]", "\u03b1", "gro\u00df", "grosse", "##gro", "\u03b1haus"),
+        ],
+        special=["<pad>", "<unk>", "<s>", "</s>", "<mask>"],
+        lowercase=False,
+        strip_accents=False,
+    )
+    rows = find_rows(old, new)
+    assert named(rows, old, new) == {
+        **{"<pad>": ["[PAD]"], "<unk>": ["[UNK]"], "<s>": ["[CLS]"]},
+        **{"</s>": ["[SEP]"], "<mask>": ["[MASK]"]},
+        **{"haus": ["haus"], "##haus": ["##haus"], "[unused3]": ["[unused3]"]},
+        "Haus": ["haus"],  # as the old one reads it
+        "M\u00e4rz": ["marz"],
+        "Hause": ["haus", "##e"],
+        "##Mar": ["m", "##ar"],  # "##m" is not there: as at the start of a word
+        "##\u00df": ["\u00df"],
+        "[unused4]": [],
+        "\u03b1": [],
+        "gro\u00df": ["gro"],  # what is known of it
+        "grosse": ["gross", "##e"],
+        "##gro": ["gro"],
+        "\u03b1haus": ["##haus"],
+    }
+    assert rows.counts == {COPIED: 10, MEAN: 7, REST: 2}
+    assert [old.convert_ids_to_tokens(i) for i in rows.ordinary][0] == "haus"
+    assert len(rows.ordinary) == 10, "special tokens and [unused3] are no ordinary pieces"
+
+
+def test_a_piece_in_lower_case_is_the_old_one_with_a_capital_where_that_is_all_there_is():
+    old = wordpiece(["Haus", "nato", "NATO", "UNO", "f", "##aus", "F"], lowercase=False)
+    new = wordpiece(["haus", "nato", "uno", "faus", "##haus"])
+    assert named(find_rows(old, new), old, new) == {
+        **{token: [token] for token in SPECIAL},
+        **{"haus": ["Haus"], "nato": ["nato"], "uno": ["UNO"], "faus": ["f", "##aus"]},
+        "##haus": ["##aus"],
+    }
+
+
+def test_a_vocabulary_of_another_kind_gives_the_pieces_of_the_text():
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "\u0120": 3, "\u0120ab": 4}, []))
+    backend.model = models.BPE(
+        {"a": 0, "b": 1, "ab": 2, "\u0120": 3, "\u0120ab": 4}, [("a", "b"), ("\u0120", "ab")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["[MASK]"])
+    old = PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]")
+    new = wordpiece(["ab", "##ab", "aab", "b"], lowercase=False)
+    found = named(find_rows(old, new), old, new)
+    assert found["[MASK]"] == ["[MASK]"] and found["[PAD]"] == []
+    assert found["ab"] == ["\u0120ab"] and found["##ab"] == ["ab"]
+    assert found["aab"] == ["\u0120", "a", "ab"] and found["b"] == ["\u0120", "b"]
+    back = named(find_rows(new, old), new, old)
+    assert back["\u0120ab"] == ["ab"] and back["ab"] == ["##ab"]
+
+
+def test_what_another_kind_of_tokenizer_does_not_know_is_no_row_of_unknown():
+    backend = Tokenizer(models.Unigram([("[UNK]", 0.0), ("\u2581a", -1.0), ("b", -2.0)], unk_id=0))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    old = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    new = wordpiece(["\u03b1", "ab", "a\u03b1"], lowercase=False)
+    found = named(find_rows(old, new), old, new)
+    assert found["ab"] == ["\u2581a", "b"] and found["[UNK]"] == ["[UNK]"]
+    assert "[UNK]" not in found["\u03b1"] and found["a\u03b1"] == ["\u2581a"]
+
+
+def test_rows_are_means_to_the_bit_where_there_is_one():
+    torch.manual_seed(3)
+    weight = torch.randn(6, 4)
+    rows = Rows([[2], [], [1, 5, 1], [0, 4]], [1, 3, 5], {})
+    new = mean_rows(weight, rows, 6)
+    rest = (weight[1] + weight[3] + weight[5]) / 3
+    expected = [weight[2], rest, (2 * weight[1] + weight[5]) / 3, (weight[0] + weight[4]) / 2]
+    assert new.shape == (6, 4) and torch.equal(new[0], weight[2])
+    torch.testing.assert_close(new, torch.stack([*expected, rest, rest]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_decoder_and_bias_follow(tied):
+    config = NeoBERTConfig(**{**TINY, "tie_word_embeddings": tied}, vocab_size=7)
+    model = NeoBERTForMaskedLM(config)
+    with torch.no_grad():
+        model.decoder.bias.copy_(torch.arange(7.0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = Rows([[6], [0], [], [1, 2]], [1, 2, 3], {})
+    replace_vocabulary(model, rows, 5, 1)
+    after, names = model.state_dict(), ("model.encoder.weight", "decoder.weight")
+    for name in names:
+        old = before[name]
+        rest = old[1:4].mean(0)
+        expected = torch.stack([old[6], old[0], rest, (old[1] + old[2]) / 2, rest])
+        torch.testing.assert_close(after[name], expected)
+    assert after["decoder.bias"].tolist() == [6, 0, 2, 1.5, 2]
+    for name in before.keys() - {*names, "decoder.bias"}:
+        assert torch.equal(before[name], after[name]), f"{name} is no row of the vocabulary"
+    assert (model.decoder.weight is model.get_input_embeddings().weight) is tied
+    assert (model.config.vocab_size, model.config.pad_token_id) == (5, 1)
+    assert model.get_input_embeddings().padding_idx == 1
+    assert model(torch.tensor([[4, 3, 1]])).logits.shape == (1, 3, 5)
+
+
+# ------------------------------------------------------------------------------------------------
+# runs
+
+
+@pytest.fixture(scope="module")
+def folders(corpus, tmp_path_factory):
+    """{"start": a run's output folder, "new": another tokenizer}."""
+    folder = tmp_path_factory.mktemp("folders")
+    letters = [c for c in "abcdefghijklmnopqrstuvwxyz."] + [
+        f"##{c}" for c in "abcdefghilmnoprstuwy"
+    ]
+    save_tokenizer(wordpiece([*letters, "the", "has"]), folder / "old")
+    more = ["river", "stone", "water", "##ter", "Paper"]
+    save_tokenizer(wordpiece([*reversed(letters), "the", *more], lowercase=False), folder / "new")
+    short = {"max_steps": 2, "warmup_steps": 0, "prepared": None, "tokenizer": folder / "old"}
+    run_of(arguments_of(corpus, folder / "start", **short))
+    return {name: folder / name for name in ("old", "new", "start")}
+
+
+def short(folders, **more):
+    return {
+        **{"init_from": folders["start"], "tokenizer": folders["new"], "model_config": None},
+        **{"init_embeddings": "transplant", "prepared": None},
+        **more,
+    }
+
+
+def test_a_run_keeps_the_blocks_and_is_continued_exactly(corpus, folders, tmp_path, capsys):
+    given = short(folders, max_steps=4, save_steps=2, heldout=corpus / "heldout.txt")
+    run_of(arguments_of(corpus, tmp_path / "one", **given))
+    tokenizer = load_tokenizer(str(folders["new"]))
+    told = capsys.readouterr().err
+    assert f"{len(tokenizer)} rows of the vocabulary: 53 copied, 5 mean of old pieces" in told, told
+    result = json.loads((tmp_path / "one" / "result.json").read_text())
+    assert result["init_rows"] == {COPIED: 53, MEAN: 5, REST: 0}
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer)
+    assert load_tokenizer(str(tmp_path / "one")).get_vocab() == tokenizer.get_vocab()
+
+    import shutil
+
+    shutil.copytree(tmp_path / "one" / "checkpoint-2", tmp_path / "two" / "checkpoint-2")
+    shutil.copy(tmp_path / "one" / "result.json", tmp_path / "two" / "run.json")
+    run_of(arguments_of(corpus, tmp_path / "two", **given))
+    assert log_of(tmp_path / "one") == log_of(tmp_path / "two")
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two, "a continued run must end with the same bits"
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"init_embeddings": None}, "or give init_embeddings: transplant"),
+        ({"init_from": None}, "needs init_from"),
+        ({"model_config": '{"vocab_size": 20}'}, "vocabulary of 20, but the tokenizer has 58"),
+        ({"tokenizer": "{maskless}"}, "has no mask token"),
+        ({"tokenizer": "{foreign}"}, "has no token to mask, only special ones such as [UNK]"),
+        ({"init_from": "{bare}"}, "no tokenizer was found in"),
+    ],
+)
+def test_bad_input_is_one_sentence(corpus, folders, tmp_path, capsys, more, words):
+    places = {"new": folders["new"], **{n: tmp_path / n for n in ("maskless", "foreign", "bare")}}
+    maskless = load_tokenizer(str(folders["new"]))
+    maskless.mask_token = None
+    save_tokenizer(maskless, places["maskless"])
+    save_tokenizer(wordpiece(["\u03b1"]), places["foreign"])
+    places["bare"].mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (places["bare"] / name).write_bytes((folders["start"] / name).read_bytes())
+    given = {
+        name: value.format(**places)
+        if isinstance(value, str) and value[0] == "{" and "}" in value and '"' not in value
+        else value
+        for name, value in short(folders, **more).items()
+    }
+    output = tmp_path / "out"
+    assert cli.main(["pretrain", *arguments_of(corpus, output, **given)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error, error
+    assert not (output / "run.json").exists() and not list(tmp_path.glob("out/checkpoint*"))

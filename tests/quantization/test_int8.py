@@ -1,0 +1,353 @@
+"""Pins int8 on the CPU: exact products that are timed before they are used, bytes and scales as
+written, nearness to float32 with outliers too, one sentence for what it is not for, and the same
+bits of a text in every batch."""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from helpers.encode_runs import make_model_folder  # noqa: F401
+from torch import nn
+
+from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel, quantize_int8
+from neobert.attention_neobert import Packing
+from neobert.quantization import int8
+from neobert.quantization import int8_product
+from neobert.quantization import outliers
+from neobert.common.errors import UserError
+from neobert.common.packing import compile_blocks, pack
+from neobert.embeddings.packed_encoder import PackedEncoder
+
+
+ENCODER = "examples/sentence-encoder"
+TEXTS = [line.split("\t")[1].strip() for line in open("examples/definitions.tsv")][:200]
+
+
+def cosines(ours, exact):
+    return nn.functional.cosine_similarity(ours.double(), exact.double(), dim=-1)
+
+
+@torch.inference_mode()
+def outputs(model, sequences):
+    """Hidden states (T, D) and means (N, D) of a packed batch."""
+    packed = pack(sequences)
+    hidden = model(**packed)[0]
+    return hidden[0], Packing(packed["cu_seq_lens_q"], None).means(hidden)
+
+
+def drawn(count, least=2, most=40, vocabulary=200):
+    lengths = torch.randint(least, most, (count,)).tolist()
+    return [torch.randint(1, vocabulary, (length,)).tolist() for length in lengths]
+
+
+@pytest.fixture
+def model(tiny_config):
+    return NeoBERTModel(NeoBERTConfig(**tiny_config, decoder_init_range=0.1)).eval()
+
+
+@pytest.fixture(scope="module")
+def bundled_pair():
+    """The bundled encoder in float32 and in int8."""
+    return PackedEncoder(ENCODER, dtype="float32"), PackedEncoder(ENCODER, dtype="int8")
+
+
+# ------------------------------------------------------------------------------------ the product
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 33, 512])
+def test_the_product_is_the_integer_product(rows):
+    """Also where every pair of products is as large as it can be."""
+    steps = int8_product.weight_steps(even_if_slow=True)
+    weight = torch.randint(-steps, steps + 1, (72, 200), dtype=torch.int8)
+    codes = torch.randint(0, 256, (rows, 200), dtype=torch.uint8)
+    weight[:2], weight[2], codes[0] = steps, -steps, 255
+    exact = (codes.numpy().astype(np.int64) - 128) @ weight.numpy().astype(np.int64).T
+    scales = torch.rand(72)
+    found = int8_product.product(codes, int8_product.pack_weight(weight), scales)
+    assert np.array_equal(found.numpy(), exact.astype(np.float32) * scales.numpy())
+
+
+def test_the_check_finds_a_product_that_saturates(monkeypatch):
+    """As `vpmaddubsw` does: pairs of products are added in 16 bits."""
+
+    def saturating(codes, packed, scales, dtype=torch.float32):
+        products = codes.long()[:, None] * packed.long()
+        pairs = products.unflatten(-1, (-1, 2)).sum(-1).clamp(-(2**15), 2**15 - 1)
+        return (pairs.sum(-1) - 128 * packed.long().sum(-1)).to(dtype) * scales
+
+    monkeypatch.setattr(int8_product, "pack_weight", lambda weight: weight)
+    monkeypatch.setattr(int8_product, "product", saturating)
+    assert not int8_product.is_exact(127, 16) and not int8_product.is_exact(65, 16)
+    assert int8_product.is_exact(64, 16)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Sets what the measurement finds: seconds of float32 and of int8."""
+
+    def set_seconds(*seconds):
+        monkeypatch.setattr(int8_product, "_seconds", lambda *given: list(seconds))
+        int8_product.weight_steps.cache_clear()
+
+    yield set_seconds
+    monkeypatch.undo()
+    int8_product.weight_steps.cache_clear()
+
+
+def test_a_slow_product_is_never_used_silently(measured, model):
+    measured(1.0, 10_000.0)
+    with pytest.raises(UserError, match="takes 10000.0 times as long as that of float32"):
+        quantize_int8(model)
+    assert not int8.is_int8(model)
+    assert int8.is_int8(quantize_int8(model, even_if_slow=True))
+
+
+def test_a_product_that_is_not_exact_is_refused(measured, model, monkeypatch):
+    measured(1.0, 0.5)
+    monkeypatch.setattr(int8_product, "is_exact", lambda steps, rows: False)
+    with pytest.raises(UserError, match="not exact"):
+        quantize_int8(model, even_if_slow=True)
+
+
+# ---------------------------------------------------------------------------------------- layers
+
+
+def test_a_linear_layer_by_hand():
+    weight, x = torch.randn(24, 40), torch.randn(3, 7, 40)
+    x[1, 2] = 0  # a row of zeros has a scale too
+    found = int8.Int8Linear(weight, 64)(x)
+    for row, output in zip(x.flatten(0, 1), found.flatten(0, 1)):
+        scale = row.abs().max() / 127
+        codes = torch.floor(row / scale + 0.5) if scale else torch.zeros(40)
+        for column, value in zip(weight, output):
+            step = column.abs().max() / 64
+            exact = (codes.double() @ torch.round(column / step).double()) * step * scale
+            # A value half-way between two codes may be rounded either way.
+            assert abs(value - exact) <= 1.01 * step * 64 * scale / 2**14 + 1e-6 * abs(exact) or (
+                abs(value - exact) <= step * 64 * scale
+                and (((row / scale) % 1) - 0.5).abs().min() < 1e-4
+            )
+    assert not found[1, 2].any() and found.shape == (3, 7, 24)
+
+
+def test_a_norm_gives_the_bytes_of_its_output():
+    norm = nn.RMSNorm(48, eps=0.5)
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    x = torch.randn(2, 9, 48)
+    with torch.no_grad():
+        made = int8.Int8Norm(norm).eval()(x)
+        exact = norm(x).flatten(0, 1)
+    found = (made.rows.float() - 128) * made.scales
+    torch.testing.assert_close(made.scales[:, 0], exact.abs().amax(1) / 127, rtol=1e-5, atol=0)
+    assert ((found - exact).abs() <= 0.501 * made.scales).all()
+    assert made.rows.min() >= 1 and made.codes.shape == (32, 48), "rows are filled up to 16"
+
+
+def test_outliers_alone_are_smoothed_by_powers_of_two():
+    layer = nn.Linear(64, 32, bias=False)
+    nn.init.uniform_(layer.weight, -1, 1)
+    layer.weight.data[:, 9] /= 16
+    largest = torch.rand(64) + 1
+    largest[3], largest[9] = 80, 80
+    largest[20], largest[21] = (times * largest.median() for times in (7.5, 8.5))
+    factors = outliers.factors(layer, largest)
+    assert factors[3] == 8 and factors[9] == 32  # sqrt(80 / 1.5); sqrt(80 / 1.5 * 16)
+    assert factors[20] == 1 and factors[21] > 1, "an outlier is 8 times the median"
+    assert (factors == 1).sum() == 61
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+def test_the_bundled_encoder_is_near(bundled_pair):
+    exact, ours = bundled_pair
+    tokens = exact.tokenize(TEXTS)
+    (hidden, texts), (rounded, rounded_texts) = (
+        outputs(encoder.sentence_transformer[0].auto_model, tokens) for encoder in bundled_pair
+    )
+    assert cosines(rounded, hidden).min() >= 0.995 and cosines(rounded_texts, texts).min() >= 0.999
+    assert ours.dtype_name == "int8" and not torch.equal(hidden, rounded)
+
+
+def test_packed_padded_and_dense_agree(tiny_config):
+    exact = NeoBERTModel(NeoBERTConfig(**tiny_config, decoder_init_range=0.1)).eval()
+    ours = quantize_int8(copy.deepcopy(exact))
+    sequences = drawn(8)
+    hidden, _ = outputs(exact, sequences)
+    found, _ = outputs(ours, sequences)
+    assert cosines(found, hidden).min() > 0.99 and not torch.equal(found, hidden)
+    longest = max(map(len, sequences))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in sequences])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in sequences])
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("error")
+        padded = ours(input_ids=ids, attention_mask=mask).last_hidden_state
+        dense = ours(input_ids=ids[:, :2]).last_hidden_state
+    assert torch.equal(padded[mask.bool()], found), "the model packs by itself, as in float32"
+    torch.testing.assert_close(dense, outputs(ours, ids[:, :2].tolist())[0].view_as(dense))
+
+
+def _in_norms(block, channels):
+    for norm, layer in ((block.attention_norm, block.qkv), (block.ffn_norm, block.ffn.w12)):
+        norm.weight[channels] *= 50
+        layer.weight[:, channels] /= 50
+
+
+def _in_values(block, channels):
+    """Of the first head, and of the feed-forward."""
+    block.qkv.weight.view(4, 3, 32, -1)[0, 2, channels] *= 50
+    block.wo.weight[:, channels] /= 50
+    block.ffn.w12.weight[256 + channels] *= 50
+    block.ffn.w3.weight[:, channels] /= 50
+
+
+OUTLIERS = {"norms": _in_norms, "values": _in_values, "states": None}
+
+
+def with_outliers(where):
+    shape = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    spread = {"embedding_init_range": 0.2, "decoder_init_range": 0.15}
+    config = NeoBERTConfig(**shape, **spread, vocab_size=400, intermediate_size=384)
+    model, channels = NeoBERTModel(config).eval(), torch.tensor([3, 17, 30])
+    with torch.no_grad():
+        if where == "states":
+            model.encoder.weight[:, channels] *= 50
+        else:
+            for block in model.transformer_encoder:
+                OUTLIERS[where](block, channels)
+    return model
+
+
+@pytest.mark.parametrize("where", OUTLIERS)
+def test_smoothing_changes_no_bit_of_the_hidden_states(where):
+    model = with_outliers(where)
+    largest, exact = outliers.largest_inputs(model)
+    outliers.smooth(model)
+    after, hidden = outliers.largest_inputs(model)
+    assert torch.equal(hidden, exact)
+
+    def spread(largest):
+        return max(float(values.max() / values.median()) for values in largest.values())
+
+    assert spread(after) < (0.7 if where == "states" else 0.5) * spread(largest)
+
+
+def test_a_model_without_a_gate_is_smoothed_in_its_norms_and_values(tiny_config):
+    fields = {"norm_type": "layer", "hidden_act": "gelu", "position_embedding_type": "learned"}
+    model = NeoBERTModel(NeoBERTConfig(**tiny_config, **fields)).eval()
+    block = model.transformer_encoder[0]
+    with torch.no_grad():
+        block.attention_norm.weight[3], block.attention_norm.bias[5] = 90, 90
+        block.ffn[0].weight[7] *= 300  # what `down` reads is behind a function of its own
+    largest, exact = outliers.largest_inputs(model)
+    down = block.ffn[2].weight.clone()
+    outliers.smooth(model)
+    after, hidden = outliers.largest_inputs(model)
+    assert torch.equal(hidden, exact) and torch.equal(block.ffn[2].weight, down)
+    assert all(after[block.qkv][i] <= largest[block.qkv][i] / 4 for i in (3, 5))
+
+
+@pytest.mark.parametrize("where", OUTLIERS)
+def test_outliers_of_50_times_the_rest_hold(where):
+    """As real encoders have them, in a few channels of norms, of values, or of the states."""
+    exact, sequences = with_outliers(where), drawn(20, vocabulary=400)
+    ours = quantize_int8(copy.deepcopy(exact))
+    (_, texts), (_, found) = outputs(exact, sequences), outputs(ours, sequences)
+    assert cosines(found, texts).min() >= 0.99
+
+
+def test_a_model_that_int8_is_not_near_to_is_told_about(monkeypatch):
+    monkeypatch.setattr(outliers, "TIMES", 1e9)  # nothing is smoothed
+    with pytest.warns(UserWarning, match=r"of 256 drawn tokens the worst has cosine 0\.[0-8]"):
+        quantize_int8(with_outliers("norms"))
+
+
+def test_vectors_without_a_number_are_told_about(model):
+    with torch.no_grad():
+        model.layer_norm.weight[0] = float("nan")
+    with pytest.warns(UserWarning, match="the worst has cosine nan"):
+        quantize_int8(model)
+
+
+def test_heads_and_sentence_transformers(tiny_config, bundled_pair):
+    head = NeoBERTForSequenceClassification(NeoBERTConfig(**tiny_config, num_labels=3)).eval()
+    ids = torch.randint(1, 200, (4, 20))
+    with torch.no_grad():
+        exact = head(input_ids=ids).logits
+        ours = quantize_int8(head)
+        assert cosines(ours(input_ids=ids).logits, exact).min() > 0.99
+    encoder = bundled_pair[1]
+    vectors = encoder.sentence_transformer.encode(TEXTS[:20])
+    assert np.abs(vectors - encoder.encode(TEXTS[:20])).max() < 1e-5
+
+
+def test_bfloat16_around_the_products(tiny_config):
+    exact = NeoBERTModel(NeoBERTConfig(**tiny_config, decoder_init_range=0.1)).eval()
+    ours, sequences = quantize_int8(copy.deepcopy(exact)).to(torch.bfloat16), drawn(5)
+    hidden, _ = outputs(ours, sequences)
+    assert hidden.dtype == torch.bfloat16
+    assert cosines(hidden, outputs(exact, sequences)[0]).min() > 0.99
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_as_near(model):
+    ours = quantize_int8(copy.deepcopy(model))
+    compiled = compile_blocks(quantize_int8(copy.deepcopy(model)))
+    for sequences in (drawn(4), drawn(9), drawn(1)):
+        found, exact = outputs(compiled, sequences)[0], outputs(ours, sequences)[0]
+        assert cosines(found, exact).min() > 0.999
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def test_what_int8_is_not_for(model, bundled_pair, tmp_path):
+    with pytest.raises(UserError, match="int8 is for NeoBERT, but a Linear"):
+        quantize_int8(nn.Linear(4, 4))
+    with pytest.raises(
+        UserError, match="float32 or bfloat16 on the CPU, but this one is in float16"
+    ):
+        quantize_int8(copy.deepcopy(model).half())
+    with pytest.raises(UserError, match="but this one is in float32 on meta"):
+        quantize_int8(copy.deepcopy(model).to("meta"))
+    ablation = NeoBERTConfig(**model.config.to_diff_dict() | {"norm_type": "layer"})
+    with pytest.raises(UserError, match="rms, swiglu and rope, but these are of .'layer'"):
+        quantize_int8(NeoBERTModel(ablation))
+    adapted = copy.deepcopy(model)
+    adapted.transformer_encoder[1].wo = type("Adapted", (nn.Linear,), {})(64, 64)
+    with pytest.raises(UserError, match="wo is a Adapted.*merge"):
+        quantize_int8(adapted)
+    ours = quantize_int8(model)
+    with pytest.raises(UserError, match="in int8 already"):
+        quantize_int8(ours)
+    for save in (
+        lambda: ours.save_pretrained(tmp_path),
+        lambda: pickle.dumps(ours),
+        lambda: copy.deepcopy(ours),
+    ):
+        with pytest.raises(UserError, match="cannot be saved"):
+            save()
+    with pytest.raises(UserError, match="for inference"):
+        ours.train()(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+# ------------------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_a_text_has_the_same_bits_in_every_batch(model_folder, dtype, threads):
+    """1,000 random batches: any neighbours, any order, any number of tokens a batch."""
+    torch.set_num_threads(threads)
+    encoder, generator = PackedEncoder(str(model_folder), dtype=dtype), np.random.default_rng(0)
+    lengths = [*range(1, 40), 64, 100, 130, 257, 513, 700]
+    tokens = [generator.integers(1000, 20000, length) for length in lengths]
+    alone = np.concatenate([encoder.embed([ids]) for ids in tokens])
+    for batch in range(1000 if threads == 1 else 100):
+        encoder.tokens_per_batch = int(generator.choice([1, 50, 300, 3072]))
+        shortest = len(tokens) if batch % 50 == 0 else 40  # long texts take long
+        chosen = generator.choice(shortest, generator.integers(1, 9))
+        assert np.array_equal(encoder.embed([tokens[i] for i in chosen]), alone[chosen])

@@ -1,0 +1,315 @@
+"""Pins neobert/training/checkpoints.py with plain Trainers: runs that go on to the same bits, damage and
+what is taken in its place, SIGTERM, which checkpoints stay, two processes, runs that diverge."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from neobert.common.errors import Stopped, UserError
+from neobert.common.output import locked
+from neobert.training import checkpoints
+from neobert.training.checkpoints import RunTrainer
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class PlainTrainer(RunTrainer, Trainer):
+    """Trainer as the commands have it."""
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        x = torch.tensor([i / 64, 1 - i / 64])
+        return {"x": x, "y": x.sum() + i % 3}
+
+
+class Line(torch.nn.Module):
+    """Dropout, so that the state of the random numbers counts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout = torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)
+
+    def forward(self, x, y):
+        answer = self.linear(self.dropout(x))[:, 0]
+        return {"loss": ((answer - y) ** 2).mean(), "logits": answer}
+
+
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+def trainer(folder, *callbacks, model=None, **options):
+    settings = {
+        "max_steps": 12,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.05,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+        "remove_unused_columns": False,
+        **options,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), label_names=["y"], **settings)
+    made = PlainTrainer(
+        model=model or Line(),
+        args=arguments,
+        train_dataset=Points(),
+        eval_dataset=Points(),
+        callbacks=list(callbacks),
+    )
+    made.compute_metrics = lambda output: {"score": -abs(made.state.global_step - 4)}
+    return made
+
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def weights(made):
+    return {name: value.clone() for name, value in made.model.state_dict().items()}
+
+
+def same(one, two):
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts, with the weights that it ends with."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = trainer(folder)
+    checkpoints.train(made)
+    return folder, weights(made)
+
+
+def test_a_killed_run_ends_in_the_same_bits(whole, tmp_path):
+    """Killed in a step, and while a checkpoint is written; the seconds go on counting."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill():
+        raise Killed
+
+    for step in (5, 9):
+        with pytest.raises(Killed):
+            checkpoints.train(trainer(tmp_path, At(step, kill)))
+    half = tmp_path / "checkpoint-10"
+    shutil.copytree(whole[0] / "checkpoint-10", half)
+    (half / "trainer_state.json").unlink()
+    made = trainer(tmp_path)
+    checkpoints.train(made)
+    assert same(weights(made), whole[1])
+    seconds = [entry["cpu_seconds"] for entry in made.state.log_history if "loss" in entry]
+    assert len(seconds) == 12 and seconds == sorted(seconds) and checkpoints.spent(made)["seconds"]
+
+
+def test_the_newest_the_best_and_every_fourth_stay(tmp_path):
+    made = trainer(tmp_path, save_total_limit=2)
+    checkpoints.train(made, keep_every=4)
+    assert list(checkpoints.checkpoints(tmp_path)) == [4, 8, 10, 12]
+    assert made.args.save_total_limit == 2, "Trainer's option must be given back"
+    (tmp_path / "checkpoint-best").mkdir()
+    checkpoints.remove_old(tmp_path, 1, best=8)
+    assert list(checkpoints.checkpoints(tmp_path)) == [8, 12]
+    assert (tmp_path / "checkpoint-best").exists(), "a name that is not the run's"
+
+
+HALF = ("model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth")
+DAMAGE = [*((name, "half") for name in HALF), *((name, "gone") for name in HALF[1:3])]
+
+
+@pytest.mark.parametrize("name, how", DAMAGE)
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(whole, tmp_path, capsys, name, how):
+    folder = tmp_path / "out"
+    shutil.copytree(whole[0], folder)
+    for later in (10, 12):
+        shutil.rmtree(folder / f"checkpoint-{later}")
+    file = folder / "checkpoint-8" / name
+    content = file.read_bytes()
+    file.unlink() if how == "gone" else file.write_bytes(content[: len(content) // 2])
+    assert checkpoints.newest_checkpoint(folder) == (6, folder / "checkpoint-6")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "checkpoint-8 (" in line and line.endswith("going on from checkpoint-6")
+    assert checkpoints._step_to_continue(folder) == 6
+    capsys.readouterr()
+    assert list(checkpoints.checkpoints(folder)) == [2, 4, 6], "a damaged one must be removed"
+    made = trainer(folder)
+    checkpoints.train(made)
+    assert same(weights(made), whole[1])
+
+
+def test_without_a_checkpoint_a_run_begins_anew(tmp_path, capsys):
+    assert checkpoints.newest_checkpoint(tmp_path / "absent") is None
+    (tmp_path / "checkpoint-2").mkdir()
+    assert checkpoints.newest_checkpoint(tmp_path) is None
+    assert "there is no other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [{}, {"enable_jit_checkpoint": True}], ids=str)
+def test_sigterm_saves_stops_and_the_same_command_goes_on(whole, tmp_path, more):
+    before = signal.getsignal(signal.SIGTERM)
+    words = "^stopped by SIGTERM after step 5 of 12; the same command goes on from the last"
+    with pytest.raises(Stopped, match=words):
+        checkpoints.train(trainer(tmp_path, At(5, sigterm), **more))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert list(checkpoints.checkpoints(tmp_path)) == [2, 4, 5]
+    made = trainer(tmp_path, **more)
+    checkpoints.train(made)
+    assert made.state.global_step == 12 and same(weights(made), whole[1])
+
+
+def test_sigterm_in_the_last_step_is_not_the_end_either(whole, tmp_path):
+    with pytest.raises(Stopped, match="step 12 of 12"):
+        checkpoints.train(trainer(tmp_path, At(12, sigterm)))
+    made = trainer(tmp_path, At(13, lambda: pytest.fail("a step after the last")))
+    checkpoints.train(made)
+    assert same(weights(made), whole[1]) and not made.is_in_train
+    assert made.evaluate()["eval_loss"] > 0
+
+
+BEST = {"eval_strategy": "steps", "metric_for_best_model": "score", "load_best_model_at_end": True}
+
+
+def test_the_best_weights_are_found_again_where_the_folder_was_moved(tmp_path):
+    first = trainer(tmp_path / "one", eval_steps=2, **BEST)
+    checkpoints.train(first)
+    shutil.move(tmp_path / "one", tmp_path / "two")
+    second = trainer(tmp_path / "two", eval_steps=2, **BEST)
+    checkpoints.train(second)
+    assert first.state.best_global_step == second.state.best_global_step == 4
+    assert same(weights(first), weights(second))
+    assert same(weights(second), load_file(tmp_path / "two/checkpoint-4/model.safetensors"))
+
+
+@pytest.mark.parametrize("eval_steps", [3, 1])
+def test_sigterm_where_only_the_best_is_saved(tmp_path, eval_steps):
+    """An evaluation decides there whether a step is saved; the run ends as one that was not
+    stopped."""
+    options = {"save_strategy": "best", "eval_steps": eval_steps, "save_total_limit": 1, **BEST}
+    whole = trainer(tmp_path / "whole", **options)
+    checkpoints.train(whole)
+    with pytest.raises(Stopped, match="after step 6 of 12"):
+        checkpoints.train(trainer(tmp_path / "out", At(6, sigterm), **options))
+    made = trainer(tmp_path / "out", **options)
+    checkpoints.train(made)
+    assert made.state.best_global_step == whole.state.best_global_step
+    assert same(weights(made), weights(whole))
+
+
+@pytest.mark.parametrize("what", ["loss", "weights"])
+def test_a_run_that_diverges_ends_and_saves_nothing(tmp_path, what):
+    made = trainer(tmp_path, logging_nan_inf_filter=False)
+
+    def spoil():
+        made.model.linear.weight.data.fill_(math.nan)
+
+    made.add_callback(At(5 if what == "loss" else 6, spoil))
+    with pytest.raises(UserError, match=f"the run has diverged: the {what} .* learning_rate below"):
+        checkpoints.train(made)
+    assert list(checkpoints.checkpoints(tmp_path)) == [2, 4]
+
+
+# ------------------------------------------------------------------------------------------------
+# two processes
+
+_TWO = r"""
+import os, sys, time
+sys.path.insert(0, sys.argv[2])
+from neobert.common.errors import Stopped, UserError
+from neobert.common.output import Output
+from neobert.training import checkpoints
+import test_checkpoints as tests
+
+class SlowSave(tests.PlainTrainer):
+    def _save_optimizer_and_scheduler(self, folder):
+        super()._save_optimizer_and_scheduler(folder)
+        if self.args.process_index == 1:
+            time.sleep(0.3)
+
+tests.PlainTrainer = SlowSave
+
+def run(step, folder):
+    at = tests.At(step, lambda: made.args.process_index == 1 and tests.sigterm())
+    made = tests.trainer(folder, at, save_total_limit=1)
+    try:
+        with checkpoints.claim(Output(folder, "test", {})):
+            checkpoints.train(made)
+        code = 0
+    except Stopped as stopped:
+        code = 143
+        print(stopped, file=sys.stderr)
+    except UserError as refused:
+        code = 2
+        print(refused, file=sys.stderr)
+    except SystemExit as end:
+        code = end.code
+    with open(f"{sys.argv[1]}-{made.args.process_index}", "a") as file:
+        file.write(f"code {code}, step {made.state.global_step}\n")
+
+# One after another: the second begins when all processes of the first have given the folder free.
+run(5, sys.argv[1])
+time.sleep(1)
+run(0, sys.argv[1])
+time.sleep(1)
+run(0, sys.argv[1] + "-locked")
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_the_step_and_on_who_has_the_folder(tmp_path):
+    """SIGTERM reaches the second process alone, which is also the last to write its part."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "neobert").symlink_to(ROOT)
+    (tmp_path / "two.py").write_text(_TWO)
+    out = tmp_path / "out"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "OMP_NUM_THREADS": "1"}
+    with locked(tmp_path / "out-locked"):
+        done = subprocess.run(
+            [*launch, str(tmp_path / "two.py"), str(out), str(ROOT / "tests")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        assert (tmp_path / f"out-{rank}").read_text().splitlines() == [
+            "code 143, step 5",
+            "code 0, step 12",
+            "code 2, step 0",
+        ]
+    assert done.stderr.count("stopped by SIGTERM after step 5 of 12") == 1
+    assert done.stderr.count("is in use by another run") == 1
+    assert list(checkpoints.checkpoints(out)) == [12]
+    names = {path.name for path in (out / "checkpoint-12").iterdir()}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= names
