@@ -12,7 +12,7 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 # Where the tests on different versions of transformers leave models for each other.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser clean
+.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -160,6 +160,10 @@ $(HARSH)/.ready: setup.cfg constraints/transformers-5.0.txt
 	$(PYTHON) -m venv $(HARSH)
 	$(HARSH)/bin/python $(PIP_INSTALL) constraints/transformers-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@
+
+# Write the copies of the three model files, and their digests in SECURITY.md.
+sync:
+	$(PYTHON) tests/tools/sync.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info

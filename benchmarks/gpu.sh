@@ -55,7 +55,7 @@ throughput() {
 }
 
 for file in attention packing; do # all with tests marked gpu; the others need datasets
-    step "test_$file" 120 pytest -q -m gpu -p no:cacheprovider --tb=short $tests "tests/test_$file.py"
+    step "test_$file" 120 pytest -q -m gpu -p no:cacheprovider --tb=short $tests "tests/model/test_$file.py"
 done
 throughput long 100 --implementations sdpa --sets 4096 8192
 throughput variable 110 --implementations sdpa padded --sets normal-256 normal-4096 short

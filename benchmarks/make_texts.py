@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neobert.common.constants import ROOT
+from .measuring import ROOT
 from neobert.common.data import fraction
 from .local_text import Row, python_rows, write_rows
 from .open_text import chosen, corpus

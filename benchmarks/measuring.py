@@ -6,6 +6,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from neobert.common.errors import UserError
 from neobert.common.results import environment, write_result
 
 
+ROOT = Path(__file__).resolve().parents[1]
 WORDS = "time year people way day man thing woman life child world school".split()
 
 

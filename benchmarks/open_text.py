@@ -34,7 +34,7 @@ import numpy as np
 
 from neobert.common.arguments import Arguments, Options, option
 from neobert.common.commands import guarded
-from neobert.common.constants import ROOT
+from .measuring import ROOT
 from neobert.common.data import fraction
 from neobert.common.errors import UserError, require
 from neobert.common.identity import model_digest

@@ -30,7 +30,7 @@ import psutil
 
 from neobert.common.arguments import Arguments, option
 from neobert.common.commands import guarded
-from neobert.common.constants import ROOT
+from .measuring import ROOT
 from neobert.common.errors import UserError, one_line
 from neobert.common.results import markdown_table
 from neobert.embeddings.packed_encoder import PackedEncoder

@@ -18,7 +18,7 @@ import torch
 
 from neobert.common.scripts import run_script
 from neobert.encoding.command import described, encode
-from neobert.evaluation.options import OPTIONS
+from neobert.encoding.options import OPTIONS
 
 
 def share(arguments, number, count, cores):

@@ -1,73 +1,35 @@
-"""NeoBERT (arXiv 2502.19587). With this package imported, transformers' Auto classes know NeoBERT
-without `trust_remote_code`.
+"""NeoBERT (arXiv 2502.19587).
 
-The import itself takes no time: torch and transformers are imported when a class of this package is
-first used, and the Auto classes are told as soon as transformers is imported.
+Importing this package makes the Auto classes of transformers load NeoBERT without
+`trust_remote_code`. torch and transformers are imported when a class is first used.
 """
 
 import importlib
-import sys
-from importlib.machinery import PathFinder
+from typing import Any
 
+from ._registration import register_with_transformers
 from .common import __version__
 
 
-class _Registration:
-    """An import hook that runs neobert/_registration.py after transformers is imported.
+register_with_transformers()
 
-    A module that is half imported has no classes to register yet. So the registration waits until
-    none of `WATCHED` is being imported.
-    """
-
-    WATCHED = (
-        "transformers",
-        *(f"{__name__}.{part}_neobert" for part in ("configuration", "attention", "modeling")),
-    )
-    under_way = 0
-
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path) if name in cls.WATCHED else None
-        if spec is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module):
-            cls.under_way += 1
-            try:
-                execute(module)
-            finally:
-                cls.under_way -= 1
-            cls.register()
-
-        spec.loader.exec_module = execute_and_register
-        return spec
-
-    @classmethod
-    def register(cls):
-        if cls.under_way == 0 and "transformers" in sys.modules:
-            sys.meta_path.remove(cls)
-            importlib.import_module(".common.registration", __name__)
+# Modules of the public names that are not defined in modeling_neobert.py.
+_MODULES = {
+    "NeoBERTConfig": "configuration_neobert",
+    "default_learning_rate": "training.optimization",
+    "quantize_int8": "quantization.int8",
+}
 
 
-sys.meta_path.insert(0, _Registration)
-_Registration.register()
-
-
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    files = {
-        "NeoBERTConfig": "configuration_neobert",
-        "default_learning_rate": "training.optimisation",
-        "quantize_int8": "common.int8",
-    }
-    file = files.get(name, "modeling_neobert")
-    return getattr(importlib.import_module(f".{file}", __name__), name)
+    module = importlib.import_module(f".{_MODULES.get(name, 'modeling_neobert')}", __name__)
+    return getattr(module, name)
 
 
-def __dir__():
-    return list(__all__)
+def __dir__() -> list[str]:
+    return __all__
 
 
 __all__ = [

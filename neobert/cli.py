@@ -32,8 +32,7 @@ class Command:
 
     @property
     def room(self):
-        room = self.module.partition(".")[0]
-        return "conversion" if room == "convert_checkpoint" else room
+        return self.module.partition(".")[0]
 
 
 _TRAIN = ("train", "accelerate", "datasets")
@@ -42,51 +41,51 @@ COMMANDS = {
     "encode": Command(
         "use a model",
         "embeddings of a corpus",
-        "embeddings.encode",
+        "encoding.command",
         ("eval", "sentence_transformers", "pyarrow"),
     ),
     "export": Command("use a model", "a Hub folder to GGUF, ONNX or OpenVINO", "export.command"),
     "glue": Command(
         "train and measure",
         "GLUE fine-tuning and its table",
-        "finetuning.glue",
+        "finetuning.command",
         ("eval", "accelerate", "datasets", "sklearn", "scipy"),
     ),
     "contrastive": Command(
         "train and measure",
         "contrastive fine-tuning to a sentence encoder",
-        "embeddings.contrastive",
+        "contrastive.command",
         _SENTENCES,
     ),
     "distill": Command(
         "train and measure",
         "a small sentence encoder that learns another one's vectors",
-        "embeddings.distill",
+        "distillation.command",
         (*_SENTENCES, "scipy"),
     ),
     "retrieval": Command(
         "train and measure",
         "recall and MRR of an encoder on pairs",
-        "embeddings.retrieval",
+        "evaluation.retrieval",
         ("eval", "sentence_transformers>=6", "datasets"),
     ),
     "mteb": Command(
         "train and measure",
         "MTEB evaluation and its table",
-        "embeddings.mteb_evaluation",
+        "evaluation.mteb",
         ("eval", "sentence_transformers", "mteb"),
     ),
     "convert": Command(
-        "pre-training", "a raw training checkpoint to a Hub folder", "convert_checkpoint"
+        "pre-training", "a raw training checkpoint to a Hub folder", "conversion.command"
     ),
     "tokenizer": Command(
         "pre-training",
         "a WordPiece tokenizer from texts",
-        "pretraining.vocabulary",
+        "pretraining.tokenizer",
         ("train", "datasets"),
     ),
     "pretrain": Command(
-        "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.pretrain", _TRAIN
+        "pre-training", "masked-LM pre-training from a YAML recipe", "pretraining.command", _TRAIN
     ),
     "pseudo-perplexity": Command(
         "pre-training",
@@ -167,6 +166,3 @@ def _run(name, arguments):
     _leave_process_group()
     return code
 
-
-if __name__ == "__main__":
-    sys.exit(main())

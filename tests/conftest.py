@@ -3,7 +3,6 @@ tokenizer."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 
@@ -12,9 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-import neobert
 from neobert import modeling_neobert
 
 from helpers.reference import FIELDS
@@ -24,10 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A shell starts what it runs in the background with Ctrl-C ignored; tests of interruptions need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# The checkout is itself the package. pytest imports it again under the folder's name, and the Auto
-# classes would then know that copy.
-sys.modules.setdefault(ROOT.name, neobert)
 
 
 @pytest.fixture(autouse=True)
@@ -78,15 +71,3 @@ def bundled(tmp_path_factory):
         ]
     ), "the converter failed"
     return folder
-
-
-def mean_vectors(folder, texts):
-    """Mean of the last hidden states of each text, of length 1, one text at a time, (N, D)."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = neobert.NeoBERTModel.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        rows = [
-            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
-            for text in texts
-        ]
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()

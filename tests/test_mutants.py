@@ -1,16 +1,9 @@
 """Pins that the mutants of tests/mutants can be made: each text that one replaces is in its file,
 what replaces it is another, and its tests are there."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-
-ROOT = Path(__file__).resolve().parent.parent
-SPEC = importlib.util.spec_from_file_location("mutants", ROOT / "tests" / "tools" / "mutants.py")
-mutants = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(mutants)
+from helpers.paths import ROOT
+from tools import mutants
 
 
 @pytest.mark.parametrize("mutant", mutants.read_mutants(), ids=lambda m: f"{m.file} {m.name}")

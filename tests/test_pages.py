@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from neobert.cli import COMMANDS
 
-from .tools import pages
+from tools import pages
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,6 @@ test.
 """
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
@@ -23,10 +22,12 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from neobert.cli import COMMANDS
-from neobert.common.loading import CODE_FILES
+
 from neobert.common.results import GLUE, GLUE_TASKS, MTEB, MTEB_TYPES
 
-from .test_pages import options_of
+from tools import sync
+
+from test_pages import options_of
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -217,24 +218,19 @@ def test_commands_extras_and_links_exist(path):
 
 
 def test_the_table_of_remote_code_is_todays():
-    spec = importlib.util.spec_from_file_location(
-        "remote_files", ROOT / "tests" / "tools" / "remote_files.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    assert page.count("\n| `") == len(CODE_FILES) and module.with_table(page) == page, (
-        "run: python tests/tools/remote_files.py"
+    assert page.count("\n| `") == len(sync.MODEL_FILES) and sync.with_table(page) == page, (
+        "Run `make sync`."
     )
 
 
-@pytest.mark.parametrize("name", CODE_FILES)
-def test_the_bundled_encoder_has_todays_code(name):
-    """Copies and not links, so that the folder can be copied alone."""
-    copy = ROOT / "examples" / "sentence-encoder" / name
-    assert not copy.is_symlink() and copy.read_bytes() == (ROOT / name).read_bytes(), (
-        "run: python tests/tools/remote_files.py"
-    )
+@pytest.mark.parametrize("folder", sync.COPIES, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("name", sync.MODEL_FILES)
+def test_copies_of_the_model_files_are_identical(name, folder):
+    """The Hub serves a symbolic link as its text, so the copies must be files."""
+    copy = folder / name
+    assert not copy.is_symlink(), f"{copy} must be a file, but is a symbolic link."
+    assert copy.read_bytes() == (ROOT / name).read_bytes(), "Run `make sync`."
 
 
 def test_citation_names_the_paper_of_the_readme():

@@ -20,7 +20,7 @@ from types import NoneType, UnionType
 
 import msgspec
 
-from .constants import ROOT
+from .constants import RECIPES
 from .errors import UserError, listed
 from .files import read_brackets, read_yaml
 
@@ -316,8 +316,8 @@ def _config_files(argv):
 
 def _recipe(path):
     """The content of a recipe: a file, or one of the package, such as recipes/contrastive.yaml."""
-    shipped = ROOT / path
-    is_shipped = shipped.parent.name == "recipes" and shipped.is_file()
+    shipped = RECIPES.parent / path
+    is_shipped = Path(path).parts[:1] == ("recipes",) and shipped.is_file()
     recipe = read_yaml(shipped if is_shipped and not Path(path).exists() else path) or {}
     if not isinstance(recipe, dict):
         raise UserError(f"{path} must hold 'name: value' lines, but holds {recipe!r:.80}")

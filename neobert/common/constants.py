@@ -1,11 +1,16 @@
-"""Places and choices that options and the code behind them share. Imports nothing, so that --help
-is quick."""
+"""Paths and choices shared by the options and the code behind them.
+
+Imports nothing else of the package, so that `--help` stays fast.
+"""
 
 from pathlib import Path
 
 
-ROOT = Path(__file__).resolve().parent.parent
-TOKENIZER = ROOT / "tokenizer"
+PACKAGE = Path(__file__).resolve().parent.parent
+# The bundled folders are part of the package in a wheel, and stand beside it in a clone.
+_BUNDLED = PACKAGE if (PACKAGE / "tokenizer").is_dir() else PACKAGE.parent
+TOKENIZER = _BUNDLED / "tokenizer"
+RECIPES = _BUNDLED / "recipes"
 DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 POOLINGS = ("mean", "cls")
 # Tokens of a batch of an encoder where none are given; on the CPU more leave the caches.

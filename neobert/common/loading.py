@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
-from .arguments import nearest
-from .constants import ROOT
+from .options import nearest
+from .constants import PACKAGE
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text
 from .measures import best_times, one_thread
@@ -26,7 +26,7 @@ WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 def copy_code(folder):
     """Puts the model's code files into a folder for the Hub."""
     for name in CODE_FILES:
-        shutil.copyfile(ROOT / name, Path(folder) / name)
+        shutil.copyfile(PACKAGE / name, Path(folder) / name)
 
 
 def choose_device(device=None):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .constants import ROOT
+from .constants import PACKAGE
 from .errors import UserError
 from .files import json_text, read_json, redacted_arguments, write_text
 
@@ -150,7 +150,7 @@ def _command():
         program = f"python -m {spec.name.removesuffix('.__main__')}"
     elif program.endswith(".py"):
         path = Path(sys.argv[0]).resolve()
-        program = f"python {path.relative_to(ROOT) if path.is_relative_to(ROOT) else program}"
+        program = f"python {path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE.parent) else program}"
     arguments = map(shown, redacted_arguments(sys.argv[1:]))
     return " ".join([program, *map(shlex.quote, arguments)])
 
@@ -174,7 +174,7 @@ def _commit():
     def git(*arguments):
         run = subprocess.run(
             ["git", *arguments],
-            cwd=Path(__file__).resolve().parent.parent,
+            cwd=PACKAGE,
             capture_output=True,
             text=True,
             timeout=10,

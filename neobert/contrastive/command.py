@@ -42,7 +42,7 @@ from .data import (
     rows_per_batch,
 )
 from ..embeddings.instructions import prompt
-from ..evaluation.options import OPTIONS
+from .options import OPTIONS
 from ..embeddings.packed_encoder import load_sentence_transformer
 from ..evaluation.retrieval import described, measure, measure_tfidf, read_questions
 

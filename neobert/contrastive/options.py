@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..common.arguments import Arguments, option
+from ..common.options import Arguments, Options, option
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError, listed
 from ..training.lora import LoraOptions
-from ..encoding.options import EncoderOptions
+from ..embeddings.options import EncoderOptions
 from ..embeddings.instructions import TEMPLATE, check_template, read_instructions
 
 
@@ -141,4 +141,17 @@ CONTRASTIVE_TRAINER = {
     "report_to": "none",
     "logging_nan_inf_filter": False,
     "seed": 42,
+}
+
+
+OPTIONS = {
+    "contrastive": Options(
+        "neobert contrastive",
+        "Contrastive fine-tuning of an encoder to a sentence encoder (paper, section 4.3): "
+        "InfoNCE with in-batch and hard negatives.",
+        (ContrastiveArguments,),
+        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --heldout test.jsonl "
+        "--output runs/encoder",
+        CONTRASTIVE_TRAINER,
+    ),
 }

@@ -46,7 +46,7 @@ from .student import (
     take_embeddings,
     token_vectors,
 )
-from ..evaluation.options import OPTIONS
+from .options import OPTIONS
 from ..embeddings.packed_encoder import PackedEncoder, load_sentence_transformer
 from ..evaluation.retrieval import measure, read_questions
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..common.arguments import Arguments, option
+from ..common.options import Arguments, Options, option
 from ..common.model_card import BASE_MODEL_HELP
 from ..common.constants import DTYPES, POOLINGS
 from ..common.errors import UserError
@@ -164,4 +164,16 @@ DISTILL_TRAINER = {
     "ddp_find_unused_parameters": False,
     "report_to": "none",
     "seed": 0,
+}
+
+
+OPTIONS = {
+    "distill": Options(
+        "neobert distill",
+        "A NeoBERT sentence encoder that learns the vectors of another one.",
+        (DistillArguments,),
+        "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts "
+        "texts.jsonl --output runs/student",
+        DISTILL_TRAINER,
+    ),
 }

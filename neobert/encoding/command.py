@@ -32,7 +32,7 @@ from .folder import (
     read_metadata,
     schema_of,
 )
-from ..evaluation.options import OPTIONS
+from .options import OPTIONS
 
 
 # Options that make the vectors, their columns and their parts.

@@ -1,33 +1,11 @@
-"""Options of `neobert encode`, and those of every command that loads an encoder."""
+"""Options of `neobert encode`. Imports neither torch nor transformers."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..common.arguments import Arguments, option
-from ..common.constants import CPU_TOKENS, CUDA_TOKENS, DTYPES, POOLINGS
+from ..common.options import Arguments, Options, option
+from ..common.constants import DTYPES
 from ..common.errors import UserError
-
-
-TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"
-
-
-@dataclass(kw_only=True)
-class EncoderOptions(Arguments):
-    """How the encoder is loaded."""
-
-    max_length: int | None = option(
-        None,
-        "tokens per text, longer texts are cut; by default the model's own limit",
-        least=3,
-        most=2**31 - 1,
-    )
-    pooling: str = option("mean", "for a bare encoder", choices=POOLINGS)
-    tokenizer: str | None = option(None, "tokenizer, where the model's folder has none")
-    attn_implementation: str | None = option(None, "attention implementation of transformers")
-    trust_remote_code: bool = option(False, "run the model repository's own code", free=True)
-
-    def loading(self):
-        """How `load_sentence_transformer` loads it."""
-        return {field.name: getattr(self, field.name) for field in fields(EncoderOptions)}
+from ..embeddings.options import TOKENS_HELP, EncoderOptions
 
 
 @dataclass(kw_only=True)
@@ -130,3 +108,14 @@ class EncodeArguments(WorkOptions, EncoderOptions, LongTextOptions, VectorOption
         super().__post_init__()
         if self.prompt is not None and self.prompt_name is not None:
             raise UserError("give either prompt or prompt_name, not both")
+
+
+OPTIONS = {
+    "encode": Options(
+        "neobert encode",
+        "Embeddings of a corpus of any size, in constant memory, by several processes, GPUs or "
+        "machines. An interrupted run continues.",
+        (EncodeArguments,),
+        "neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
+    ),
+}

@@ -1,4 +1,4 @@
-"""The options of every command of this room. Imports neither torch nor transformers."""
+"""Options of `neobert retrieval` and `neobert mteb`. Imports neither torch nor transformers."""
 
 import re
 from dataclasses import dataclass
@@ -7,9 +7,7 @@ from pathlib import Path
 from ..common.arguments import Arguments, Options, option
 from ..common.constants import DTYPES
 from ..common.errors import UserError
-from ..contrastive.options import CONTRASTIVE_TRAINER, ContrastiveArguments
-from ..distillation.options import DISTILL_TRAINER, DistillArguments
-from ..encoding.options import TOKENS_HELP, EncodeArguments, EncoderOptions
+from ..embeddings.options import TOKENS_HELP, EncoderOptions
 from ..embeddings.instructions import TEMPLATE, check_template
 
 
@@ -79,30 +77,6 @@ class MtebArguments(EncoderOptions, TaskOptions):
 
 
 OPTIONS = {
-    "encode": Options(
-        "neobert encode",
-        "Embeddings of a corpus of any size, in constant memory, by several processes, GPUs or "
-        "machines. An interrupted run continues.",
-        (EncodeArguments,),
-        "neobert encode texts.jsonl vectors.parquet --model examples/sentence-encoder",
-    ),
-    "contrastive": Options(
-        "neobert contrastive",
-        "Contrastive fine-tuning of an encoder to a sentence encoder (paper, section 4.3): "
-        "InfoNCE with in-batch and hard negatives.",
-        (ContrastiveArguments,),
-        "neobert contrastive --model chandar-lab/NeoBERT --pairs train.jsonl --heldout test.jsonl "
-        "--output runs/encoder",
-        CONTRASTIVE_TRAINER,
-    ),
-    "distill": Options(
-        "neobert distill",
-        "A NeoBERT sentence encoder that learns the vectors of another one.",
-        (DistillArguments,),
-        "neobert distill sentence-transformers/all-MiniLM-L6-v2 recipes/distill.yaml --texts "
-        "texts.jsonl --output runs/student",
-        DISTILL_TRAINER,
-    ),
     "retrieval": Options(
         "neobert retrieval",
         "How often an encoder finds the text that belongs to a question, among all texts of a "

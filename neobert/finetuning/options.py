@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.arguments import Arguments, Options, option
-from ..common.constants import ROOT
+from ..common.options import Arguments, Options, option
+from ..common.constants import RECIPES
 from ..common.errors import UserError
 from ..common.output import run_settings
 from ..training.lora import LoraOptions
@@ -15,7 +15,7 @@ from ..training.options import number_options
 from .tasks import HUB_DATA
 
 
-RECIPE = ROOT / "recipes" / "glue.yaml"
+RECIPE = RECIPES / "glue.yaml"
 DEFAULT_PRESET = "neobert-4096"
 PRESET_HIDDEN_SIZE = 768  # of the models that the presets were tuned for
 HYPER_PARAMETERS = ("batch_size", "learning_rate", "weight_decay")

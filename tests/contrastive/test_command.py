@@ -25,7 +25,7 @@ from neobert.common.errors import Stopped, UserError
 from neobert.contrastive import command as contrastive
 from neobert.evaluation import retrieval
 from neobert.contrastive.command import build_loss, main
-from neobert.evaluation.options import ContrastiveArguments
+from neobert.contrastive.options import ContrastiveArguments
 from neobert.embeddings.packed_encoder import load_sentence_transformer
 
 

@@ -1,7 +1,7 @@
 """Fixtures of the tests of conversion/."""
 
 import pytest
-import reload_in_fork
+from helpers import reload_in_fork
 import torch
 from helpers.conversion_helpers import save
 

@@ -57,7 +57,7 @@ from neobert.distillation.student import (
     take_embeddings,
     token_vectors,
 )
-from neobert.evaluation.options import DistillArguments
+from neobert.distillation.options import DistillArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 from neobert.training.checkpoints import remove_checkpoints
 

@@ -36,7 +36,7 @@ from neobert.common import loading
 from neobert.common.errors import UserError
 from neobert.common.identity import model_digest
 from neobert.encoding.command import Shard, main
-from neobert.evaluation.options import EncodeArguments
+from neobert.encoding.options import EncodeArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 

@@ -26,7 +26,7 @@ from neobert import NeoBERTModel
 from neobert.common.errors import UserError
 from neobert.encoding import command as encode
 from neobert.embeddings.windows import WindowSettings, tokenize_windows
-from neobert.evaluation.options import EncodeArguments
+from neobert.encoding.options import EncodeArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 

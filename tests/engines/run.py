@@ -25,7 +25,7 @@ import torch
 
 from neobert import NeoBERTConfig, NeoBERTForSequenceClassification, NeoBERTModel
 from benchmarks.engines import Llama
-from neobert.common.constants import ROOT, TOKENIZER
+from neobert.common.constants import TOKENIZER
 from neobert.common.errors import UserError, one_line
 from neobert.common.files import read_json
 from neobert.common.loading import load_tokenizer
@@ -38,6 +38,7 @@ from neobert.export.check import SENTENCES
 
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 # {precision: file} of what is exported and run.
 ONNX = {name: onnx.PRECISIONS[name].file for name in ("fp32", "fp16", "int8")}
 OPENVINO = {name: precision.file for name, precision in openvino.PRECISIONS.items()}

@@ -34,7 +34,7 @@ gguf = pytest.importorskip("gguf")
 from neobert.export import gguf_file
 
 from . import gguf_engine  # noqa: E402
-from conftest import build  # noqa: E402
+from helpers.export_models import build  # noqa: E402
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] [unused0] the rain ##ing sao quick ##ly naive".split()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import neobert
 
-from conftest import build
+from helpers.export_models import build
 
 
 gguf = pytest.importorskip("gguf")
@@ -18,7 +18,7 @@ gguf = pytest.importorskip("gguf")
 from neobert.export import gguf_file
 
 
-ROOT = Path(neobert.__file__).parent
+ROOT = Path(neobert.__file__).resolve().parents[1]
 NeoBert = runpy.run_path(str(ROOT / "upstream" / "llama_cpp" / "conversion_neobert.py"))["NeoBert"]
 
 

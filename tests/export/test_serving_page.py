@@ -21,8 +21,8 @@ from neobert import NeoBERTForSequenceClassification
 from neobert.export import command
 from neobert.export.options import OPTIONS
 
-from conftest import mean_vectors
-from conftest import build
+from helpers.vectors import mean_vectors
+from helpers.export_models import build
 
 
 ROOT = Path(__file__).resolve().parents[2]

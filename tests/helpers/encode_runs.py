@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from neobert import NeoBERTConfig, NeoBERTModel
 from neobert.encoding.command import encode
-from neobert.evaluation.options import EncodeArguments
+from neobert.encoding.options import EncodeArguments
 from neobert.embeddings.packed_encoder import PackedEncoder
 
 

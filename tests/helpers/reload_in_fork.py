@@ -14,7 +14,7 @@ LIBRARIES = [
     "transformers.models.auto.modeling_auto",
     "torch._dynamo",
 ]
-SCRIPT = Path(__file__).resolve().parents[2] / "conversion" / "fresh_model.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "neobert" / "conversion" / "fresh_model.py"
 
 
 def _main(folder, auto_class, inputs, outputs, scratch):

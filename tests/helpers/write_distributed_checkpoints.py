@@ -19,17 +19,6 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def import_package():
-    import importlib.util
-
-    if "neobert" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "neobert", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-        )
-        sys.modules["neobert"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["neobert"])
-
-
 def tiny_model():
     """Odd vocabulary, so that every kind of padding occurs; one frozen weight; a buffer as old
     model code had."""
@@ -131,7 +120,6 @@ def write_fsdp(folder):
 
 
 if __name__ == "__main__":
-    import_package()
     target, engines = Path(sys.argv[1]), sys.argv[2:]
     dist.init_process_group("gloo")
     if "deepspeed" in engines:

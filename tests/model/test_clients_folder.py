@@ -15,7 +15,7 @@ import pytest
 from neobert.encoding import command as encode
 from neobert.export import command
 
-from conftest import mean_vectors
+from helpers.vectors import mean_vectors
 
 
 pytestmark = pytest.mark.slow

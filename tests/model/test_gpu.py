@@ -107,25 +107,25 @@ def test_without_a_gpu_it_says_so(script):
 
 def test_the_files_with_gpu_tests_are_all_named(script):
     marked = {
-        f"tests/{path.name}"
-        for path in (ROOT / "tests").glob("test_*.py")
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
         if re.search(r"^@?.*pytest\.mark\.gpu\b", path.read_text(), re.M)
     }
     _, calls, _ = script("nothing", "--rehearse")
-    named = set(re.findall(r"^-m pytest .* (tests/\w+\.py)$", "\n".join(calls), re.M))
+    named = set(re.findall(r"^-m pytest .* (tests/\S+\.py)$", "\n".join(calls), re.M))
     assert marked - {"tests/model/test_gpu.py"} == named, "a file with gpu tests would not run on a GPU"
 
 
 def test_a_bare_machine_has_what_the_commands_import(bare):
-    names = "benchmarks.gpu benchmarks.memory benchmarks.training throughput.command"
-    code = "\n".join(f"import neobert.{name}" for name in names.split())
+    names = "benchmarks.gpu benchmarks.memory benchmarks.training neobert.throughput.command"
+    code = "\n".join(f"import {name}" for name in names.split())
     run = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
 def test_a_bare_machine_can_collect_the_gpu_tests(bare):
-    files = [f"tests/test_{name}.py" for name in ("attention", "packing")]
+    files = [f"tests/model/test_{name}.py" for name in ("attention", "packing")]
     options = "-m pytest -q -m gpu --collect-only -p no:cacheprovider".split()
     command = [sys.executable, *options, *files]
     run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True)

@@ -24,7 +24,7 @@ from neobert.common.loading import CODE_FILES
 from neobert.configuration_neobert import AUTO_MAP
 
 
-ROOT = Path(modeling_neobert.__file__).resolve().parent
+ROOT = Path(modeling_neobert.__file__).resolve().parents[1]
 FILES = CODE_FILES
 CONFIGURATION, ATTENTION, MODELING = FILES
 

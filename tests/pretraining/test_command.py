@@ -26,7 +26,9 @@ from helpers.raw_checkpoint import write_raw_checkpoint
 
 from neobert import cli
 from neobert import modeling_neobert
-from neobert.common.constants import ROOT, TOKENIZER
+from neobert.common.constants import TOKENIZER
+
+from helpers.paths import ROOT
 from neobert.common.errors import Stopped, UserError
 from neobert.common.loading import load_tokenizer
 from neobert.configuration_neobert import NeoBERTConfig

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import types
 from collections import namedtuple
 from pathlib import Path
 
@@ -64,16 +63,24 @@ def broken(text, mutant):
 
 
 def copy_checkout(folder):
-    """What git knows of the checkout, and new files, as `folder`/neobert."""
+    """Copy the tracked and the new files of the checkout to `folder`/checkout."""
     names = subprocess.check_output(
         ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"), cwd=ROOT, text=True
     )
     for name in names.split("\0"):
-        source, target = ROOT / name, folder / "neobert" / name
+        source, target = ROOT / name, folder / "checkout" / name
         if source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target, follow_symlinks=False)
-    return folder / "neobert"
+    return folder / "checkout"
+
+
+def write(path, text):
+    """Write a file of the package, and its copy in the repository root if it is a model file."""
+    path.write_text(text, encoding="utf-8")
+    source = path.parents[1] / path.name
+    if path.name.endswith("_neobert.py") and source.is_file():
+        source.write_text(text, encoding="utf-8")
 
 
 def run_tests(checkout, tests):
@@ -89,8 +96,8 @@ def run_tests(checkout, tests):
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
         os.chdir(checkout)
-        sys.path.insert(0, str(checkout.parent))
-        os.environ["PYTHONPATH"] = str(checkout.parent)
+        sys.path.insert(0, str(checkout))
+        os.environ["PYTHONPATH"] = str(checkout)
         sys.dont_write_bytecode = True
         code = pytest.main([*PYTEST, *(f"tests/{test}" for test in dict.fromkeys(tests))])
         sys.stdout.flush()
@@ -102,16 +109,6 @@ def run_tests(checkout, tests):
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", output, flags=re.MULTILINE)
     lines = [line for line in output.splitlines() if line.strip()]
     return failed, lines[-1].strip("= ")
-
-
-def load_results_helpers():
-    """neobert/common/results.py under another package's name: this process must not import the package,
-    whose broken copies its forks import."""
-    for name, folder in (("helpers", ROOT), ("helpers.common", ROOT / "common")):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder)]
-        sys.modules[name] = package
-    return importlib.import_module("helpers.common.results")
 
 
 def main():
@@ -127,7 +124,6 @@ def main():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     mutants = [m for m in read_mutants(arguments.files) if arguments.only in m.name]
-    results = load_results_helpers()
     rows, survivors = [], []
     with tempfile.TemporaryDirectory() as folder:
         checkout = copy_checkout(Path(folder))
@@ -137,13 +133,16 @@ def main():
         for mutant in tqdm(mutants, unit="mutant"):
             path = checkout / mutant.file
             original = path.read_text(encoding="utf-8")
-            path.write_text(broken(original, mutant), encoding="utf-8")
+            write(path, broken(original, mutant))
             failed, _ = run_tests(checkout, mutant.tests)
-            path.write_text(original, encoding="utf-8")
+            write(path, original)
             killers = ", ".join(f"`{test}`" for test in failed) or "**survived**"
             rows.append([mutant.file, mutant.name, killers])
             if not failed:
                 survivors.append(mutant.name)
+    # The package is imported last: the forks above must import their own, broken copy.
+    from neobert.common import results
+
     killed = len(mutants) - len(survivors)
     text = "\n\n".join(
         (

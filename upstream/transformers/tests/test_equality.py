@@ -17,7 +17,7 @@ from neobert.conversion.command import main as convert
 
 
 NATIVE = native.load()
-ROOT = Path(neobert.__file__).parent
+ROOT = Path(neobert.__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "neobert_tiny"
 HEADS = [name.removeprefix("NeoBert") for name in native.HEADS.values()]
 NARROW = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 50, "num_hidden_layers": 3}

@@ -1,0 +1,1 @@
+"""Contrastive fine-tuning: `neobert contrastive` (docs/embeddings.md)."""

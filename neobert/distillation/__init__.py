@@ -1,0 +1,1 @@
+"""Distillation of sentence encoders: `neobert distill` (docs/distillation.md)."""

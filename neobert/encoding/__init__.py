@@ -1,0 +1,1 @@
+"""Embeddings of a corpus: `neobert encode` (docs/embeddings.md)."""

@@ -1,0 +1,1 @@
+"""Evaluation of sentence encoders: `neobert retrieval` and `neobert mteb` (docs/embeddings.md)."""

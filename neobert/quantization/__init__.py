@@ -1,0 +1,1 @@
+"""int8 quantization on the CPU (docs/performance.md)."""

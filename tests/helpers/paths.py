@@ -1,0 +1,6 @@
+"""Paths of the repository."""
+
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,17 @@
+"""Reference embeddings."""
+
+import neobert
+import torch
+from transformers import AutoTokenizer
+
+
+def mean_vectors(folder, texts):
+    """Mean of the last hidden states of each text, of length 1, one text at a time, (N, D)."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = neobert.NeoBERTModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [
+            model(tokenizer(text, return_tensors="pt")["input_ids"]).last_hidden_state[0].mean(0)
+            for text in texts
+        ]
+    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
