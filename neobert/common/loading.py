@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..configuration_neobert import ALIASES, NeoBERTConfig
-from .options import nearest
+from .arguments import nearest
 from .constants import PACKAGE
 from .errors import UserError, one_line
 from .files import json_text, read_json, write_text

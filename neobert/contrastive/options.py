@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..common.options import Arguments, Options, option
+from ..common.arguments import Arguments, Options, option
 from ..common.model_card import BASE_MODEL_HELP, LICENSE_HELP
 from ..common.errors import UserError, listed
 from ..training.lora import LoraOptions

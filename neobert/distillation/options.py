@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..common.options import Arguments, Options, option
+from ..common.arguments import Arguments, Options, option
 from ..common.model_card import BASE_MODEL_HELP
 from ..common.constants import DTYPES, POOLINGS
 from ..common.errors import UserError

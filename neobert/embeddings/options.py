@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from ..common.constants import CPU_TOKENS, CUDA_TOKENS, POOLINGS
-from ..common.options import Arguments, option
+from ..common.arguments import Arguments, option
 
 
 TOKENS_HELP = f"tokens in a batch; {CUDA_TOKENS:,} on CUDA, {CPU_TOKENS:,} on the CPU"

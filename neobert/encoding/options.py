@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..common.options import Arguments, Options, option
+from ..common.arguments import Arguments, Options, option
 from ..common.constants import DTYPES
 from ..common.errors import UserError
 from ..embeddings.options import TOKENS_HELP, EncoderOptions

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.options import Arguments, Options, option
+from ..common.arguments import Arguments, Options, option
 from ..common.constants import RECIPES
 from ..common.errors import UserError
 from ..common.output import run_settings
