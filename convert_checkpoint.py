@@ -14,7 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from neobert.common.commands import guarded  # noqa: E402
-from neobert.conversion.command import main  # noqa: E402
+
+
+def main() -> int:
+    """Run the command. The libraries are imported here, so that Ctrl-C is reported in one line."""
+    from neobert.conversion.command import main as convert
+
+    return convert(sys.argv[1:])
 
 
 if __name__ == "__main__":

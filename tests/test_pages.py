@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "conversion": ["conversion"],
     "pretraining": ["pretraining"],
-    "adaptation": ["pretraining", "embeddings", "benchmarks"],
+    "adaptation": ["pretraining", "contrastive", "evaluation", "benchmarks"],
     "finetuning": ["finetuning", "pretraining"],
-    "embeddings": ["embeddings"],
-    "distillation": ["embeddings"],
+    "embeddings": ["embeddings", "encoding", "contrastive", "evaluation"],
+    "distillation": ["distillation", "embeddings"],
     "performance": ["benchmarks", "throughput"],
     "serving": ["export"],
     "compatibility": [],
@@ -58,20 +58,20 @@ def options_of(words):
         fields = (field for group in options.groups for field in dataclasses.fields(group))
         declared = {field.name.rstrip("_") for field in fields}  # for_ is --for
         return declared if options.trainer is None else declared | TRAINER
-    path = (
-        words[1]
-        if words[1] != "-m"
-        else words[2].removeprefix("neobert.").replace(".", "/") + ".py"
-    )
+    path = words[1] if words[1] != "-m" else words[2].replace(".", "/") + ".py"
     assert (ROOT / path).is_file(), f"there is no {path}"
     if path == "benchmarks/local_tasks.py":
         return options_of(["neobert", "mteb"])
     return options_in(
         [
             ROOT / path,
-            *((ROOT / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ()),
+            *((ROOT / "neobert" / "conversion").glob("*.py") if path == "convert_checkpoint.py" else ()),
         ]
     )
+
+
+def room_folder(room):
+    return ROOT / room if room == "benchmarks" else ROOT / "neobert" / room
 
 
 def options_in(paths):
@@ -86,7 +86,7 @@ def test_every_command_and_option_exists(page):
     for words in commands(page):
         if words[0] == "neobert":
             assert words[1] in COMMANDS, f"there is no command neobert {words[1]}"
-        elif words[1] == "-c" or words[1] == "-m" and not words[2].startswith("neobert."):
+        elif words[1] == "-c" or words[1] == "-m" and not words[2].startswith("benchmarks."):
             continue
         known = options_of(words)
         for word in words:
@@ -109,11 +109,11 @@ def test_every_file_and_option_in_the_text_exists(page):
     ):
         assert (ROOT / name).exists(), f"{page}.md names {name}"
     shared = (
-        [ROOT / "training" / "lora.py"] if {"embeddings", "finetuning"} & set(ROOMS[page]) else []
+        [ROOT / "neobert" / "training" / "lora.py"] if {"contrastive", "finetuning"} & set(ROOMS[page]) else []
     )
     known = (
         options_in(
-            [*shared, *(path for room in ROOMS[page] for path in (ROOT / room).glob("*.py"))]
+            [*shared, *(path for room in ROOMS[page] for path in (room_folder(room)).glob("*.py"))]
         )
         | TRAINER
     )

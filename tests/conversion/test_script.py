@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from helpers.conversion_helpers import SCRIPT
 
-from neobert import convert_checkpoint
 from neobert.cli import main
 from neobert.common.commands import guarded
+from neobert.conversion.command import main as convert
 
 
 def test_one_sentence_and_the_traceback_when_asked_for(tmp_path, capsys, monkeypatch):
@@ -47,7 +47,7 @@ def test_both_say_the_same(capsys, arguments, output):
     script = "convert_checkpoint.py"
     assert main(["convert", *arguments]) == 2
     assert capsys.readouterr().err == output.replace("PROG", "neobert convert")
-    assert guarded(script, lambda: convert_checkpoint.main(arguments)) == 2
+    assert guarded(script, lambda: convert(arguments)) == 2
     assert capsys.readouterr().err == output.replace("PROG", script)
 
 

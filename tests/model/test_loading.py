@@ -41,7 +41,7 @@ HEADS = {
 every_head = pytest.mark.parametrize("head", HEADS)
 CODE = {"configuration_neobert.py", "attention_neobert.py", "modeling_neobert.py"}
 SAVED = {"config.json", "model.safetensors"} | CODE
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 @pytest.fixture
