@@ -1,0 +1,610 @@
+"""Options of a command: nested frozen dataclasses, filled from recipes and the command line.
+
+    @dataclass(frozen=True)
+    class LossOptions(OptionGroup):
+        title = "Loss"
+
+        temperature: Annotated[float, Meta(gt=0)] = option(0.05, "Softmax temperature.")
+
+    @dataclass(frozen=True)
+    class DistillOptions:
+        data: DataOptions
+        loss: LossOptions = LossOptions()
+
+    PARSER = OptionParser("neobert distill", "Distill a sentence encoder.", DistillOptions)
+    options = PARSER.read(["--temperature", "0.1", ...])
+    options.loss.temperature                                   # 0.1
+
+A recipe is a YAML file of `name: value` lines. Values on the command line override those of
+recipes. argparse splits the command line, and msgspec converts the values to their types and checks
+their bounds. Options of transformers' Trainer are passed on unchanged: under `trainer:` in a
+recipe, and by their names on the command line.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import logging
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from .constants import RECIPES
+from .errors import UserError, listed
+from .files import read_brackets, read_yaml
+
+
+logger = logging.getLogger("neobert.options")
+
+OptionsT = TypeVar("OptionsT")
+
+
+class OptionGroup:
+    """Base class of a group of options; `title` is the heading of the group in `--help`."""
+
+    title: ClassVar[str]
+
+
+def option(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    default_factory: Any = MISSING,
+    metavar: str | None = None,
+    positional: bool = False,
+    affects_results: bool = True,
+) -> Any:
+    """Return a dataclass field with what `--help` and the identity of a run need.
+
+    Args:
+        default: Default value; an option without a default is required.
+        help: Description of the option for `--help`.
+        default_factory: Function that returns the default value, for lists and mappings.
+        metavar: Placeholder of the value in `--help`; by default the name of its type.
+        positional: Whether the value is passed without a name, before all options.
+        affects_results: Whether results depend on the option. Other options may change when a run
+            is resumed.
+    """
+    metadata = {
+        "help": help,
+        "metavar": metavar,
+        "positional": positional,
+        "affects_results": affects_results,
+    }
+    return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+def flatten(options: Any) -> dict[str, Any]:
+    """Return the values of all groups of an options object, {option: value}."""
+    values = {}
+    for group in dataclasses.fields(options):
+        value = getattr(options, group.name)
+        values.update(dataclasses.asdict(value) if isinstance(value, OptionGroup) else value)
+    return values
+
+
+def identity(options: Any) -> dict[str, Any]:
+    """Return the options that the results of a run depend on, {option: value}.
+
+    Options of Trainer are not included, see `training.options.number_options`.
+    """
+    values = {}
+    for group in _groups(type(options)).values():
+        for item in dataclasses.fields(group):
+            if item.init and item.metadata.get("affects_results", True):
+                values[item.name] = item
+    flat = flatten(options)
+    return {name: flat[name] for name in values}
+
+
+def log_options(options: Any) -> None:
+    """Log the resolved options of a command, once at its start."""
+    text = ", ".join(f"{name}={value!r}" for name, value in flatten(options).items())
+    logger.info("Options: %s", text)
+
+
+# ------------------------------------------------------------------------------------------------
+# parser
+
+
+@dataclass(frozen=True)
+class OptionParser(Generic[OptionsT]):
+    """Parser of one command's options.
+
+    Attributes:
+        command: Command as it is typed.
+        about: Description of the command, one or two sentences.
+        options: Dataclass whose fields are groups of options. A command that trains has the
+            additional field `trainer: dict[str, Any]` for the options of Trainer.
+        example: Command line that works.
+        trainer_defaults: Defaults of Trainer's options that differ from those of transformers,
+            {option: value}; None for commands that do not train.
+        default_recipes: Recipes that are read before those of the user.
+    """
+
+    command: str
+    about: str
+    options: type[OptionsT]
+    example: str = ""
+    trainer_defaults: Mapping[str, Any] | None = None
+    default_recipes: tuple[Path, ...] = ()
+
+    @property
+    def fields(self) -> dict[str, dataclasses.Field]:
+        """Fields of all groups, {option: dataclass field}."""
+        groups = _groups(self.options).values()
+        return {f.name: f for group in groups for f in dataclasses.fields(group) if f.init}
+
+    def read(self, argv: Sequence[str]) -> OptionsT:
+        """Read the options of a command line.
+
+        Args:
+            argv: Positional values and recipes (.yaml, .yml; later ones override earlier ones),
+                then options.
+
+        Raises:
+            UserError: If an option is unknown, required and missing, empty, of a wrong type or
+                out of range, or if a recipe cannot be read.
+        """
+        hints = self._hints()
+        recipes, words = _split_recipes(argv)
+
+        values: dict[str, Any] = {}
+        for path in [*self.default_recipes, *recipes]:
+            content = _read_recipe(path)
+            content.update(content.pop("trainer", None) or {})
+            values.update(convert(content, hints, f" in the recipe {path}"))
+        values.update(convert(self._split_command_line(words, hints), hints, dashes="--"))
+
+        self._check_empty_values(values)
+        self._check_required(values)
+        return self._build(values)
+
+    def help(self, argv: Sequence[str] = ()) -> str:
+        """Return the text of `--help`. Imports neither torch nor transformers."""
+        return self._argparse_parser(self._own_hints()).format_help()
+
+    def _own_hints(self) -> dict[str, Any]:
+        hints = {}
+        for group in _groups(self.options).values():
+            hints.update(_hints(group))
+        return hints
+
+    def _hints(self) -> dict[str, Any]:
+        hints = self._own_hints()
+        if self.trainer_defaults is not None:
+            from transformers import TrainingArguments
+
+            hints = {**_hints(TrainingArguments), **hints}
+        return hints
+
+    def _check_empty_values(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            declared = self.fields.get(name)
+            may_be_empty = declared is not None and declared.default == ""
+            items = value if isinstance(value, (list, tuple)) else [value]
+            if "" in items and not may_be_empty:
+                raise UserError(
+                    f"`{_dashed(name)}` is empty. Pass a value, or omit the option; an unset "
+                    "variable of the shell is a common cause."
+                )
+
+    def _check_required(self, values: Mapping[str, Any]) -> None:
+        missing = [
+            _spelled(item)
+            for item in self.fields.values()
+            if item.default is item.default_factory is MISSING and item.name not in values
+        ]
+        if missing:
+            raise UserError(
+                f"{listed(missing)} must be given. `{self.command} --help` lists all options."
+            )
+
+    def _build(self, values: dict[str, Any]) -> OptionsT:
+        groups = {}
+        for name, group in _groups(self.options).items():
+            names = [f.name for f in dataclasses.fields(group) if f.init and f.name in values]
+            groups[name] = group(**{name: values.pop(name) for name in names})
+        if self.trainer_defaults is not None:
+            groups["trainer"] = {**self.trainer_defaults, **values}
+        return self.options(**groups)
+
+    def _split_command_line(self, words: Sequence[str], hints: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a command line as text, {option: text or list of texts}."""
+        # --max_length is accepted for --max-length.
+        words = [re.sub(r"^--\w[\w-]*", lambda m: m[0].replace("_", "-"), word) for word in words]
+        try:
+            parsed, unknown = self._argparse_parser(hints).parse_known_args(words)
+        except argparse.ArgumentError as error:
+            raise UserError(f"{error}.") from None
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise UserError(f"unknown option {name!r}.{suggestion(name, hints, dashes='--')}")
+
+        values = {}
+        for name, value in vars(parsed).items():
+            is_single = isinstance(value, list) and len(value) == 1
+            values[name] = value[0] if is_single else value
+        return values
+
+    def _argparse_parser(self, hints: Mapping[str, Any]) -> argparse.ArgumentParser:
+        """Return an argparse parser of the options in `hints`."""
+        positional = [_spelled(f) for f in self.fields.values() if f.metadata.get("positional")]
+        parser = argparse.ArgumentParser(
+            usage=" ".join([self.command, *positional, "[RECIPE.yaml ...] [--option VALUE ...]"]),
+            description=self.about + (f"\n\nExample:\n  {self.example}" if self.example else ""),
+            epilog=self._trainer_epilog(),
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+            exit_on_error=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        groups = list(_groups(self.options).values())
+        for index, group in enumerate(groups):
+            section = parser.add_argument_group(group.title)
+            for item in dataclasses.fields(group):
+                if item.init:
+                    _add_option(section, item, hints[item.name])
+            if index == 0:
+                self._add_trainer_options(parser, hints)
+        return parser
+
+    def _add_trainer_options(
+        self, parser: argparse.ArgumentParser, hints: Mapping[str, Any]
+    ) -> None:
+        """Add the options of Trainer: the common ones with their help, the others without."""
+        if self.trainer_defaults is None:
+            return
+        section = parser.add_argument_group("Training")
+        for name, (kind, text) in TRAINER_HELP.items():
+            if name in self.fields:
+                continue
+            default = self.trainer_defaults.get(name)
+            shown = "" if default in (None, "") else f" (default: {default})"
+            section.add_argument(_dashed(name), dest=name, metavar=kind, help=text + shown)
+
+        for name in hints:
+            if name not in self.fields and name not in TRAINER_HELP:
+                settings = _argparse_settings(hints[name], None)
+                settings["help"] = argparse.SUPPRESS
+                parser.add_argument(_dashed(name), dest=name, **settings)
+
+    def _trainer_epilog(self) -> str | None:
+        if self.trainer_defaults is None:
+            return None
+        others = [
+            _dashed(name) + (f"={value}" if (value := self.trainer_defaults.get(name)) else "")
+            for name in _trainer_option_names()
+            if name not in TRAINER_HELP and name not in self.fields and name not in _SET_BY_COMMANDS
+        ]
+        return (
+            "Other options of transformers.TrainingArguments, with defaults that differ from\n"
+            "those of transformers:\n  " + "\n  ".join(_wrapped(others))
+        )
+
+
+# Options of Trainer that `--help` describes; the others are listed by name.
+TRAINER_HELP = {
+    "num_train_epochs": ("FLOAT", "Number of training epochs."),
+    "max_steps": ("INT", "Number of optimizer steps. Overrides --num-train-epochs if positive."),
+    "per_device_train_batch_size": ("INT", "Batch size per device, in sequences."),
+    "gradient_accumulation_steps": ("INT", "Number of micro-batches per optimizer step."),
+    "learning_rate": ("FLOAT", "Peak learning rate."),
+    "warmup_steps": ("FLOAT", "Warmup steps; a value below 1 is a fraction of all steps."),
+    "weight_decay": ("FLOAT", "Weight decay of the matrices."),
+    "lr_scheduler_type": ("NAME", "Learning rate schedule, such as linear, cosine or constant."),
+    "seed": ("INT", "Random seed."),
+    "bf16": ("{true,false}", "Train in bfloat16 mixed precision."),
+    "logging_steps": ("INT", "Number of steps between two log records."),
+    "save_steps": ("INT", "Number of steps between two checkpoints."),
+    "report_to": ("NAME", "Experiment tracker: none, tensorboard, wandb, ..."),
+}
+
+
+# Options of Trainer that the commands set, or that have no meaning in them.
+_SET_BY_COMMANDS = (
+    "output_dir",
+    "resume_from_checkpoint",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "local_rank",
+)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter that aligns the descriptions at a readable column."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+def _add_option(section: Any, item: dataclasses.Field, hint: Any) -> None:
+    """Add one option of the command to a section of `--help`."""
+    settings = _argparse_settings(hint, item.metadata.get("metavar"))
+    settings["help"] = _description(item)
+    if item.metadata.get("positional"):
+        is_list = list in _types(hint)
+        section.add_argument(
+            item.name,
+            nargs="*" if is_list else "?",
+            metavar=item.name.upper(),
+            help=settings["help"],
+        )
+        # The option is accepted by its name, too.
+        settings["help"] = argparse.SUPPRESS
+    section.add_argument(_dashed(item.name), dest=item.name, **settings)
+
+
+def _argparse_settings(hint: Any, metavar: str | None) -> dict[str, Any]:
+    kinds = _types(hint)
+    settings: dict[str, Any] = {"metavar": metavar or _metavar(hint)}
+    if {list, dict} & kinds:
+        settings["type"] = read_brackets
+    if list in kinds:
+        settings["nargs"] = "+"
+    elif bool in kinds:
+        settings.update(nargs="?", const="true")
+    return settings
+
+
+def _metavar(hint: Any) -> str:
+    """Return the placeholder of a value: INT, FLOAT, TEXT, {a,b}, ..."""
+    for kind in _alternatives(hint):
+        base = _without_bounds(kind)
+        if typing.get_origin(base) is Literal:
+            return "{" + ",".join(map(str, typing.get_args(base))) + "}"
+        if typing.get_origin(base) is list:
+            return _metavar(typing.get_args(base)[0])
+        if typing.get_origin(base) is dict or base is dict:
+            return "MAPPING"
+    kinds = _types(hint)
+    names = {bool: "{true,false}", int: "INT", float: "FLOAT"}
+    return next((name for kind, name in names.items() if kind in kinds), "TEXT")
+
+
+def _description(item: dataclasses.Field) -> str:
+    """Return the help text of an option with its default."""
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    text = item.metadata.get("help", "")
+    if default is MISSING:
+        text += "" if item.metadata.get("positional") else " (required)"
+    elif default not in (None, [], {}, ""):
+        shown = str(default).lower() if isinstance(default, bool) else default
+        text += f" (default: {shown})"
+    return text.replace("%", "%%")
+
+
+# ------------------------------------------------------------------------------------------------
+# values
+
+
+def convert(
+    section: Mapping[str, Any],
+    hints: Mapping[str, Any],
+    where: str = "",
+    dashes: str = "",
+    known: str = "`--help` lists the options.",
+) -> dict[str, Any]:
+    """Convert the values of a recipe's section or of the command line to the types of the options.
+
+    Args:
+        section: Values, {option: value}.
+        hints: Type hints, {option: hint}; bounds are `Annotated` with `msgspec.Meta`.
+        where: Text that follows an option's name in a message, " in the recipe x.yaml".
+        dashes: "--" if the options are named as on the command line in messages.
+        known: End of the message about an unknown key that resembles no option.
+
+    Raises:
+        UserError: If a key is unknown, or a value has a wrong type or is out of range.
+    """
+    values = {}
+    for name, value in section.items():
+        if name not in hints:
+            raise UserError(f"unknown key {name!r}{where}.{suggestion(name, hints, known=known)}")
+        hint = hints[name]
+        kinds = _types(hint)
+        if types.NoneType in kinds and value in ("null", "None"):
+            value = None
+        if kinds <= {list, types.NoneType} and isinstance(value, (str, int, float)):
+            value = [value]
+        try:
+            values[name] = msgspec.convert(value, hint, strict=False)
+        except msgspec.ValidationError:
+            spelled = _dashed(name) if dashes else name.rstrip("_")
+            raise UserError(f"`{spelled}`{where} must be {rule(hint)}, got {value!r}.") from None
+        except TypeError:
+            # msgspec does not support some of the hints of TrainingArguments.
+            values[name] = value
+        _check_finite(name, values[name], where)
+    return values
+
+
+def rule(hint: Any) -> str:
+    """Return what a value must be to satisfy a type hint, in words: "an integer of at least 1"."""
+    return " or ".join(_rule(kind) for kind in _alternatives(hint) if kind is not types.NoneType)
+
+
+def _rule(hint: Any) -> str:
+    base = _without_bounds(hint)
+    if typing.get_origin(base) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(base)))
+    if typing.get_origin(base) is list:
+        return f"a list whose items are {rule(typing.get_args(base)[0])}"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    text = names.get(base, "a mapping" if typing.get_origin(base) is dict else str(base))
+
+    bounds = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+    limits = [
+        f"{words} {getattr(meta, bound):,}"
+        for meta in _metas(hint)
+        for bound, words in bounds.items()
+        if getattr(meta, bound) is not None
+    ]
+    return f"{text}, {' and '.join(limits)}" if limits else text
+
+
+def suggestion(
+    name: str,
+    names: Mapping[str, Any] | Sequence[str],
+    dashes: str = "",
+    known: str = "`--help` lists the options.",
+) -> str:
+    """Return " Did you mean ...?" for an unknown option or key, or `known` if none is similar."""
+    plain = name.lstrip("-").replace("-", "_")
+    common = COMMON_NAMES.get(plain, ())
+    if isinstance(common, str):
+        return f" {common}"
+    matches = [other for other in common if other in names]
+    matches += difflib.get_close_matches(plain, list(names), n=1)
+    matches += [other for other in names if plain in other.split("_")]
+    if not matches:
+        return f" {known}"
+    match = _dashed(matches[0]) if dashes else matches[0].rstrip("_")
+    return f" Did you mean {match}?"
+
+
+def _check_finite(name: str, value: Any, where: str) -> None:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise UserError(f"`{name.rstrip('_')}`{where} must be a finite number, got {item}.")
+
+
+# ------------------------------------------------------------------------------------------------
+# type hints
+
+
+def _groups(options: type) -> dict[str, type[OptionGroup]]:
+    """Return the groups of an options class, {field: class}."""
+    hints = typing.get_type_hints(options)
+    fields = dataclasses.fields(options)
+    groups = {f.name: hints[f.name] for f in fields}
+    return {
+        name: group
+        for name, group in groups.items()
+        if isinstance(group, type) and issubclass(group, OptionGroup)
+    }
+
+
+def _hints(group: type) -> dict[str, Any]:
+    """Return the type hints of a dataclass's fields, with their bounds."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(group) if f.init}
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _without_bounds(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+
+
+def _metas(hint: Any) -> list[Meta]:
+    return [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Meta)]
+
+
+def _types(hint: Any) -> set[Any]:
+    """Return the types that a hint allows: {list, NoneType} for `list[str] | None`."""
+    bases = {_without_bounds(kind) for kind in _alternatives(hint)}
+    return {typing.get_origin(base) or base for base in bases}
+
+
+# ------------------------------------------------------------------------------------------------
+# recipes and names
+
+
+def _split_recipes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the command line into its recipes and the other words.
+
+    Recipes come before all options, or follow `--config`.
+    """
+    recipes: list[str] = []
+    words: list[str] = []
+    in_front = True
+    remaining = iter(argv)
+    for word in remaining:
+        in_front = in_front and not word.startswith("-")
+        if word == "--config" or word.startswith("--config="):
+            path = word.partition("=")[2] or next(remaining, "")
+            if not path:
+                raise UserError("`--config` needs a recipe: --config RECIPE.yaml.")
+            recipes.append(path)
+        elif in_front and word.endswith((".yaml", ".yml")):
+            recipes.append(word)
+        else:
+            words.append(word)
+    return recipes, words
+
+
+def _read_recipe(path: str | Path) -> dict[str, Any]:
+    """Read a recipe: a file, or one of the package such as recipes/contrastive.yaml."""
+    bundled = RECIPES.parent / path
+    is_bundled = Path(path).parts[:1] == ("recipes",) and bundled.is_file()
+    content = read_yaml(bundled if is_bundled and not Path(path).exists() else path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must contain 'name: value' lines, got {content!r:.80}.")
+    return content
+
+
+def _trainer_option_names() -> list[str]:
+    """Return the names of transformers.TrainingArguments, without importing transformers."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return []
+    source = Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8")
+    body = source.partition("\nclass TrainingArguments")[2]
+    return re.findall(r"^    (\w+): [^\n]*= field\(", body, re.MULTILINE)
+
+
+def _wrapped(words: Sequence[str], width: int = 96) -> Iterator[str]:
+    """Yield lines of words."""
+    line = ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = ""
+        line = f"{line} {word}".strip()
+    if line:
+        yield line
+
+
+def _dashed(name: str) -> str:
+    """Return an option as typed: `for_`, whose name is a keyword of Python, loses the underscore."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def _spelled(item: dataclasses.Field) -> str:
+    return item.name.upper() if item.metadata.get("positional") else _dashed(item.name)
+
+
+# Names of other libraries, and the options that they may stand for here, or an answer.
+COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
+    "batch_size": ("per_device_train_batch_size", "micro_batch_size", "batch_tokens"),
+    "train_batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "lr": ("learning_rate",),
+    "epochs": ("num_train_epochs",),
+    "steps": ("max_steps",),
+    "output_dir": ("output",),
+    "train_file": ("pairs", "texts", "dataset", "data"),
+    "validation_file": ("validation", "validation_texts"),
+    "eval_file": ("validation_file", "validation", "validation_texts"),
+    "model_name_or_path": ("model", "init_from"),
+    "resume": "Run the same command again to resume an interrupted run.",
+    "resume_from_checkpoint": "Run the same command again to resume an interrupted run.",
+    "overwrite_output_dir": "Existing files are never overwritten; remove the output directory.",
+    "overwrite": "Existing files are never overwritten; remove the output directory.",
+}

@@ -1,0 +1,181 @@
+"""Tests of nested options: recipes, the command line, bounds, messages and `--help`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+import transformers
+from msgspec import Meta
+
+from neobert.common import options
+from neobert.common.errors import UserError
+from neobert.common.options import OptionGroup, OptionParser, option
+
+
+@dataclass(frozen=True)
+class DataOptions(OptionGroup):
+    title = "Data"
+
+    source: str = option(help="Texts to read.", positional=True)
+    columns: list[str] = option(default_factory=lambda: ["text"], help="Columns to read.")
+    weights: dict[str, float] = option(default_factory=dict, help="Sampling weight per source.")
+    for_: str | None = option(None, "Purpose of the data.")
+
+
+@dataclass(frozen=True)
+class BatchOptions(OptionGroup):
+    title = "Batching"
+
+    max_length: Annotated[int, Meta(ge=3, le=4096)] = option(
+        512, "Maximum sequence length in tokens."
+    )
+    dropout: Annotated[float, Meta(ge=0, lt=1)] | None = option(None, "Dropout, 100 % is 1.0.")
+    long_texts: Literal["truncate", "windows"] = option("truncate", "Treatment of long texts.")
+    compile: bool = option(False, "Compile the model.", affects_results=False)
+    prefix: str = option("", "Text before each sequence.")
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    data: DataOptions
+    batch: BatchOptions = BatchOptions()
+
+
+@dataclass(frozen=True)
+class TrainingOptions(ExampleOptions):
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+PARSER = OptionParser("neobert example", "Run an example.", ExampleOptions, "neobert example a.txt")
+TRAINING = OptionParser(
+    "neobert train",
+    "Train.",
+    TrainingOptions,
+    trainer_defaults={"learning_rate": 1e-3, "save_total_limit": 2},
+)
+
+
+def test_defaults_and_values_of_the_command_line():
+    read = PARSER.read(["a.txt"])
+    assert read == ExampleOptions(DataOptions(source="a.txt"), BatchOptions())
+
+    words = "a.txt --columns a b --for x --max-length 3 --dropout 0 --weights"
+    read = PARSER.read(
+        [*words.split(), "{a: 1, b: 2.5}", "--compile", "--long_texts=windows", "--prefix", ""]
+    )
+    assert read.data == DataOptions("a.txt", ["a", "b"], {"a": 1.0, "b": 2.5}, "x")
+    assert read.batch == BatchOptions(3, 0.0, "windows", True, "")
+
+
+def test_recipes_are_overridden_from_left_to_right(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yml"
+    first.write_text("source: recipe.txt\nmax_length: 8\ncolumns: title\ndropout: 0.5\n")
+    second.write_text("max_length: 16\ndropout: null\n")
+    expected = DataOptions("recipe.txt", ["title"])
+
+    read = PARSER.read([str(first), str(second)])
+    assert read == ExampleOptions(expected, BatchOptions(max_length=16))
+    read = PARSER.read([str(second), "--config", str(first), f"--config={second}"])
+    assert read == ExampleOptions(expected, BatchOptions(max_length=16))
+    read = PARSER.read(["mine.txt", str(first), "--max-length", "32"])
+    assert (read.data.source, read.batch.max_length) == ("mine.txt", 32)
+
+
+def test_options_of_trainer_are_passed_on(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("source: a.txt\ntrainer: {learning_rate: 1e-4, seed: 3}\n")
+    read = TRAINING.read([str(recipe), "--seed", "4", "--max-length", "9"])
+    assert read.trainer == {"learning_rate": 1e-4, "save_total_limit": 2, "seed": 4}
+    assert read.batch.max_length == 9
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("", "SOURCE must be given. `neobert example --help` lists all options."),
+        ("a --max-length 2", "`--max-length` must be an integer, at least 3 and at most 4,096, got '2'."),
+        ("a --max-length 2.5", "`--max-length` must be an integer, at least 3 and at most 4,096, got '2.5'."),
+        ("a --dropout 1", "`--dropout` must be a number, at least 0 and less than 1, got '1'."),
+        ("a --dropout nan", "`--dropout` must be a number, at least 0 and less than 1, got 'nan'."),
+        ("a --long-texts cut", "`--long-texts` must be one of truncate, windows, got 'cut'."),
+        ("a --compile maybe", "`--compile` must be true or false, got 'maybe'."),
+        ("a --weights {a:x}", "`--weights` must be a mapping, got {'a:x': None}."),
+        ("a --max-lenght 3", "unknown option '--max-lenght'. Did you mean --max-length?"),
+        ("a --length 3", "unknown option '--length'. Did you mean --max-length?"),
+        ("a --zzz", "unknown option '--zzz'. `--help` lists the options."),
+        ("a b", "unknown option 'b'. `--help` lists the options."),
+        ("a --config", "`--config` needs a recipe: --config RECIPE.yaml."),
+    ],
+)  # fmt: skip
+def test_messages(words, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        PARSER.read(words.split())
+
+
+def test_messages_about_recipes(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    cases = {
+        "max_length: 2": "`max_length` in the recipe R must be an integer, at least 3",
+        "max_lenght: 4": "unknown key 'max_lenght' in the recipe R. Did you mean max_length?",
+        "- a": "R must contain 'name: value' lines, got ['a'].",
+        "prefix: [a]": "`prefix` in the recipe R must be text, got ['a'].",
+    }
+    for text, message in cases.items():
+        recipe.write_text(text)
+        with pytest.raises(UserError, match=re.escape(message.replace("R", str(recipe)))):
+            PARSER.read(["a.txt", str(recipe)])
+
+
+def test_an_empty_value_is_an_unset_variable():
+    with pytest.raises(UserError, match="`--for` is empty"):
+        PARSER.read(["a.txt", "--for", ""])
+
+
+@pytest.mark.parametrize("name, match", [("batch-size", "per-device-train-batch-size"), ("lr", "learning-rate"), ("epochs", "num-train-epochs")])  # fmt: skip
+def test_names_of_other_libraries(name, match):
+    with pytest.raises(UserError, match=f"Did you mean --{match}[?]"):
+        TRAINING.read(["a.txt", f"--{name}", "1"])
+
+
+def test_resume_needs_no_option():
+    with pytest.raises(UserError, match="Run the same command again to resume"):
+        TRAINING.read(["a.txt", "--resume"])
+
+
+def test_help_has_titles_types_choices_and_defaults():
+    text = " ".join(PARSER.help().split())
+    for part in (
+        "Data: SOURCE Texts to read.",
+        "Batching: --max-length INT Maximum sequence length in tokens. (default: 512)",
+        "--dropout FLOAT Dropout, 100 % is 1.0.",
+        "--long-texts {truncate,windows} Treatment of long texts. (default: truncate)",
+        "--compile [{true,false}] Compile the model. (default: false)",
+        "--columns TEXT [TEXT ...] Columns to read. (default: ['text'])",
+        "--weights MAPPING",
+        "--for TEXT",
+    ):
+        assert part in text, text
+
+
+def test_help_describes_common_options_of_trainer_and_lists_the_others():
+    text = TRAINING.help()
+    assert text.index("\nData:") < text.index("\nTraining:") < text.index("\nBatching:")
+    assert "--learning-rate FLOAT Peak learning rate. (default: 0.001)" in " ".join(text.split())
+    others = text.partition("Other options of transformers.TrainingArguments")[2]
+    assert "--save-total-limit=2" in others and "--adam-beta2" in others
+    assert "--learning-rate" not in others and "--output-dir" not in others
+
+
+def test_the_list_of_trainer_options_is_complete():
+    names = set(options._trainer_option_names())
+    fields = transformers.TrainingArguments.__dataclass_fields__
+    assert names == {name for name, item in fields.items() if item.init and name in names}
+    assert len(names) > 0.9 * sum(item.init for item in fields.values())
+    assert set(options.TRAINER_HELP) <= set(fields)
+
+
+def test_identity_leaves_out_what_does_not_affect_results():
+    read = PARSER.read(["a.txt", "--compile"])
+    assert "compile" in options.flatten(read) and "compile" not in options.identity(read)
+    assert options.identity(read)["max_length"] == 512
