@@ -30,7 +30,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
@@ -583,7 +583,7 @@ def _wrapped(words: Sequence[str], width: int = 96) -> Iterator[str]:
 
 
 def _dashed(name: str) -> str:
-    """Return an option as typed: `for_`, whose name is a keyword of Python, loses the underscore."""
+    """Return an option as typed; `for_`, a keyword of Python, loses its underscore."""
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
@@ -593,8 +593,8 @@ def _spelled(item: dataclasses.Field) -> str:
 
 # Names of other libraries, and the options that they may stand for here, or an answer.
 COMMON_NAMES: dict[str, tuple[str, ...] | str] = {
-    "batch_size": ("per_device_train_batch_size", "micro_batch_size", "batch_tokens"),
-    "train_batch_size": ("per_device_train_batch_size", "micro_batch_size"),
+    "batch_size": ("micro_batch_size", "per_device_train_batch_size", "batch_tokens"),
+    "train_batch_size": ("micro_batch_size", "per_device_train_batch_size"),
     "lr": ("learning_rate",),
     "epochs": ("num_train_epochs",),
     "steps": ("max_steps",),

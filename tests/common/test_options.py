@@ -94,8 +94,14 @@ def test_options_of_trainer_are_passed_on(tmp_path):
     "words, message",
     [
         ("", "SOURCE must be given. `neobert example --help` lists all options."),
-        ("a --max-length 2", "`--max-length` must be an integer, at least 3 and at most 4,096, got '2'."),
-        ("a --max-length 2.5", "`--max-length` must be an integer, at least 3 and at most 4,096, got '2.5'."),
+        (
+            "a --max-length 2",
+            "`--max-length` must be an integer, at least 3 and at most 4,096, got '2'.",
+        ),
+        (
+            "a --max-length 2.5",
+            "`--max-length` must be an integer, at least 3 and at most 4,096, got '2.5'.",
+        ),
         ("a --dropout 1", "`--dropout` must be a number, at least 0 and less than 1, got '1'."),
         ("a --dropout nan", "`--dropout` must be a number, at least 0 and less than 1, got 'nan'."),
         ("a --long-texts cut", "`--long-texts` must be one of truncate, windows, got 'cut'."),
@@ -107,7 +113,7 @@ def test_options_of_trainer_are_passed_on(tmp_path):
         ("a b", "unknown option 'b'. `--help` lists the options."),
         ("a --config", "`--config` needs a recipe: --config RECIPE.yaml."),
     ],
-)  # fmt: skip
+)
 def test_messages(words, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         PARSER.read(words.split())
@@ -132,7 +138,14 @@ def test_an_empty_value_is_an_unset_variable():
         PARSER.read(["a.txt", "--for", ""])
 
 
-@pytest.mark.parametrize("name, match", [("batch-size", "per-device-train-batch-size"), ("lr", "learning-rate"), ("epochs", "num-train-epochs")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, match",
+    [
+        ("batch-size", "per-device-train-batch-size"),
+        ("lr", "learning-rate"),
+        ("epochs", "num-train-epochs"),
+    ],
+)
 def test_names_of_other_libraries(name, match):
     with pytest.raises(UserError, match=f"Did you mean --{match}[?]"):
         TRAINING.read(["a.txt", f"--{name}", "1"])
